@@ -1,0 +1,57 @@
+# Few words, each does its own set-up: an environment in .venv with the versions of constraints.txt.
+#   make run          the main job: one model trained under every ZeRO implementation on two local ranks
+#   make test         what every change must pass (README: how long it takes)
+#   make test-all     and the stress, full-matrix, browser and Slurm tests
+#   make lint         ruff and pyright
+#   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
+#   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
+#   make report       the table of the newest sweep in outputs/
+#   make clean        removes the environment and caches, keeps outputs/
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export MLFLOW_DISABLE_TELEMETRY := true
+export DISABLE_MLFLOW_INTEGRATION := true
+
+.PHONY: run test test-all lint bench bench-quick report clean
+.DELETE_ON_ERROR:
+
+run: .venv/base.stamp
+	timeout 1200 $(BIN)/python -m zeroexp -m study=compare
+
+test: .venv/test.stamp
+	timeout 900 $(BIN)/python -m pytest -q -m "not slow and not slurm and not browser"
+
+test-all: .venv/test.stamp
+	timeout 2400 $(BIN)/python -m pytest -q
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench-quick: .venv/base.stamp
+	timeout 300 $(BIN)/python -m benchmarks.run --quick
+	$(BIN)/python -m benchmarks.check
+
+bench: .venv/base.stamp
+	timeout 7200 $(BIN)/python -m benchmarks.run --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.check
+
+report: .venv/base.stamp
+	$(BIN)/python -m zeroexp.report
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/base.stamp: pyproject.toml constraints.txt
+	@echo "installing into .venv (several minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@timeout 1800 $(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+.venv/test.stamp .venv/dev.stamp: .venv/%.stamp: .venv/base.stamp
+	@timeout 900 $(BIN)/pip install -q -c constraints.txt -e '.[$*]'
+	@touch $@
