@@ -1,0 +1,28 @@
+"""Composes configs as the command line does, without running anything."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from zeroexp.config import Config, from_mapping
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+@cache
+def composed(*overrides: str) -> Config:
+    """The config of `python -m zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        values = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+    assert isinstance(values, dict)
+    return from_mapping(Config, {str(key): value for key, value in values.items()})
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

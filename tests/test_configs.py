@@ -1,0 +1,243 @@
+"""Every YAML composes, is accepted, and builds; what a run is told survives its file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.composing import CONF, composed, options
+from zeroexp.check import check
+from zeroexp.check import data as data_rules
+from zeroexp.config import (
+    IMPLEMENTATIONS,
+    STAGES,
+    Config,
+    ConfigError,
+    UndefinedCombination,
+    from_mapping,
+    load,
+    resolve,
+    save,
+)
+from zeroexp.data.sources import SHIPPED_WORDS
+from zeroexp.models.build import build_model
+from zeroexp.sharding.placement import Stage
+
+ROOT = CONF.parent
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+# The group's options that need company to be accepted.
+COMPANY = {
+    "model=smollm2_360m_yelp": ["data=yelp"],
+    "model=mlp_1b": ["data=vectors"],
+    "model=mlp_tiny": ["data=vectors"],
+    "data=vectors": ["model=mlp_tiny"],
+    "data=yelp": ["model=smollm2_360m_yelp"],
+    "precision=autocast": ["strategy=ddp", "strategy.implementation=torch"],
+    "cluster=slurm": ["cluster.device=cpu"],
+}
+
+
+def all_options() -> list[str]:
+    return [f"{group}={name}" for group in GROUPS for name in options(group)]
+
+
+@pytest.mark.parametrize("option", all_options())
+def test_every_option_composes_and_is_accepted(option):
+    config = composed(option, *COMPANY.get(option, ()))
+    check(config)
+    group, name = option.split("=")
+    assert getattr(config, group).name == name, "a file is named as it names itself"
+
+
+@pytest.mark.parametrize("name", options("model"))
+def test_every_model_builds(name):
+    option = f"model={name}"
+    config = composed(option, *COMPANY.get(option, ()))
+    built = build_model(config.model, seed=0, device="meta")
+    names = {name for name, _ in built.module.named_modules()}
+    assert built.blocks and set(built.blocks) <= names
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_every_schedule_is_accepted(schedule):
+    check(composed(f"optimizer.schedule={schedule}"))
+
+
+@pytest.mark.parametrize("name", options("strategy"))
+def test_every_strategy_is_a_known_row_with_the_dtypes_of_the_precision(name):
+    strategy = composed(f"strategy={name}", "precision=bf16_master").strategy
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    Stage.of(*(row.placement for row in rows))
+    assert [row.dtype for row in rows] == ["bfloat16", "float32", "float32"]
+
+
+def with_implementation(config: Config, implementation: str) -> Config:
+    return replace(config, strategy=replace(config.strategy, implementation=implementation))
+
+
+def test_defined_and_undefined_combinations_of_strategy_and_implementation():
+    """Section 9 of docs/architecture.md: all but one combination means something."""
+    undefined = []
+    for stage, implementation in itertools.product(STAGES, IMPLEMENTATIONS):
+        try:
+            check(with_implementation(composed(f"strategy={stage}"), implementation))
+        except UndefinedCombination:
+            undefined.append((stage, implementation))
+    assert undefined == [("zero1_allreduce", "torch")]
+
+
+OURS = {"fp32", "bf16", "bf16_master", "paper16"}
+TORCH_DDP = {"fp32", "bf16", "autocast"}  # DDP and ZeroRedundancyOptimizer
+TORCH_FSDP2 = {"fp32", "bf16_master", "paper16"}  # fp32 shards, cast when gathered and reduced
+
+
+@pytest.mark.parametrize(
+    ("stage", "implementation", "accepted"),
+    [
+        *((stage, "buffer", OURS) for stage in STAGES),
+        *((stage, "torch", TORCH_DDP) for stage in ("ddp", "zero1")),
+        *((stage, "torch", TORCH_FSDP2) for stage in ("zero2", "zero3")),
+    ],
+)
+def test_precisions_that_an_engine_takes(stage, implementation, accepted):
+    taken = set()
+    for precision in options("precision"):
+        config = composed(f"strategy={stage}", f"precision={precision}")
+        try:
+            check(with_implementation(config, implementation))
+            taken.add(precision)
+        except UndefinedCombination:
+            pass
+    assert taken == accepted
+
+
+def test_resolved_config_has_every_setting_that_has_an_effect():
+    zero3 = resolve(composed("strategy.implementation=parameter")).strategy
+    assert (zero3.unit, zero3.overlap, zero3.owners) == ("block", True, "greedy")
+    assert (zero3.prefetch, zero3.keep, zero3.reduce_each) == (None, "last", "microbatch")
+    zero1 = resolve(composed("strategy=zero1")).strategy
+    assert (zero1.owners, zero1.prefetch, zero1.keep, zero1.reduce_each) == (
+        None,
+        None,
+        None,
+        "step",
+    )
+    torch = resolve(composed("strategy.implementation=torch")).strategy
+    assert (torch.unit, torch.overlap, torch.prefetch) == (None, None, None)
+
+
+def test_an_explicit_setting_survives_resolving():
+    chosen = ["strategy.unit=model", "strategy.overlap=false", "strategy.prefetch=0"]
+    strategy = resolve(composed(*chosen)).strategy
+    assert (strategy.unit, strategy.overlap, strategy.prefetch) == ("model", False, 0)
+
+
+@pytest.mark.parametrize("option", [o for o in all_options() if not o.startswith("study=")])
+def test_config_survives_its_file(option, tmp_path):
+    config = resolve(composed(option))
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_small_numbers_survive_the_file(tmp_path):
+    """YAML 1.1 reads 1e-8, without a point, as a word."""
+    config = composed("optimizer.eps=1e-8", "optimizer.lr=5e-5")
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml").optimizer.eps == 1e-8
+
+
+def test_unknown_key_in_a_run_config_is_refused():
+    values = asdict(Config())
+    values["train"]["stepz"] = 3
+    with pytest.raises(ConfigError, match=r"train\.stepz=3: unknown key; use one of .*steps"):
+        from_mapping(Config, values)
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout
+
+
+def test_the_checks_know_the_shipped_tokenizer():
+    """They may not import the data's package, which imports torch."""
+    assert data_rules.SHIPPED_WORDS == SHIPPED_WORDS
+
+
+def test_a_rank_reads_its_config_without_hydra(tmp_path):
+    save(Config(), tmp_path / "config.yaml")
+    code = f"""
+import sys, pathlib
+sys.modules["hydra"] = sys.modules["omegaconf"] = sys.modules["torch"] = None
+from zeroexp.config import load
+print(load(pathlib.Path({str(tmp_path / "config.yaml")!r})).strategy.name)
+"""
+    assert python(code).strip() == "zero3"
+
+
+def test_the_process_that_starts_a_sweep_stays_light():
+    """It composes and watches: torch belongs to the fork-server, mlflow to a thread."""
+    code = """
+import sys
+import zeroexp.__main__
+print(sorted({"torch", "transformers", "datasets", "mlflow", "numpy"} & set(sys.modules)))
+"""
+    assert python(code).strip() == "[]"
+
+
+def zeroexp(*words: str, cwd: Path = ROOT, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zeroexp", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_shows_groups_and_examples():
+    help_text = zeroexp("--help").stdout
+    for group in GROUPS:
+        assert f"\n{group}: " in help_text
+    assert "study=compare" in help_text and "Exit codes" in help_text
+
+
+def test_config_can_be_shown_instead_of_run():
+    shown = zeroexp("--cfg", "job", "strategy=zero2")
+    assert shown.returncode == 0 and "name: zero2" in shown.stdout
+    assert shown.stdout.startswith("model:") and shown.stdout.rstrip().endswith("outputs: outputs")
+
+
+def test_installed_package_brings_its_yaml_and_launcher(tmp_path):
+    """From a wheel, far from the checkout: conf/ lies inside the package there."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    copy = tmp_path / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    for name in listed.stdout.splitlines():
+        if name.startswith(("zeroexp/", "conf/", "hydra_plugins/")) or "/" not in name:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*build, "-w", tmp_path, copy], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    shown = zeroexp("--cfg", "all", "study=compare", cwd=tmp_path, path=site)
+    assert shown.returncode == 0, shown.stderr
+    assert "hydra_plugins.zeroexp_launcher.ZeroexpLauncher" in shown.stdout

@@ -1,0 +1,184 @@
+"""Every mistake is told in one line with key, value and remedy, before a rank starts, and never as a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroexp import __main__ as zeroexp
+
+# Command line -> parts of the one line it gets: key=value first, then what is wrong or what to do.
+WRONG = {
+    # words and keys that do not exist
+    "strategy=zero4": ("strategy=zero4:", "use one of ddp, zero1"),
+    "model=smal": ("model=smal:", "did you mean small?"),
+    "study=comparison": ("study=comparison:", "compare"),
+    "train.stepz=3": ("train.stepz=3:", "did you mean train.steps"),
+    "stratgey=zero3": ("stratgey=zero3:", "did you mean strategy"),
+    "+train.epochs=3": ("train.epochs=3:", "unknown key"),
+    "model.hf_config.layers=3": ("model.hf_config.layers=3:", "use +model.hf_config.layers=3"),
+    "strategy.implementation=bufer": ("strategy.implementation=bufer:", "did you mean buffer?"),
+    "strategy.implementation=deepspeed": ("strategy.implementation=deepspeed:", "use torch"),
+    "strategy.unit=layer": ("strategy.unit=layer:", "model, block, module"),
+    "strategy.keep=first": ("strategy.keep=first:", "none, last, all"),
+    "strategy.reduce_each=epoch": ("strategy.reduce_each=epoch:", "microbatch, step"),
+    "strategy.parameters.placement=sharded": (
+        "strategy.parameters.placement=sharded:",
+        "did you mean shard?",
+    ),
+    "precision.compute=float8": ("precision.compute=float8:", "use one of float32, bfloat16"),
+    "optimizer.schedule=cosin": ("optimizer.schedule=cosin:", "did you mean cosine?"),
+    "cluster.device=gpu": ("cluster.device=gpu:", "auto, cpu, cuda"),
+    "cluster.kind=pbs": ("cluster.kind=pbs:", "use one of local, slurm"),
+    # values of the wrong kind or size
+    "train.steps=many": ("train.steps=many:", "use a whole number"),
+    "train.steps=-3": ("train.steps=-3:", "use at least 1"),
+    "train.warmup_steps=-1": ("train.warmup_steps=-1:", "use at least 0"),
+    "train.activation_checkpointing=maybe": (
+        "train.activation_checkpointing=maybe:",
+        "use true or false",
+    ),
+    "train=3": ("train=3:", "set one of its keys"),
+    "optimizer.lr=0": ("optimizer.lr=0", "use more than 0"),
+    "optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
+    "optimizer.betas=[0.9]": ("optimizer.betas=[0.9]:", "use [0.9, 0.95]"),
+    "optimizer.max_grad_norm=0": ("optimizer.max_grad_norm=0", "use more than 0"),
+    "world_size=0": ("world_size=0:", "use 1 or more"),
+    "world_size=two": ("world_size=two:", "use 1 or more"),
+    "cluster.world_sizes=[] world_size=all": ("cluster.world_sizes=[]:", "use [1, 2]"),
+    "strategy=zero2 strategy.bucket_mb=25": ("strategy.bucket_mb=25:", "leave it null"),
+    "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),
+    "data.path=/no/such/text": ("data.path=/no/such/text:", "use one that exists"),
+    "tracking.uri=file:./mlruns": ("tracking.uri=file:./mlruns ", "sqlite:///"),
+    "strategy=[": ("strategy=[:", "write key=value"),
+    "strategy": ("strategy:", "write key=value"),
+    # right by themselves, without a meaning together
+    "strategy=zero1_allreduce strategy.implementation=torch": (
+        "strategy=zero1_allreduce:",
+        "use zero1",
+    ),
+    "strategy=zero2 strategy.gradients.placement=partial": (
+        "strategy=zero2:",
+        "use strategy=zero1",
+    ),
+    "strategy.gradients.placement=replicate": ("strategy=zero3:", "use one of ddp"),
+    "precision=autocast": ("precision=autocast:", "use precision=bf16_master"),
+    "precision=bf16_master strategy=ddp strategy.implementation=torch": (
+        "precision=bf16_master:",
+        "use precision=autocast",
+    ),
+    "precision=bf16 strategy.implementation=torch": (
+        "precision=bf16:",
+        "use precision=bf16_master",
+    ),
+    "precision.master=bfloat16": ("precision.compute=float32:", "use precision=bf16_master"),
+    "strategy.implementation=torch strategy.gradients.dtype=bfloat16": (
+        "strategy.gradients.dtype=bfloat16:",
+        "use the precision group",
+    ),
+    "data.global_batch_size=12 world_size=5": ("data.global_batch_size=12:", "use 10 or 15"),
+    "data.global_batch_size=1": ("data.global_batch_size=1:", "use 2"),
+    "model=mlp_1b": ("model=mlp_1b:", "use data=vectors"),
+    "model=mlp_tiny data=synthetic": ("model=mlp_tiny:", "use data=vectors"),
+    "data=vectors": ("data.task=regression:", "use data.task=causal"),
+    "model=smollm2_360m_yelp": ("data.task=causal:", "use data.task=classification"),
+    "data=yelp": ("data.task=classification:", "use data.task=causal"),
+    "data.task=classification": ("data.task=classification:", "use causal"),
+    "model.num_labels=5": ("model.num_labels=5:", "leave it null"),
+    "data=yelp model.task=classification": ("model.num_labels=null:", "model.num_labels=5"),
+    "data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
+    "data.vocab_size=50000": ("data.vocab_size=50000:", "use 2048"),
+    "data=synthetic data.vocab_size=4096": ("data.vocab_size=4096:", "larger vocabulary"),
+    "data.limit=10": ("data.limit=10:", "leave it null"),
+    "data=synthetic data.path=.": ("data.path=.:", "leave it null"),
+    # explicit settings that the chosen path would ignore
+    "strategy.owners=greedy": ("strategy.owners=greedy:", "leave it null"),
+    "strategy=zero2 strategy.prefetch=2": ("strategy.prefetch=2:", "leave it null"),
+    "strategy=ddp strategy.keep=all": ("strategy.keep=all:", "leave it null"),
+    "strategy=ddp strategy.implementation=parameter strategy.owners=greedy": (
+        "strategy.owners=greedy:",
+        "shards nothing",
+    ),
+    "strategy.overlap=false strategy.prefetch=2": ("strategy.prefetch=2:", "leave it null"),
+    "strategy.gradient_as_bucket_view=true": (
+        "strategy.gradient_as_bucket_view=true:",
+        "leave it null",
+    ),
+    "strategy=zero1 strategy.reduce_each=microbatch": (
+        "strategy.reduce_each=microbatch:",
+        "use step",
+    ),
+    "strategy.implementation=torch strategy.overlap=false": (
+        "strategy.overlap=false:",
+        "leave it null",
+    ),
+    "strategy=ddp strategy.implementation=torch strategy.unit=block": (
+        "strategy.unit=block:",
+        "leave it null",
+    ),
+    "optimizer.momentum=0.9": ("optimizer.momentum=0.9:", "use optimizer=sgd"),
+    "tracking=files tracking.uri=sqlite:///x.db": ("tracking.uri=sqlite:///x.db:", "mlflow"),
+    # a sweep ends as a whole where one of its words is wrong
+    "-m strategy=ddp,zero4": ("strategy=zero4:", "use one of"),
+    "-m strategy.implementation=buffer,bufer": ("strategy.implementation=bufer:", "buffer?"),
+    "-m world_size=2,0": ("world_size=0:", "use 1 or more"),
+    # a study whose every point is excluded
+    "study=compare strategy=zero1_allreduce": ("study=compare:", "study.include"),
+    # --rerun
+    "--rerun": ("--rerun", "one folder"),
+    "--rerun no/such/folder": ("--rerun", "outputs/<sweep>"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_mistake_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert zeroexp.main() == zeroexp.REFUSED
+    captured = capsys.readouterr()
+    told = captured.err.splitlines()
+    assert len(told) == 1 and captured.out == ""
+    for part in WRONG[line]:
+        assert part in told[0]
+    assert told[0].startswith(f"zeroexp: {WRONG[line][0]}")
+    assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+def test_cuda_on_a_machine_without(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(sys, "argv", ["zeroexp", "cluster.device=cuda"])
+    assert zeroexp.main() == zeroexp.REFUSED
+    line = (
+        "zeroexp: cluster.device=cuda: 1 GPUs here for world_size=2; use cluster.device=auto or cpu"
+    )
+    assert capsys.readouterr().err.strip() == line
+
+
+def test_mistake_in_a_file_of_the_user(tmp_path, monkeypatch, capsys):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "mine.yaml").write_text("# @package _global_\ntrain: {stepz: 3}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zeroexp", "--config-dir", str(tmp_path), "study=mine"])
+    assert zeroexp.main() == zeroexp.REFUSED
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "train.stepz" in told and "study/mine" in told
+
+
+def test_from_the_outside_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroexp", "strategy=zero3", "-m", "world_size=1,0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("zeroexp: world_size=0: ") and done.stderr.count("\n") == 1

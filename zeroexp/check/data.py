@@ -1,0 +1,74 @@
+"""Rules about model and data together."""
+
+from __future__ import annotations
+
+from zeroexp.check.refusal import undefined, without_effect
+from zeroexp.config import Config
+from zeroexp.config import vocabulary as words_of
+
+SHIPPED_WORDS = 2048  # of the tokenizer in zeroexp/data/corpus
+
+TASKS = {
+    "text": ("causal",),
+    "reviews": ("causal", "classification"),
+    "synthetic": ("causal", "regression"),
+}
+
+
+def task(config: Config) -> None:
+    """The data can be asked what the model answers."""
+    model, data = config.model, config.data
+    if (model.family == "mlp") != (model.task == "regression"):
+        problem = f"model.family={model.family} can not be trained for it"
+        undefined(config, "model.task", problem, "use model=mlp_tiny or another task")
+    if model.family == "mlp" and data.task != "regression":
+        problem = f"takes vectors, data={data.name} gives tokens"
+        undefined(config, "model", problem, "use data=vectors, or a language model")
+    if data.task not in TASKS[data.kind]:
+        problem = f"data.kind={data.kind} has no such task"
+        undefined(config, "data.task", problem, f"use {' or '.join(TASKS[data.kind])}")
+    if model.task != data.task:
+        problem = f"model={model.name} is made for {model.task}"
+        undefined(config, "data.task", problem, f"use data.task={model.task} or another model")
+
+
+def labels(config: Config) -> None:
+    task = config.model.task
+    if task == "classification" and config.model.num_labels is None:
+        undefined(config, "model.num_labels", "the head needs it", "use model.num_labels=5")
+    if task != "classification":
+        without_effect(config, "model.num_labels", f"model.task={task} has no labels")
+
+
+def length(config: Config) -> None:
+    model = config.model
+    shape = model.moe if model.family == "moe" else model.hf_config
+    for key in ("max_position_embeddings", "n_positions", "max_positions"):
+        limit = shape.get(key)
+        if limit is not None and config.data.seq_len > limit:
+            problem = f"model={model.name} has {limit} positions"
+            undefined(config, "data.seq_len", problem, f"use at most {limit}")
+
+
+def vocabulary(config: Config) -> None:
+    known, asked, data = words_of(config.model), config.data.vocab_size, config.data
+    if asked is not None and data.kind != "synthetic" and asked != SHIPPED_WORDS:
+        problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
+        undefined(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
+    if data.task == "regression":
+        without_effect(config, "data.vocab_size", "vectors have no words")
+    words = asked or (None if data.kind == "synthetic" else SHIPPED_WORDS)
+    if words and known is not None and config.model.weights is None and words > known:
+        problem = f"model={config.model.name} knows {known} words of the data's {words}"
+        undefined(config, "data.vocab_size", problem, "use a model with a larger vocabulary")
+
+
+def source(config: Config) -> None:
+    if config.data.kind == "synthetic":
+        without_effect(config, "data.path", "synthetic data has no files")
+    if config.data.kind != "reviews":
+        for key in ("data.source", "data.limit"):
+            without_effect(config, key, f"data.kind={config.data.kind} reads no reviews")
+
+
+RULES = (task, labels, length, vocabulary, source)

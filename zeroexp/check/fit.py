@@ -1,0 +1,59 @@
+"""Rules about what else must fit together: batch, optimizer, tracking, machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import cache
+
+from zeroexp.check.refusal import undefined
+from zeroexp.config import Config
+
+
+def batch(config: Config) -> None:
+    """Accumulation = global / (micro x world) is a whole number of microbatches."""
+    micro, world = config.data.micro_batch_size, config.world_size
+    below, rest = divmod(config.data.global_batch_size, micro * world)
+    if rest:
+        near = [str(count * micro * world) for count in (below, below + 1) if count]
+        problem = f"not divisible by data.micro_batch_size={micro} x world_size={world}"
+        undefined(config, "data.global_batch_size", problem, f"use {' or '.join(near)}")
+
+
+def optimizer(config: Config) -> None:
+    chosen = config.optimizer
+    if chosen.name != "sgd" and chosen.momentum:
+        problem = f"no effect with optimizer={chosen.name}"
+        undefined(config, "optimizer.momentum", problem, "use optimizer=sgd, or 0")
+
+
+def tracking(config: Config) -> None:
+    if config.tracking.uri and not config.tracking.mlflow:
+        problem = "no effect with tracking.mlflow=false"
+        undefined(config, "tracking.uri", problem, "use tracking=mlflow, or null")
+
+
+def device(config: Config) -> None:
+    if config.cluster.kind == "slurm":
+        if config.cluster.device == "auto":
+            problem = "Slurm must be told what to ask for"
+            undefined(config, "cluster.device", problem, "use cluster.device=cuda or cpu")
+    elif config.cluster.device == "cuda" and num_gpus() < config.world_size:
+        problem = f"{num_gpus()} GPUs here for world_size={config.world_size}"
+        undefined(config, "cluster.device", problem, "use cluster.device=auto or cpu")
+
+
+@cache
+def num_gpus() -> int:
+    """GPUs this process may use. Asked of the driver's tool, since a process that forks ranks may not start CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+RULES = (batch, optimizer, tracking, device)

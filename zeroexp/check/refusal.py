@@ -1,0 +1,49 @@
+"""How a point is refused: one line, key=value: what is wrong; what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from zeroexp.config import Config, ConfigError, UndefinedCombination
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key; of a group its name. Raises ConfigError for a key that is not there."""
+    value: Any = config
+    for part in key.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{key}: no such key; `python -m zeroexp --cfg job` shows them all")
+        value = getattr(value, part)
+    return getattr(value, "name", value)
+
+
+def wrong(key: str, value: object, problem: str, remedy: str) -> NoReturn:
+    """A key that is wrong by itself: ends a whole sweep before anything runs."""
+    raise ConfigError(f"{key}={shown(value)}: {problem}; {remedy}")
+
+
+def undefined(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
+    """Keys that are right by themselves and mean nothing together: a sweep skips the point."""
+    raise UndefinedCombination(f"{key}={shown(value_of(config, key))}: {problem}; {remedy}")
+
+
+def without_effect(config: Config, key: str, why: str) -> None:
+    """Refuses an explicit setting that the chosen path would ignore."""
+    if value_of(config, key) is not None:
+        undefined(config, key, f"no effect, {why}", "leave it null")
+
+
+def nearest(word: object, words: Iterable[str]) -> str:
+    """What was probably meant, then all there is."""
+    words = list(words)
+    close = get_close_matches(str(word), words, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]}? " if close else "") + f"use one of {', '.join(words)}"
+
+
+def shown(value: object) -> str:
+    """As it would be typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

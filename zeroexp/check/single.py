@@ -1,0 +1,130 @@
+"""Rules about one key at a time: words, ranges, files. Breaking one is a ConfigError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeroexp.check.refusal import nearest, value_of, wrong
+from zeroexp.config import IMPLEMENTATIONS, Config
+
+DTYPES = ("float32", "bfloat16")
+PLACEMENTS = ("replicate", "partial", "shard")
+TASKS = ("causal", "classification", "regression")
+
+# None stands for "left to the default", where a key allows it.
+WORDS: dict[str, tuple[str | None, ...]] = {
+    "model.family": ("llama", "gpt2", "mixtral", "mlp", "moe"),
+    "model.task": TASKS,
+    "data.kind": ("text", "reviews", "synthetic"),
+    "data.task": TASKS,
+    "strategy.implementation": IMPLEMENTATIONS,
+    "strategy.parameters.placement": PLACEMENTS,
+    "strategy.gradients.placement": PLACEMENTS,
+    "strategy.optimizer.placement": PLACEMENTS,
+    "precision.compute": DTYPES,
+    "precision.reduce": DTYPES,
+    "precision.master": DTYPES,
+    "strategy.parameters.dtype": DTYPES,
+    "strategy.gradients.dtype": DTYPES,
+    "strategy.optimizer.dtype": DTYPES,
+    "strategy.unit": (None, "model", "block", "module"),
+    "strategy.owners": (None, "contiguous", "greedy"),
+    "strategy.keep": (None, "none", "last", "all"),
+    "strategy.reduce_each": (None, "microbatch", "step"),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.schedule": ("constant", "cosine", "linear"),
+    "cluster.kind": ("local", "slurm"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+
+# Words with a meaning that is still to come, and what to use until then.
+PLANNED = {
+    ("strategy.implementation", "deepspeed"): "use torch for a native engine",
+}
+
+AT_LEAST = {
+    "data.seq_len": 1,
+    "data.global_batch_size": 1,
+    "data.micro_batch_size": 1,
+    "data.vocab_size": 1,
+    "data.limit": 1,
+    "model.num_labels": 1,
+    "strategy.prefetch": 0,
+    "optimizer.momentum": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.min_lr_ratio": 0,
+    "train.seed": 0,
+    "train.warmup_steps": 0,
+    "train.steps": 1,
+    "cluster.threads_per_rank": 1,
+    "cluster.timeout_s": 1,
+    "cluster.heartbeat_s": 1,
+    "cluster.slurm.ranks_per_node": 1,
+    "cluster.slurm.cpus_per_rank": 1,
+    "cluster.slurm.max_running": 1,
+}
+ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement")
+AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
+
+
+def words(config: Config) -> None:
+    for (key, word), remedy in PLANNED.items():
+        if value_of(config, key) == word:
+            wrong(key, word, "not available yet", remedy)
+    for key, known in WORDS.items():
+        if (value := value_of(config, key)) not in known:
+            wrong(key, value, "unknown word", nearest(value, filter(None, known)))
+
+
+def ranges(config: Config) -> None:
+    for key, low in AT_LEAST.items():
+        if (value := value_of(config, key)) is not None and value < low:
+            wrong(key, value, "too small", f"use at least {low}")
+    for key in ABOVE_ZERO:
+        if (value := value_of(config, key)) is not None and value <= 0:
+            wrong(key, value, "too small", "use more than 0")
+    for key in AT_MOST_ONE:
+        if (value := value_of(config, key)) > 1:
+            wrong(key, value, "too large", "use at most 1")
+
+
+def betas(config: Config) -> None:
+    values = config.optimizer.betas
+    if len(values) != 2 or not all(0 <= beta < 1 for beta in values):
+        wrong("optimizer.betas", values, "not two numbers in [0, 1)", "use [0.9, 0.95]")
+
+
+def world_sizes(config: Config) -> None:
+    if not config.cluster.world_sizes:
+        wrong("cluster.world_sizes", "[]", "empty", "use [1, 2]")
+    for key in ("world_size", "cluster.world_sizes"):
+        value = value_of(config, key)
+        for size in value if isinstance(value, list) else [value]:
+            if type(size) is not int or size < 1:
+                wrong(key, size, "not a number of ranks", "use 1 or more (world_size also: all)")
+
+
+def bucket(config: Config) -> None:
+    size = config.strategy.bucket_mb
+    if size is not None:
+        remedy = "leave it null: what moves together is strategy.unit"
+        wrong("strategy.bucket_mb", size, "not available yet", remedy)
+
+
+def paths(config: Config) -> None:
+    weights, data = config.model.weights, config.data.path
+    if weights and weights[0] in "./~" and not Path(weights).expanduser().exists():
+        wrong("model.weights", weights, "no such folder", "use one that exists, a hub id, or null")
+    if data and not Path(data).expanduser().exists():
+        wrong("data.path", data, "no such file or folder", "use one that exists, or null")
+
+
+def study(config: Config) -> None:
+    """Every key of an include row exists."""
+    for row in config.study.include:
+        for key in row:
+            value_of(config, key)
+
+
+RULES = (words, ranges, betas, world_sizes, bucket, paths, study)

@@ -1,0 +1,240 @@
+"""Every word an experiment may say, as dataclasses, and how they become a run's config.yaml.
+
+Hydra composes YAML into these schemas, so typos and wrong types fail at composition;
+`zeroexp.check` refuses combinations that have no meaning before any rank starts. Keys of one
+implementation default to None, which is "that implementation's own default"; `resolve` writes the
+default into the run's config. No torch in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+Schema = TypeVar("Schema")
+
+IMPLEMENTATIONS = ("parameter", "tensor", "buffer", "torch")
+STAGES = ("ddp", "zero1", "zero1_allreduce", "zero2", "zero3")
+
+
+class ConfigError(ValueError):
+    """A user's mistake: one line naming key, value and remedy. Never shown with a traceback."""
+
+
+class UndefinedCombination(ConfigError):
+    """Every word is right, but together they mean nothing: a sweep skips such a point."""
+
+
+@dataclass
+class Row:
+    """Where one kind of state rests between uses, and in which dtype."""
+
+    placement: str = "replicate"  # replicate | partial | shard
+    dtype: str = "float32"
+
+
+@dataclass
+class ModelConfig:
+    name: str = "small"
+    family: str = "llama"  # llama | gpt2 | mixtral | mlp | moe
+    task: str = "causal"  # causal | classification | regression
+    num_labels: int | None = None
+    hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # of transformers' class
+    mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
+    moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
+    weights: str | None = None  # None = random from train.seed; a local folder, or a hub id
+
+
+def vocabulary(model: ModelConfig) -> int | None:
+    """Number of words the config gives the model; None for vectors, or where the data decides."""
+    return (model.moe if model.family == "moe" else model.hf_config).get("vocab_size")
+
+
+@dataclass
+class DataConfig:
+    name: str = "offline"
+    kind: str = "text"  # text | reviews | synthetic
+    task: str = "causal"  # causal | classification | regression
+    seq_len: int = 128  # tokens per sample
+    global_batch_size: int = 12  # samples per optimizer step over all ranks
+    micro_batch_size: int = 1  # samples per rank and forward pass
+    path: str | None = None  # a local folder or file instead of the source's own
+    source: str | None = None  # hub id
+    vocab_size: int | None = None  # of the tokenizer trained on the text; None = the model's
+    limit: int | None = None  # reviews: the first so many of the source; None = all
+
+
+@dataclass
+class StrategyConfig:
+    name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3
+    parameters: Row = field(default_factory=Row)
+    gradients: Row = field(default_factory=Row)
+    optimizer: Row = field(default_factory=Row)
+    implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch
+    # Settings of our engine. None = its default.
+    unit: str | None = None  # model | block | module: what moves together (torch: block)
+    overlap: bool | None = None  # communication beside compute, or strictly after it
+    owners: str | None = None  # contiguous | greedy: who owns which parameter
+    prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
+    keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
+    reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
+    bucket_mb: Any = None  # MiB that move in one go, or "auto" (replicated parameters)
+    # Settings of torch's engines.
+    gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
+
+
+@dataclass
+class PrecisionConfig:
+    name: str = "fp32"  # fp32 | bf16 | bf16_master | paper16 | autocast
+    compute: str = "float32"  # dtype of parameters and activations
+    reduce: str = "float32"  # dtype of gradients on the wire and of the reduced gradient
+    master: str = "float32"  # dtype of the weights the optimizer updates
+    autocast: bool = False  # fp32 parameters, bf16 operations (torch engines only)
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"  # adamw | sgd
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    momentum: float = 0.0  # sgd
+    weight_decay: float = 0.1
+    decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
+    fused: bool = True
+    max_grad_norm: float | None = 1.0  # None = no clipping
+    schedule: str = "constant"  # constant | cosine | linear, after warm-up
+    warmup_steps: int = 0  # steps of linear learning-rate warm-up
+    min_lr_ratio: float = 0.1  # learning rate at the end over its top
+
+
+@dataclass
+class TrainConfig:
+    seed: int = 0
+    warmup_steps: int = 3  # steps not counted in time; memory is read in the last of them
+    steps: int = 20  # measured steps
+    activation_checkpointing: bool = False  # recompute each block in backward
+
+
+@dataclass
+class SlurmConfig:
+    """What a site's Slurm is asked for. None: the site's own default."""
+
+    ranks_per_node: int = 8  # most ranks of one point that share a node
+    cpus_per_rank: int = 4
+    max_running: int | None = None  # points of one sweep that may run at once
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    memory_gb: float | None = None  # of one node
+    python: str | None = (
+        None  # command that starts Python on a node, e.g. in a container; None = ours
+    )
+    setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
+    srun: list[str] = field(default_factory=list[str])  # further arguments of srun
+    sbatch: dict[str, Any] = field(default_factory=dict[str, Any])  # further options of sbatch
+
+
+@dataclass
+class ClusterConfig:
+    name: str = "local"
+    kind: str = "local"  # local | slurm
+    device: str = "auto"  # auto | cpu | cuda
+    threads_per_rank: int = 1  # CPU threads of one rank
+    world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
+    timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
+    wait: bool = (
+        True  # slurm: False submits and returns; `python -m zeroexp.watch` shows what became of it
+    )
+    heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
+    dry_run: bool = False  # slurm: print the sbatch files and submit nothing
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass
+class TrackingConfig:
+    name: str = "mlflow"
+    mlflow: bool = True
+    uri: str | None = None  # None = sqlite in outputs/mlflow.db
+    experiment: str = "zeroexp"
+
+
+@dataclass
+class StudyConfig:
+    """A sweep that answers a question. A point runs if it matches one of the `include` rows."""
+
+    name: str | None = None
+    question: str | None = None
+    include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
+    loss_agreement: float | None = None  # relative bound on how far curves lie apart at any step
+    loss_must_fall: bool = False
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
+    outputs: str = "outputs"  # root folder of all runs
+
+
+def resolve(config: Config) -> Config:
+    """A copy in which every setting that has an effect and was left open holds its default."""
+    config = deepcopy(config)
+    strategy = config.strategy
+    if strategy.implementation != "torch":
+        for key, default in _engine_defaults(strategy).items():
+            if getattr(strategy, key) is None:
+                setattr(strategy, key, default)
+    elif strategy.name in ("ddp", "zero1") and strategy.gradient_as_bucket_view is None:
+        strategy.gradient_as_bucket_view = True
+    return config
+
+
+def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
+    """`bucket_mb` stays None, which is one bucket per unit; `prefetch` too, which is the transport's best."""
+    defaults: dict[str, Any] = {"unit": "block", "overlap": True}
+    defaults["reduce_each"] = "microbatch" if strategy.gradients.placement == "shard" else "step"
+    if strategy.implementation == "parameter" and strategy.optimizer.placement == "shard":
+        defaults["owners"] = "greedy"
+    if strategy.parameters.placement == "shard":
+        defaults["keep"] = "last"
+    return defaults
+
+
+def save(config: Config, path: Path) -> None:
+    import yaml
+
+    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+
+
+def load(path: Path) -> Config:
+    """The config of a run as `save` wrote it; raises ConfigError for a key that no schema has."""
+    import yaml
+
+    return from_mapping(Config, yaml.safe_load(path.read_text()))
+
+
+def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:
+    """Plain nested mappings into dataclasses; value types are the writer's promise."""
+    hints = get_type_hints(schema)
+    known = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
+    if unknown := sorted(set(values) - known):
+        key, words = unknown[0], ", ".join(sorted(known))
+        raise ConfigError(f"{parent}{key}={values[key]}: unknown key; use one of {words}")
+    arguments = dict(values)
+    for key, value in values.items():
+        if is_dataclass(hints[key]):
+            arguments[key] = from_mapping(hints[key], value, f"{parent}{key}.")
+    return schema(**arguments)
