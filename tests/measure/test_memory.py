@@ -1,0 +1,174 @@
+"""Bytes against arithmetic: what model states hold, and what the counting allocator saw."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from zeroexp.measure.memory import (
+    AllocationMeter,
+    bytes_by_kind,
+    compile_allocator,
+    count_cpu_allocations,
+)
+from zeroexp.strategies.base import ModelStates
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def meter() -> AllocationMeter:
+    assert count_cpu_allocations() is None
+    return AllocationMeter(CPU)
+
+
+def test_every_storage_counts_once_under_the_first_kind_that_shows_it():
+    flat = torch.zeros(100)
+    states = ModelStates(
+        parameters=[flat[:40].view(4, 10), flat[40:], torch.nn.Parameter(torch.zeros(3))],
+        gradients=[torch.zeros(7, dtype=torch.bfloat16)],
+        master=[flat[:50]],  # a master of the same dtype aliases its parameters
+        optimizer=[torch.zeros(5), torch.zeros(5)],
+        buffers=[torch.zeros(11, dtype=torch.uint8)],
+        hidden_bytes=1000,
+    )
+    assert bytes_by_kind(states) == {
+        "parameters": 400 + 12,
+        "gradients": 14,
+        "optimizer": 20 + 20,
+        "master": 0,
+        "buffers": 11 + 1000,
+    }
+
+
+def test_a_view_counts_as_all_it_keeps_alive():
+    assert bytes_by_kind(ModelStates(gradients=[torch.zeros(1000)[:1]]))["gradients"] == 4000
+
+
+def test_what_is_freed_counts_as_nothing():
+    gathered = torch.zeros(1000)
+    views = [gathered[:10], gathered[10:]]
+    gathered.untyped_storage().resize_(0)
+    assert bytes_by_kind(ModelStates(buffers=views))["buffers"] == 0
+
+
+def test_of_a_dtensor_the_local_part_counts():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = DeviceMesh("cpu", list(range(4)))
+        sharded = DTensor.from_local(torch.zeros(25, 8), mesh, [Shard(0)])
+        assert sharded.numel() == 4 * 25 * 8
+        assert bytes_by_kind(ModelStates(parameters=[sharded]))["parameters"] == 25 * 8 * 4
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_peak_and_total_equal_arithmetic(meter):
+    before = meter.peak_bytes()  # what earlier tests hold
+    kept = torch.empty(1000)  # 4000
+    passing = torch.empty(500, dtype=torch.float64)  # + 4000 = 8000 at once
+    del passing
+    view = kept[10:20]  # nothing
+    small = torch.empty(3, dtype=torch.uint8)  # + 3
+    assert meter.peak_bytes() - before == 8000
+    assert meter.allocated_bytes() == 8003
+    later = AllocationMeter(CPU)
+    assert later.peak_bytes() - before == 4003
+    assert later.allocated_bytes() == 0
+    del kept, view, small
+    assert AllocationMeter(CPU).peak_bytes() == before
+
+
+def test_resizing_a_storage_gives_back_and_takes_again(meter):
+    before = meter.peak_bytes()
+    tensor = torch.empty(1000)
+    tensor.untyped_storage().resize_(0)
+    assert AllocationMeter(CPU).peak_bytes() == before
+    tensor.untyped_storage().resize_(2000)
+    assert AllocationMeter(CPU).peak_bytes() == before + 2000
+
+
+def test_threads_are_counted(meter):
+    before = meter.peak_bytes()
+    kept: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        for _ in range(1000):
+            torch.empty(100)
+        kept.append(torch.empty(50))
+
+    threads = [threading.Thread(target=allocate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.allocated_bytes() == 4 * (1000 * 400 + 200)
+    assert AllocationMeter(CPU).peak_bytes() == before + 4 * 200
+
+
+def test_backward_is_counted(meter):
+    weight = torch.ones(64, 32, requires_grad=True)  # 8192
+    loss = weight.exp().sum()  # 8192 and 4
+    before_backward = meter.allocated_bytes()
+    assert before_backward == 8192 + 8192 + 4
+    loss.backward()
+    assert weight.grad is not None
+    # 4 for the gradient of the loss, of which that of the sum is a view; 8192 for the weight's
+    assert meter.allocated_bytes() - before_backward == 4 + 8192
+
+
+COST = """
+import time, torch
+from zeroexp.measure.memory import count_cpu_allocations
+def nanoseconds():
+    began = time.perf_counter()
+    for _ in range(20_000):
+        torch.empty(10)
+    return (time.perf_counter() - began) / 20_000 * 1e9
+uncounted = min(nanoseconds() for _ in range(10))
+assert count_cpu_allocations() is None
+print(min(nanoseconds() for _ in range(10)) - uncounted)
+"""
+
+
+def test_counting_costs_less_than_a_microsecond():
+    result = subprocess.run(
+        [sys.executable, "-c", COST], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert float(result.stdout) < 1000
+
+
+def test_without_a_compiler_a_line_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = count_cpu_allocations()
+    assert reason is not None and "no C++ compiler" in reason and "\n" not in reason
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    reason = compile_allocator()
+    assert isinstance(reason, str) and "false failed" in reason
+
+
+COMPILE = "from zeroexp.measure.memory import compile_allocator; print(compile_allocator())"
+
+
+def test_several_processes_may_compile_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    processes = [
+        subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    made = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(made) == 1
+    assert [str(path) for path in (tmp_path / "zeroexp").iterdir()] == list(made)

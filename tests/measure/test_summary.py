@@ -1,0 +1,119 @@
+"""From the records of all ranks to the numbers of a run, on numbers small enough to check by eye."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.run_folders import record
+from zeroexp.measure.record import KINDS, Traffic
+from zeroexp.measure.summary import percentile, summarise, summarise_rank
+
+MIB = 2**20
+
+
+def test_memory_is_the_most_at_any_moment_and_the_total_what_one_moment_holds() -> None:
+    moments = {
+        "at_rest": {"parameters": 10, "gradients": 0, "optimizer": 20},
+        "after_backward": {"parameters": 4, "gradients": 8, "optimizer": 20},
+    }
+    summary = summarise_rank(3, [record(0, memory_bytes=moments), record(3, memory_bytes=None)])
+    assert summary.rank == 3
+    assert summary.memory_bytes == {
+        **dict.fromkeys(KINDS, 0),
+        "parameters": 10,
+        "gradients": 8,
+        "optimizer": 20,
+    }
+    assert summary.total_bytes == 4 + 8 + 20  # not 10 + 8 + 20, which no moment held
+
+
+def test_peak_is_over_all_steps_and_unknown_if_one_rank_cannot_know_it() -> None:
+    steps = [record(0, peak_bytes=7), record(3, peak_bytes=5)]
+    known, unknown = summarise_rank(0, steps), summarise_rank(1, [record(3, peak_bytes=None)])
+    assert known.peak_bytes == 7
+    assert unknown.peak_bytes is None
+    assert summarise(steps, [known, unknown]).memory.peak is None
+    assert summarise(steps, [known, replace(known, rank=1, peak_bytes=9)]).memory.peak is not None
+
+
+def test_times_losses_and_tokens_leave_warm_up_out() -> None:
+    warm = record(0, warmup=True, loss=9.0, step_seconds=100.0)
+    steps = [
+        record(step, warmup=False, loss=5.0 - step, step_seconds=seconds, num_tokens=60)
+        for step, seconds in enumerate((1.0, 2.0, 3.0), start=1)
+    ]
+    summary = summarise([warm, *steps], [summarise_rank(0, [warm, *steps])])
+    assert (summary.num_warmup_steps, summary.num_steps) == (1, 3)
+    assert (summary.initial_loss, summary.final_loss) == (9.0, 2.0)
+    assert summary.step_seconds_median == 2.0
+    assert summary.step_seconds_p95 == pytest.approx(2.9)
+    assert summary.tokens_per_second == 180 / 6.0
+
+
+def test_spread_names_the_fullest_rank_whatever_the_order_of_ranks() -> None:
+    small = [record(3, traffic=Traffic({"gather": 10}, {"gather": 1}))]
+    large = [record(3, traffic=Traffic({"gather": 10, "reduce": 30}, {"gather": 1, "reduce": 2}))]
+    summary = summarise(small, [summarise_rank(1, large), summarise_rank(0, small)])
+    assert summary.world_size == 2
+    assert summary.sent_bytes_per_step is not None
+    assert summary.sent_bytes_per_step.per_rank == [10.0, 40.0]
+    assert summary.sent_bytes_per_step.fullest == 40.0
+    assert summary.sent_bytes_per_step.mean == 25.0
+    assert summary.sent_bytes_by_kind == {"gather": 10.0, "reduce": 30.0}
+    assert summary.calls_by_kind == {"gather": 1.0, "reduce": 2.0}
+
+
+def sent(wire_bytes: int | None, told: dict[str, int]) -> tuple[float | None, float | None]:
+    """Per step, of two ranks that are alike: (handed to others, by TCP)."""
+    calls = dict.fromkeys(told, 1)
+    steps = [record(3, traffic=Traffic(told, calls), wire_bytes=wire_bytes)]
+    summary = summarise(steps, [summarise_rank(rank, steps) for rank in (0, 1)])
+    handed, carried = summary.sent_bytes_per_step, summary.wire_bytes_per_step
+    return handed and handed.mean, carried and carried.mean
+
+
+def test_what_was_sent_is_told_by_the_engine_or_the_wire_and_else_unknown() -> None:
+    assert sent(25, {"gather": 10, "loss": 4}) == (25, 25)  # more than the engine knows of
+    assert sent(8, {"gather": 100, "loss": 4}) == (104, 8)  # ranks that share memory
+    assert sent(70, {"loss": 4}) == (70, 70)  # an engine in C++ that tells nothing
+    assert sent(None, {"gather": 100}) == (100, None)  # no TCP
+    assert sent(None, {"loss": 4}) == (None, None)  # never a 4 that is not true
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    steps = [record(3, traffic=Traffic(), wire_bytes=None)]
+    alone = summarise(steps, [summarise_rank(0, steps)]).sent_bytes_per_step
+    assert alone is not None
+    assert alone.fullest == 0.0
+
+
+def test_the_wire_is_the_mean_over_measured_steps() -> None:
+    warm = record(0, warmup=True, wire_bytes=1_000_000)
+    steps = [warm, record(3, wire_bytes=20), record(4, wire_bytes=30)]
+    assert summarise_rank(0, steps).wire_bytes == 25.0
+    assert summarise_rank(0, [*steps, record(5, wire_bytes=None)]).wire_bytes is None
+
+
+def test_traffic_is_the_mean_over_measured_steps() -> None:
+    steps = [
+        record(0, warmup=True, traffic=Traffic({"gather": 1000}, {"gather": 9})),
+        record(3, traffic=Traffic({"gather": 4}, {"gather": 1})),
+        record(4, traffic=Traffic({"flag": 2}, {"flag": 1})),
+    ]
+    summary = summarise_rank(0, steps)
+    assert summary.sent_bytes_by_kind == {"gather": 2.0, "flag": 1.0}
+    assert summary.calls_by_kind == {"gather": 0.5, "flag": 0.5}
+
+
+def test_a_run_without_measured_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none of 1 steps is measured; train\.steps"):
+        summarise_rank(0, [record(0, warmup=True)])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.95, 3.85), (1.0, 4.0)]
+)
+def test_percentile_is_linear_between_the_closest_ranks(fraction: float, expected: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], fraction) == pytest.approx(expected)

@@ -1,0 +1,1 @@
+"""What a run cost: bytes by kind at named moments, seconds by phase, bytes on the wire."""

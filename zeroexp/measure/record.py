@@ -1,0 +1,101 @@
+"""What is written down about one step and one run: plain data, no torch.
+
+Bytes are of one rank unless a name says otherwise; seconds are wall clock of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
+KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
+
+
+@dataclass
+class Traffic:
+    """What one rank sent in one step, by kind of message."""
+
+    bytes_by_kind: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # gather | reduce | publish | norm | ...
+    calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])  # number of collectives
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step as one rank saw it; `loss`, `grad_norm` and `num_tokens` are global."""
+
+    step: int  # 0-based, warm-up steps included
+    warmup: bool  # True: not counted in the summary's times
+    samples_seen: int  # global position in the data after this step
+    loss: float  # mean over the step's valid tokens of all ranks
+    grad_norm: float  # global L2 norm before clipping
+    lr: float
+    num_tokens: int  # valid tokens of all ranks
+    step_seconds: float  # whole step; time spent reading memory is not in it
+    phase_seconds: dict[str, float]  # forward | backward | step
+    memory_bytes: (
+        dict[str, dict[str, int]] | None
+    )  # moment -> kind -> bytes; None where it was not read
+    peak_bytes: (
+        int | None
+    )  # most bytes allocated at once during this step; None where it cannot be known
+    allocated_bytes: (
+        int | None
+    )  # sum of all allocations of this step; None where it cannot be known
+    traffic: Traffic
+    wire_bytes: int | None = (
+        None  # payload this rank's TCP connections carried; None where it cannot be known
+    )
+
+
+@dataclass
+class RankSummary:
+    """What one rank held and sent: the part of a run's summary that every rank must contribute."""
+
+    rank: int
+    memory_bytes: dict[str, int]  # kind -> the most of it at any named moment
+    total_bytes: int  # the most of all kinds together at one named moment: at most their sum
+    peak_bytes: int | None  # most bytes allocated at once in any step; None if unknown
+    sent_bytes_by_kind: dict[str, float]  # per step, mean over the measured steps
+    calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
+    wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
+
+
+@dataclass
+class Spread:
+    """One number per rank, and what a table shows of it."""
+
+    fullest: float  # the largest of all ranks
+    mean: float  # over ranks
+    per_rank: list[float]  # by rank
+
+
+@dataclass
+class MemorySummary:
+    """Bytes of model states over the named moments, see RankSummary."""
+
+    by_kind: dict[str, Spread]  # one entry for each of KINDS
+    total: Spread
+    peak: Spread | None  # None where some rank cannot know it
+
+
+@dataclass
+class RunSummary:
+    """One run in numbers. Times are rank 0's over the measured (not warm-up) steps; losses are global."""
+
+    world_size: int
+    num_steps: int  # measured
+    num_warmup_steps: int
+    initial_loss: float  # of the first step, warm-up included
+    final_loss: float
+    step_seconds_median: float
+    step_seconds_p95: float
+    phase_seconds_median: dict[str, float]  # forward | backward | step
+    tokens_per_second: float  # valid tokens of all ranks over the sum of step times
+    memory: MemorySummary
+    # Handed to other ranks, over the wire or in memory they share. None where neither engine nor kernel tells.
+    sent_bytes_per_step: Spread | None
+    wire_bytes_per_step: Spread | None  # what TCP carried of it; None where it cannot be known
+    sent_bytes_by_kind: dict[str, float]  # of the rank that sends most
+    calls_by_kind: dict[str, float]  # of the same rank

@@ -1,0 +1,118 @@
+"""From the records of every step to the numbers of a run. Pure functions, no torch.
+
+Every rank calls `summarise_rank` on its own records; rank 0 gathers the results and calls `summarise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from zeroexp.measure.record import (
+    KINDS,
+    MemorySummary,
+    RankSummary,
+    RunSummary,
+    Spread,
+    StepRecord,
+)
+
+LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
+
+
+def summarise_rank(rank: int, records: Sequence[StepRecord]) -> RankSummary:
+    """`records` are all steps of this rank in order, warm-up included. Raises ValueError as `measured` does."""
+    moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
+    peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
+    steps = measured(records)
+    wire = [r.wire_bytes for r in steps if r.wire_bytes is not None]
+    return RankSummary(
+        rank=rank,
+        memory_bytes={kind: max((m.get(kind, 0) for m in moments), default=0) for kind in KINDS},
+        total_bytes=max((sum(m.values()) for m in moments), default=0),
+        peak_bytes=max(peaks, default=None),
+        sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
+        calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
+        wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
+    )
+
+
+def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) -> RunSummary:
+    """`records` are rank 0's, `per_rank` one entry of every rank in any order."""
+    steps = measured(records)
+    seconds = [r.step_seconds for r in steps]
+    ranks = sorted(per_rank, key=lambda r: r.rank)
+    counted = [sum(r.sent_bytes_by_kind.values()) for r in ranks]
+    busiest = ranks[counted.index(max(counted))]
+    return RunSummary(
+        world_size=len(ranks),
+        num_steps=len(steps),
+        num_warmup_steps=len(records) - len(steps),
+        initial_loss=records[0].loss,
+        final_loss=records[-1].loss,
+        step_seconds_median=median(seconds),
+        step_seconds_p95=percentile(seconds, 0.95),
+        phase_seconds_median={
+            phase: median(r.phase_seconds.get(phase, 0.0) for r in steps)
+            for phase in steps[0].phase_seconds
+        },
+        tokens_per_second=sum(r.num_tokens for r in steps) / sum(seconds),
+        memory=_memory(ranks),
+        sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
+        wire_bytes_per_step=_spread_if_known([r.wire_bytes for r in ranks]),
+        sent_bytes_by_kind=busiest.sent_bytes_by_kind,
+        calls_by_kind=busiest.calls_by_kind,
+    )
+
+
+def measured(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The steps that count in times. Raises ValueError if there is none."""
+    steps = [r for r in records if not r.warmup]
+    if not steps:
+        raise ValueError(
+            f"none of {len(records)} steps is measured; train.steps must be at least 1"
+        )
+    return steps
+
+
+def spread(per_rank: Sequence[float]) -> Spread:
+    return Spread(fullest=max(per_rank), mean=fmean(per_rank), per_rank=list(per_rank))
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Linear between the two closest ranks, as numpy's default: 0 is the least, 1 the greatest."""
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
+    return MemorySummary(
+        by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in KINDS},
+        total=spread([r.total_bytes for r in ranks]),
+        peak=_spread_if_known([r.peak_bytes for r in ranks]),
+    )
+
+
+def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:
+    known = [value for value in per_rank if value is not None]
+    return spread(known) if len(known) == len(per_rank) else None
+
+
+def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
+    """What an engine says of itself, or more if the wire carried more.
+
+    An engine that shares memory with its neighbours sends little over the wire; one that sends from C++ says nothing,
+    and the loop's own loss is then all that was counted.
+    """
+    told = world_size == 1 or rank.sent_bytes_by_kind.keys() - {LOSS}
+    if rank.wire_bytes is None and not told:
+        return None
+    return max(sum(rank.sent_bytes_by_kind.values()), rank.wire_bytes or 0.0)
+
+
+def _mean_by_kind(rows: Sequence[dict[str, int]]) -> dict[str, float]:
+    kinds = dict.fromkeys(kind for row in rows for kind in row)
+    return {kind: fmean(row.get(kind, 0) for row in rows) for kind in kinds}
