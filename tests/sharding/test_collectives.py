@@ -1,0 +1,255 @@
+"""The three moves over real ranks: values to the bit, bytes as counted, as in closed form and as on the wire.
+
+`direct` (shared memory) and `gloo` (messages) sum in rank order, so that they equal one process exactly. `native`
+leaves the order to the backend: exact for two ranks, where there is one order, and for more equal up to the rounding
+of another order of sums.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroexp.measure.traffic import WireMeter
+from zeroexp.sharding.collectives import Collectives, GatherPart, ReducePart
+from zeroexp.sharding.form import Form, PrecisionForm, ScheduleForm, UnitForm, slot_bytes
+from zeroexp.sharding.layout import Chunk, ParameterSpec, aligned, lay_out
+from zeroexp.sharding.placement import STAGES
+from zeroexp.world import World, barrier
+
+SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
+LONG = (
+    3 * SEGMENT_BYTES // 4 + 13
+)  # elements of float32: more than a segment for each of three ranks
+PACKED = (32 << 10) // 4  # elements of float32: shorter messages are packed together
+
+# family and sizes of parameters
+CASES = {
+    "one-padded-buffer": ("buffer", [10, 7, 2]),
+    "tiny-tensors": (
+        "tensor",
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    ),  # smaller than the world, packed together
+    "around-the-packing-limit": ("tensor", [2 * PACKED - 2, 2 * PACKED, 6 * PACKED + 2, 5]),
+    "uneven-owners": ("parameter", [1000, 3, 20_000, 17]),
+    "one-owner-for-all": ("parameter", [5]),  # everyone else's section is empty
+    "long-segments": ("buffer", [LONG, 100]),
+}
+
+
+def chunks_of(case: str, world_size: int) -> tuple[Chunk, ...]:
+    family, numels = CASES[case]
+    specs = [ParameterSpec(str(i), numel, 4) for i, numel in enumerate(numels)]
+    return lay_out(family, [specs], world_size, owners="contiguous")[0]
+
+
+def flat_of(chunk: Chunk, seed: int, dtype: torch.dtype) -> Tensor:
+    """Different values in every chunk, reproducible on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + chunk.numel)
+    return torch.randn(chunk.numel, generator=generator).to(dtype)
+
+
+def members(chunk: Chunk, flat: Tensor) -> list[Tensor]:
+    return [flat[member.start : member.stop] for member in chunk.members]
+
+
+def gradients_of(chunk: Chunk, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    return [part.clone() for part in members(chunk, flat_of(chunk, rank, dtype))]
+
+
+def sum_in_rank_order(chunk: Chunk, size: int, dtype: torch.dtype) -> list[Tensor]:
+    total = flat_of(chunk, 0, dtype)
+    for rank in range(1, size):
+        total = total + flat_of(chunk, rank, dtype)
+    return members(chunk, total)
+
+
+def same(got: Tensor, expected: Tensor, exact: bool) -> None:
+    """Sums here stay below 16, so each of two roundings is off by half of 16 eps at most."""
+    tolerance = 0 if exact else 16 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
+    wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
+    rest = sum(aligned(4 * chunk.padded_numel) for chunk in chunks)
+    wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
+    return wire, chunks
+
+
+def check_gather(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+    """Returns the bytes counted."""
+    wire, chunks = make(world, transport, case)
+    parts: list[GatherPart] = []
+    for index, chunk in enumerate(chunks):
+        full = wire.empty(chunk.padded_numel, dtype).fill_(7.0)
+        section, real = chunk.section(world.rank), chunk.real_section(world.rank)
+        piece = full[section]
+        if index % 2:  # apart from the whole, as where parameters rest sharded
+            full, piece = torch.full_like(full, 7.0), full[: section.stop - section.start]
+        piece.zero_()
+        piece[: real.stop - real.start] = flat_of(chunk, 0, dtype)[real]
+        parts.append(GatherPart(chunk, full, piece))
+    wire.all_gather(parts, "publish").wait()
+    for part in parts:
+        same(part.full[: part.chunk.numel], flat_of(part.chunk, 0, dtype), exact=True)
+    return counted(wire, "publish")
+
+
+def check_reduce_scatter(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+    """Into memory apart, in place of the gradients, and added to what lies there."""
+    wire, chunks = make(world, transport, case)
+    exact = transport != "native" or world.size <= 2
+    for way in ("apart", "in place", "added"):
+        parts: list[ReducePart] = []
+        for chunk in chunks:
+            gradients = gradients_of(chunk, world.rank, dtype)
+            spans = chunk.spans(world.rank)
+            out = [gradients[s.member][s.start : s.stop] for s in spans]
+            if way != "in place":
+                out = [torch.ones_like(span) for span in out]
+            parts.append(ReducePart(chunk, gradients, out, accumulate=way == "added"))
+        wire.reduce_scatter(parts, "reduce").wait()
+        for part in parts:
+            expected = sum_in_rank_order(part.chunk, world.size, dtype)
+            for span, out in zip(part.chunk.spans(world.rank), part.out, strict=True):
+                term = expected[span.member][span.start : span.stop]
+                same(out, term + 1 if way == "added" else term, exact)
+        num_bytes = counted(wire, "reduce")
+    return num_bytes
+
+
+def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+    wire, chunks = make(world, transport, case)
+    exact = transport != "native" or world.size <= 2
+    parts = [ReducePart(chunk, gradients_of(chunk, world.rank, dtype)) for chunk in chunks]
+    wire.all_reduce(parts, "reduce").wait()
+    for part in parts:
+        expected = sum_in_rank_order(part.chunk, world.size, dtype)
+        for got, term in zip(part.gradients, expected, strict=True):
+            same(got, term, exact)
+    return counted(wire, "reduce")
+
+
+def counted(wire: Collectives, kind: str) -> int:
+    """Ends the check: no rank closes its connections while another still reads."""
+    wire.quiesce()
+    barrier()
+    traffic = wire.take_traffic()
+    assert traffic.calls_by_kind == {kind: 1}
+    return traffic.bytes_by_kind[kind]
+
+
+CHECKS = {"gather": check_gather, "scatter": check_reduce_scatter, "all_reduce": check_all_reduce}
+FORMS = {
+    "gather": ("zero2", "publish"),
+    "scatter": ("zero2", "reduce"),
+    "all_reduce": ("ddp", "reduce"),
+}
+
+
+def check(
+    world: World, name: str, transport: str, case: str, dtype: torch.dtype
+) -> tuple[int, int]:
+    """(bytes counted, bytes the closed form says)"""
+    stage, kind = FORMS[name]
+    form = Form(
+        [UnitForm(chunks_of(case, world.size))],
+        STAGES[stage],
+        world.size,
+        ScheduleForm(transport=transport),
+        PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
+    )
+    counted_bytes = CHECKS[name](world, transport, case, dtype)
+    return counted_bytes, form.traffic(world.rank).bytes_by_kind[kind]
+
+
+def check_all(world: World, name: str, transport: str, cases: list[str]) -> list:
+    dtypes = (torch.float32, torch.bfloat16)
+    return [(case, d, *check(world, name, transport, case, d)) for case in cases for d in dtypes]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["direct", "gloo", "native"])
+@pytest.mark.parametrize("name", CHECKS)
+def test_values_and_counted_bytes(ranks, name, transport, world_size):
+    for answers in ranks(check_all, name, transport, list(CASES), world_size=world_size):
+        for case, dtype, counted_bytes, form_bytes in answers:
+            assert counted_bytes == form_bytes, (case, dtype)
+
+
+def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int | None]:
+    CHECKS[name](world, transport, "one-padded-buffer", torch.float32)  # connections are open now
+    barrier()
+    meter = WireMeter(world.backend)
+    num_bytes = CHECKS[name](world, transport, "long-segments", torch.float32)
+    return num_bytes, meter.sent_bytes()
+
+
+@pytest.mark.parametrize(("name", "moves"), [("gather", 1), ("scatter", 3), ("all_reduce", 1)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_counted_bytes_are_those_on_the_wire(ranks, name, moves, world_size):
+    """Up to gloo's headers: less than 200 bytes each, one with a message and one when its receiver is ready."""
+    for counted_bytes, wire_bytes in ranks(bytes_on_the_wire, name, "gloo", world_size=world_size):
+        num_messages = (world_size - 1) * moves * 2 * (LONG * 4 // SEGMENT_BYTES + 2)
+        assert 0 <= wire_bytes - moves * counted_bytes <= 2 * 200 * num_messages
+        assert wire_bytes <= 1.001 * moves * counted_bytes
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_neighbours_read_memory_and_send_nothing(ranks, name):
+    """What is left are the few messages with which the ranks of one host find each other, and barriers."""
+    for counted_bytes, wire_bytes in ranks(bytes_on_the_wire, name, "direct"):
+        assert counted_bytes > 5_000_000
+        assert wire_bytes < 10_000
+
+
+def moves_in_flight_together(world: World, transport: str) -> None:
+    """Two gathers and a sum on their way at once, waited for in another order than they began."""
+    wire = Collectives(world, transport=transport)
+    (chunk,) = chunks_of("one-padded-buffer", world.size)
+    wire.reserve(2 * aligned(4 * chunk.padded_numel), 1000)
+    fulls, pendings = [], []
+    for seed in (1, 2):
+        full = wire.empty(chunk.padded_numel, torch.float32).zero_()
+        full[chunk.real_section(world.rank)] = flat_of(chunk, seed, full.dtype)[
+            chunk.real_section(world.rank)
+        ]
+        fulls.append(full)
+        part = GatherPart(chunk, full, full[chunk.section(world.rank)])
+        pendings.append(wire.all_gather([part], "gather"))
+    reduced = ReducePart(chunk, gradients_of(chunk, world.rank, torch.float32))
+    pendings.append(wire.all_reduce([reduced], "reduce"))
+    for index in (2, 0, 1) if world.rank == 0 else (1, 2, 0):
+        pendings[index].wait()
+        pendings[index].wait()  # a second wait changes nothing
+    for seed, full in zip((1, 2), fulls, strict=True):
+        same(full[: chunk.numel], flat_of(chunk, seed, full.dtype), exact=True)
+    for got, term in zip(
+        reduced.gradients, sum_in_rank_order(chunk, world.size, torch.float32), strict=True
+    ):
+        same(got, term, exact=True)
+    wire.quiesce()
+    barrier()
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_moves_in_flight_do_not_mix(ranks, world_size, transport):
+    ranks(moves_in_flight_together, transport, world_size=world_size)
+
+
+def scalars(world: World) -> tuple[float, dict[str, int], bool, bool]:
+    wire = Collectives(world)
+    total = wire.sum_scalar(torch.tensor(float(world.rank + 1), dtype=torch.float64), "norm")
+    everywhere = wire.same_everywhere(2**61), wire.same_everywhere(world.rank)
+    return total.item(), wire.take_traffic().bytes_by_kind, *everywhere
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_scalars(ranks, world_size):
+    num_bytes = {1: {}, 2: {"norm": 8}, 3: {"norm": 10}}[world_size]  # 2 x 8 bytes x (N-1)/N
+    total = sum(range(1, world_size + 1))
+    expected = (total, num_bytes, True, world_size == 1)
+    assert ranks(scalars, world_size=world_size) == [expected] * world_size

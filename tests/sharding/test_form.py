@@ -1,0 +1,259 @@
+"""Closed forms against the engine: every byte it counts and every byte it holds, at any number of ranks.
+
+The engine runs for real, mostly over a process group that moves nothing (`fake`): what it asks to be sent does not
+depend on values. `test_collectives.py` shows that what it counts is what goes over the wire.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from tests.sharding.fake_ranks import fake_world
+from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.measure.record import MOMENTS, Traffic
+from zeroexp.sharding.form import (
+    ITEMSIZE,
+    Form,
+    OptimizerForm,
+    PrecisionForm,
+    ScheduleForm,
+    UnitForm,
+    private_units,
+)
+from zeroexp.sharding.partition import rows_for
+from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.unit import Dtypes
+from zeroexp.strategies.sharded import DTYPES, Options, Sharded
+from zeroexp.world import World, barrier
+
+NUM_BLOCKS = 4
+WORDS = 11
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Odd sizes, a tied embedding, one frozen parameter in every place where one may be."""
+
+    def __init__(self, width: int = 5):
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm.bias.requires_grad_(False)
+        self.blocks[1].up.bias.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+OPTIMIZERS = {
+    "adamw": (lambda groups: torch.optim.AdamW(groups, fused=False), OptimizerForm(2, 4)),
+    "momentum": (lambda groups: torch.optim.SGD(groups, 1e-3, momentum=0.9), OptimizerForm(1, 0)),
+    "sgd": (lambda groups: torch.optim.SGD(groups, 1e-3), OptimizerForm(0, 0)),
+}
+PRECISIONS = [
+    PrecisionForm("float32", "float32", "float32"),
+    PrecisionForm("bfloat16", "bfloat16", "bfloat16"),
+    PrecisionForm("bfloat16", "float32", "float32"),
+    PrecisionForm("bfloat16", "bfloat16", "float32"),
+]
+
+
+def engine(world: World, stage: str, options: Options, precision: PrecisionForm, optimizer: str):
+    model = Model()
+    return Sharded(
+        model,
+        blocks=[f"blocks.{i}" for i in range(NUM_BLOCKS)],
+        stage=STAGES[stage],
+        param_groups=[{"params": [p for p in model.parameters() if p.requires_grad]}],
+        optimizer_factory=OPTIMIZERS[optimizer][0],
+        world=world,
+        dtypes=Dtypes(
+            *(DTYPES[d] for d in (precision.compute, precision.reduce, precision.master))
+        ),
+        options=options,
+    )
+
+
+def form_of(
+    strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
+) -> Form:
+    """Built as a planner builds it, from the names and layouts of the units."""
+    names = [unit.name for unit in strategy._units]
+    private = private_units(names, schedule.keep)
+    units = [
+        UnitForm(tuple(tensors.chunk for tensors in unit.chunks), unit.name in private)
+        for unit in strategy._units
+    ]
+    world_size = strategy._wire.world.size
+    return Form(units, rows_for(STAGES[stage], world_size), world_size, schedule, **forms)
+
+
+def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> Traffic:
+    """One optimizer step; with `held`, the bytes of each moment are left there (reading them drains the engine)."""
+
+    def read(moment: str) -> None:
+        if held is not None:
+            held[moment] = bytes_by_kind(strategy.model_states())
+
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    for index in range(accumulation):
+        last = index == accumulation - 1
+        with strategy.microbatch(last=last):
+            loss = strategy.model(ids).float().sum()
+            if last:
+                read("after_forward")
+            strategy.backward(loss)
+    read("after_backward")
+    strategy.step()
+    read("after_step")
+    strategy.zero_grad()
+    read("at_rest")
+    return strategy.take_traffic()
+
+
+@st.composite
+def situations(draw):
+    stage = draw(st.sampled_from(list(STAGES)))
+    world_size = draw(st.sampled_from([1, 2, 3, 4, 7]))
+    options = Options(
+        family=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
+        owners=draw(st.sampled_from(["contiguous", "greedy"])),
+        unit=draw(st.sampled_from(["model", "block", "module"])),
+        overlap=draw(st.booleans()),
+        prefetch=draw(st.integers(1, 3)),
+        keep=draw(st.sampled_from(["none", "last", "all"])),
+        reduce_each="step" if stage == "zero1" else draw(st.sampled_from(["step", "microbatch"])),
+        transport=draw(st.sampled_from(["gloo", "native"])),
+    )
+    schedule = ScheduleForm(
+        accumulation=draw(st.integers(1, 3)),
+        keep=options.keep,
+        num_pools=1 + (options.prefetch if options.overlap else 0),
+        reduce_each=options.reduce_each,
+        transport=options.transport,
+    )
+    rank = draw(st.integers(0, world_size - 1))
+    precision = draw(st.sampled_from(PRECISIONS))
+    return stage, rank, world_size, options, schedule, precision
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
+def test_counts_and_bytes_of_a_step(situation, optimizer):
+    stage, rank, world_size, options, schedule, precision = situation
+    with fake_world(rank, world_size) as world:
+        strategy = engine(world, stage, options, precision, optimizer)
+        form = form_of(strategy, stage, options, schedule, precision=precision)
+        run_step(strategy, schedule.accumulation)
+        for _ in range(2):
+            assert run_step(strategy, schedule.accumulation) == form.traffic(rank)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(situation=situations(), optimizer=st.sampled_from(list(OPTIMIZERS)))
+def test_bytes_held_at_every_named_moment(situation, optimizer):
+    stage, rank, world_size, options, schedule, precision = situation
+    with fake_world(rank, world_size) as world:
+        strategy = engine(world, stage, options, precision, optimizer)
+        forms = {"precision": precision, "optimizer": OPTIMIZERS[optimizer][1]}
+        form = form_of(strategy, stage, options, schedule, **forms)
+        run_step(strategy, schedule.accumulation)
+        for _ in range(2):
+            held = {}
+            run_step(strategy, schedule.accumulation, held)
+            assert held == {moment: form.held_bytes(moment, rank) for moment in MOMENTS}
+
+
+@pytest.mark.parametrize("unit", ["model", "block", "module"])
+@pytest.mark.parametrize("keep", ["none", "last", "all"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
+    """Every schedule of gathers, for every number of pools up to one more than there are blocks."""
+    with fake_world(1, 2) as world:
+        for prefetch in range(NUM_BLOCKS + 1):
+            options = Options(unit=unit, keep=keep, prefetch=prefetch, transport="gloo")
+            schedule = ScheduleForm(accumulation, keep, num_pools=1 + prefetch)
+            strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
+            form = form_of(strategy, "zero3", options, schedule)
+            for _ in range(2):
+                run_step(strategy, accumulation)
+            assert run_step(strategy, accumulation) == form.traffic(1), prefetch
+
+
+@pytest.mark.parametrize("transport", ["gloo", "native"])
+@pytest.mark.parametrize("family", ["tensor", "buffer"])
+@pytest.mark.parametrize(
+    ("stage", "times"),
+    [("ddp", 2), ("zero1_allreduce", 3), ("zero1", 2), ("zero2", 2), ("zero3", 3)],
+)
+def test_plain_schedule_is_the_table(stage, times, family, transport):
+    """Nothing kept, one microbatch, even cuts: `times` x P x (N-1)/N on every rank."""
+    world_size = 4
+    options = Options(family=family, keep="none", transport=transport)
+    schedule = ScheduleForm(keep="none", transport=transport)
+    with fake_world(0, world_size) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 16, bias=False) for _ in range(3)))
+        strategy = Sharded(
+            model,
+            blocks=["0", "1", "2"],
+            stage=STAGES[stage],
+            param_groups=[{"params": list(model.parameters())}],
+            optimizer_factory=OPTIMIZERS["sgd"][0],
+            world=world,
+            options=options,
+        )
+        form = form_of(strategy, stage, options, schedule)
+    parameter_bytes = 3 * 8 * 16 * ITEMSIZE["float32"]
+    for rank in range(world_size):
+        sent = dict(form.traffic(rank).bytes_by_kind)
+        sent.pop("norm", None)  # the form's own kind: 12 bytes
+        assert sum(sent.values()) == times * parameter_bytes * (world_size - 1) // world_size
+
+
+# -- real ranks ------------------------------------------------------------------------------------
+
+
+def check_on_ranks(world: World, stage: str, transport: str) -> None:
+    """Every layout: what is counted and held."""
+    for family in ("parameter", "tensor", "buffer"):
+        options = Options(family=family, transport=transport, prefetch=1)
+        schedule = ScheduleForm(accumulation=2, transport=transport)
+        strategy = engine(world, stage, options, PRECISIONS[0], "adamw")
+        form = form_of(strategy, stage, options, schedule)
+        run_step(strategy, 2)
+        held = {}
+        run_step(strategy, 2, held)
+        assert held == {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
+        run_step(strategy, 2)  # after one that was read, what is gathered ahead differs
+        assert run_step(strategy, 2) == form.traffic(world.rank)
+        strategy.drain()
+        barrier()  # no rank closes its connections while another still reads
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_real_ranks_count_and_hold_the_same(ranks, transport, world_size):
+    for stage in STAGES:
+        ranks(check_on_ranks, stage, transport, world_size=world_size)

@@ -1,0 +1,71 @@
+"""Memory of gathered parameters: leased by one at a time, given back to the allocator for real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroexp.sharding.storage import Pool, Private
+
+CPU = torch.device("cpu")
+
+
+def storage_bytes(store: Pool | Private) -> int:
+    return store.memory.untyped_storage().nbytes()
+
+
+def make_pool(num_bytes: int) -> Pool:
+    pool = Pool()
+    pool.allocate(num_bytes, CPU)
+    return pool
+
+
+def test_a_pool_has_one_tenant_at_a_time():
+    pool = make_pool(64)
+    assert pool.free
+    pool.lease("block 0")
+    assert not pool.free
+    pool.lease("block 0")  # the tenant may ask again
+    with pytest.raises(RuntimeError, match="leased to block 0, block 2 can not have it"):
+        pool.lease("block 2")
+    pool.release(forget=False)
+    pool.lease("block 2")
+    assert pool.tenant == "block 2"
+
+
+@pytest.mark.parametrize("make", [make_pool, lambda num_bytes: Private(num_bytes, CPU)])
+def test_values_are_remembered_until_they_are_forgotten(make):
+    store = make(64)
+    store.lease("block 0")
+    store.holds = "block 0"
+    store.release(forget=False)
+    assert (store.free, store.holds) == (True, "block 0")
+    store.lease("block 0")
+    store.release(forget=True)
+    assert (store.free, store.holds) == (True, None)
+
+
+def test_a_pool_keeps_its_memory():
+    pool = make_pool(640)
+    pool.lease("block 0")
+    pool.release(forget=True)
+    assert storage_bytes(pool) == 640
+
+
+def test_private_memory_is_given_back_and_comes_back_under_the_same_views():
+    store = Private(640, CPU)
+    view = store.memory[:40].view(torch.float32)
+    storage = store.memory.untyped_storage()._cdata
+    store.lease("root")
+    store.holds = "root"
+    store.release(forget=False)
+    assert storage_bytes(store) == 640, "values that are still wanted stay"
+    store.release(forget=True)
+    assert storage_bytes(store) == 0
+    store.lease("root")
+    assert storage_bytes(store) == 640
+    assert store.memory.untyped_storage()._cdata == storage, "resized, never replaced"
+    store.memory.zero_()
+    view.fill_(1.5)
+    assert store.memory[:40].view(torch.float32).tolist() == [1.5] * 10
+    assert view.untyped_storage()._cdata == storage

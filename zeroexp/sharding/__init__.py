@@ -1,0 +1,42 @@
+"""ZeRO, written by hand. One engine; a stage is a row of three placements.
+
+Compute needs parameters *replicated*; backward leaves gradients *partial*, a summand on every rank; the optimizer needs
+gradient and weight *where its state rests*. P, G, O say where parameters, gradients and optimizer state rest between
+uses. Every collective is what it takes to go from where a thing rests to where it is needed next:
+
+    moment          verb       change          ddp         zero1_      zero1        zero2        zero3
+                                                           allreduce
+                                               R,R,R       R,R,S       R,partial,S  R,S,S        S,S,S
+    before use *    gather     P -> replicate  -           -           -            -            all-gather
+    after use *     free       replicate -> P  -           -           -            -            drop
+    gradients ready reduce     partial -> G    all-reduce  all-reduce  -            red.-scatter red.-scatter
+    before step     hand_over  G -> O          -           own slice   red.-scatter -            -
+    optimizer step  (torch's)  on its pieces   all         1/N         1/N          1/N          1/N
+    after step      publish    O -> P          -           all-gather  all-gather   all-gather   -
+    bytes sent, x P (N-1)/N                    2           3           2            2            3
+
+    * in forward, and again in backward
+
+Who holds what after backward of two ranks (# held, . not held; the optimizer has two moments):
+
+                 zero1                  zero2                  zero3
+    rank 0       P ########  G ########  P ########  G ####....  P ####....  G ####....
+                 O ####....              O ####....              O ####....
+    rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
+                 O ....####              O ....####              O ....####
+
+Read the files in this order; imports run the same way.
+
+    placement.py      where things rest, and the move from one place to the next: the table above     pure
+    layout.py         how parameters are cut: chunks, cuts, spans; by parameter, tensor or buffer     pure
+    form.py           bytes sent and bytes held, as closed forms of layout, row and schedule          pure
+    channels.py       tensors from one rank to one peer: messages; shared_memory.py: on one host, reading instead
+    collectives.py    the three moves that communicate, each once, and what they send
+    storage.py        the memory gathered parameters lie in
+    unit.py           parameters that move together: the five verbs
+    partition.py      module -> units
+    overlap.py        when each verb happens
+    hooks.py          what happens in a module, told to overlap.py
+
+The step that calls the verbs is `zeroexp/strategies/sharded.py`.
+"""

@@ -1,0 +1,275 @@
+"""What a step sends and what a rank holds, as arithmetic: closed forms of layout, stage row and schedule.
+
+    form = Form(units, stage, world_size=8)
+    form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
+    form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` hands out at that moment, by kind
+
+Pure: no torch, microseconds for a thousand ranks. For evenly cut chunks and the plain schedule (nothing kept, one
+microbatch) the bytes are the architecture's table: 2P, or 3P for ZeRO-3 and the lazy ZeRO-1, times (N-1)/N.
+
+[Note: one step] Of a step in the middle of a run: what it gathers ahead for the next one it was given by the one
+before. Units run in the order given, once in forward and once, in the opposite order, in backward.
+
+[Note: what is still there] With keep=last a unit that comes back to its pool before any other needs no gather.
+Units take turns in pools in order, so of every pool it is the last unit whose values survive from forward to
+backward, and the first whose values survive from one microbatch to the next; after the step all are out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroexp.measure.record import MOMENTS, Traffic
+from zeroexp.sharding.layout import Chunk, Span, aligned
+from zeroexp.sharding.placement import Move, Placement, Stage
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NORM_BYTES = 8  # the sum of squares travels as one float64
+NUM_SLOTS = 2  # reductions that may lie in shared memory at once, see shared_memory.py
+
+
+@dataclass(frozen=True)
+class UnitForm:
+    """The chunks of one unit; `private`: it has memory of its own while gathered, see `private_units`."""
+
+    chunks: tuple[Chunk, ...]
+    private: bool = False
+
+    @property
+    def trainable(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for chunk in self.chunks if chunk.kind != "frozen")
+
+
+@dataclass(frozen=True)
+class ScheduleForm:
+    """What decides how often a unit moves; the same words as `Options` of the engine."""
+
+    accumulation: int = 1  # microbatches a step
+    keep: str = "last"  # none | last | all
+    num_pools: int = 2  # 1 + units gathered ahead
+    reduce_each: str = "step"  # microbatch | step
+    transport: str = "gloo"  # direct (ranks of one host) | gloo | native
+
+
+@dataclass(frozen=True)
+class PrecisionForm:
+    compute: str = "float32"
+    reduce: str = "float32"
+    master: str = "float32"
+
+
+@dataclass(frozen=True)
+class OptimizerForm:
+    """What the optimizer keeps: AdamW two moments and a 4-byte step for each tensor, SGD with momentum one moment."""
+
+    num_moments: int = 2  # each as large as its master weight, in the master's dtype
+    bytes_per_tensor: int = 4
+
+
+@dataclass(frozen=True)
+class Form:
+    """`units`: the root first, then in the order they run. `stage`: the row as so many ranks carry it out."""
+
+    units: Sequence[UnitForm]
+    stage: Stage
+    world_size: int
+    schedule: ScheduleForm = ScheduleForm()
+    precision: PrecisionForm = PrecisionForm()
+    optimizer: OptimizerForm = OptimizerForm()
+
+    # -- bytes sent --------------------------------------------------------------------------------
+
+    def traffic(self, rank: int) -> Traffic:
+        """Bytes `rank` sends in one step and how many collectives it takes part in, by kind."""
+        traffic = Traffic()
+        compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
+        for index, unit in enumerate(self.units):
+            _add(
+                traffic,
+                "gather",
+                self._num_gathers[index],
+                self._gather(unit.chunks, rank, compute),
+            )
+            if not unit.trainable:
+                continue
+            _add(
+                traffic, "reduce", self._num_reductions, self._reduce(unit.trainable, rank, reduce)
+            )
+            num_publishes = int(self.stage.publish is Move.ALL_GATHER)
+            _add(traffic, "publish", num_publishes, self._gather(unit.trainable, rank, compute))
+        if self.stage.optimizer is Placement.SHARD and self.world_size > 1:
+            _add(traffic, "norm", 1, 2 * NORM_BYTES * (self.world_size - 1) // self.world_size)
+        return traffic
+
+    def _gather(self, chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
+        """Every peer gets this rank's section."""
+        own = sum(self._section(chunk, rank) for chunk in chunks)
+        return (self.world_size - 1) * own * itemsize
+
+    def _reduce(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
+        """Every peer gets what it is to sum; an all-reduce hands the sums out as well."""
+        own = sum(self._section(chunk, rank) for chunk in chunks)
+        total = sum(self._moved(chunk) for chunk in chunks)
+        if self._reduction is not Move.ALL_REDUCE:
+            return (total - own) * itemsize
+        if self.schedule.transport == "native":  # the backend's ring: every rank sends the same
+            return 2 * total * itemsize * (self.world_size - 1) // self.world_size
+        return (total - own) * itemsize + self._gather(chunks, rank, itemsize)
+
+    def _moved(self, chunk: Chunk) -> int:
+        """Padding travels with the backend's even primitives only."""
+        return chunk.padded_numel if self.schedule.transport == "native" else chunk.numel
+
+    def _section(self, chunk: Chunk, rank: int) -> int:
+        native = self.schedule.transport == "native"
+        return _length(chunk.section(rank) if native else chunk.real_section(rank))
+
+    # -- how often ---------------------------------------------------------------------------------
+
+    @property
+    def _reduction(self) -> Move:
+        """The communication that takes gradients from partial to where the optimizer needs them."""
+        return self.stage.reduce if self.stage.reduce is not Move.NOTHING else self.stage.hand_over
+
+    @property
+    def _num_reductions(self) -> int:
+        return self.schedule.accumulation if self.schedule.reduce_each == "microbatch" else 1
+
+    @cached_property
+    def _num_gathers(self) -> list[int]:
+        """For each unit: forward and backward of every microbatch, less what is still there."""
+        if self.stage.gather is not Move.ALL_GATHER:
+            return [0] * len(self.units)
+        times = self.schedule.accumulation
+        counts = [2 * times if self.schedule.keep != "all" else times] * len(self.units)
+        if self.schedule.keep == "last":
+            counts[0] = times  # the root stays from forward to backward
+            for pool in self._pools:
+                for index in pool[:1]:
+                    counts[index] -= times - 1
+                for index in pool[-1:]:
+                    counts[index] -= times
+        return [n if unit.chunks else 0 for n, unit in zip(counts, self.units, strict=True)]
+
+    @property
+    def _pools(self) -> list[list[int]]:
+        """Which units take turns in which pool."""
+        sharing = [index for index, unit in enumerate(self.units) if not unit.private]
+        return [sharing[i :: self.schedule.num_pools] for i in range(self.schedule.num_pools)]
+
+    # -- bytes held --------------------------------------------------------------------------------
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        """Bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
+
+        Every trainable parameter is taken to have got a gradient.
+        """
+        assert moment in MOMENTS, moment
+        compute, master = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.master]
+        owned = [span for chunk in self._trainable for span in self._owned(chunk, rank)]
+        owned_numel = sum(span.numel for span in owned)
+        has_master = self.precision.master != self.precision.compute
+        per_element = self.optimizer.num_moments * master
+        kept = self._kept_bytes if moment == "after_forward" else 0
+        return {
+            "parameters": compute * sum(self._resting(chunk, rank) for chunk in self._chunks),
+            "gradients": self._gradient_bytes(moment, owned_numel),
+            "optimizer": per_element * owned_numel + self.optimizer.bytes_per_tensor * len(owned),
+            "master": master * owned_numel if has_master else 0,
+            "buffers": self._pool_bytes + kept + self._staging_bytes(rank),
+        }
+
+    @property
+    def _chunks(self) -> list[Chunk]:
+        return [chunk for unit in self.units for chunk in unit.chunks]
+
+    @property
+    def _trainable(self) -> list[Chunk]:
+        return [chunk for unit in self.units for chunk in unit.trainable]
+
+    def _owned(self, chunk: Chunk, rank: int) -> tuple[Span, ...]:
+        """What the optimizer updates on `rank`."""
+        sharded = self.stage.optimizer is Placement.SHARD
+        return chunk.spans(rank) if sharded else chunk.whole()
+
+    def _resting(self, chunk: Chunk, rank: int) -> int:
+        """Elements of parameters that rest on `rank`, padding included."""
+        sharded = self.stage.parameters is Placement.SHARD
+        return _length(chunk.section(rank)) if sharded else chunk.padded_numel
+
+    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+        whole = sum(chunk.numel for chunk in self._trainable)
+        reduce = ITEMSIZE[self.precision.reduce]
+        if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
+            return 0
+        if moment == "after_forward" and self.schedule.reduce_each == "step":
+            return whole * ITEMSIZE[self.precision.compute]  # accumulated by autograd
+        if self.stage.gradients is Placement.REPLICATE:
+            return whole * reduce
+        if self.stage.gradients is Placement.SHARD:
+            return owned_numel * reduce
+        in_place = (
+            self.precision.reduce == self.precision.compute
+        )  # the sum lies in the partial gradient
+        return (whole + (0 if in_place else owned_numel)) * reduce
+
+    @property
+    def _pool_bytes(self) -> int:
+        """Each pool is as large as its largest unit."""
+        if self.stage.gather is not Move.ALL_GATHER:
+            return 0
+        return sum(max((self._full_bytes(i) for i in pool), default=0) for pool in self._pools)
+
+    @property
+    def _kept_bytes(self) -> int:
+        """What stays gathered outside of pools between forward and backward."""
+        if self.stage.gather is not Move.ALL_GATHER or self.schedule.keep == "none":
+            return 0
+        kept = range(len(self.units)) if self.schedule.keep == "all" else range(1)
+        return sum(self._full_bytes(index) for index in kept)
+
+    def _staging_bytes(self, rank: int) -> int:
+        if self.schedule.transport != "direct" or self.world_size == 1:
+            return 0
+        units = [unit.chunks for unit in self.units]
+        return NUM_SLOTS * slot_bytes(units, self.stage, rank, ITEMSIZE[self.precision.reduce])
+
+    def _full_bytes(self, index: int) -> int:
+        itemsize = ITEMSIZE[self.precision.compute]
+        return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index].chunks)
+
+
+def private_units(names: Sequence[str], keep: str) -> set[str]:
+    """Units that can take no turns in a pool: kept ones, and those inside of which others run ("" is the root)."""
+    if keep == "all":
+        return set(names)
+    return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
+
+
+def slot_bytes(units: Iterable[Sequence[Chunk]], stage: Stage, rank: int, itemsize: int) -> int:
+    """The most that one reduction of a unit lays out for the others to read; every span is aligned."""
+    return max((_handed_bytes(chunks, stage, rank, itemsize) for chunks in units), default=0)
+
+
+def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:
+    num_bytes = 0
+    for chunk in chunks:
+        size = len(chunk.cuts) - 1
+        spans = [sum(aligned(s.numel * itemsize) for s in chunk.spans(r)) for r in range(size)]
+        handed_out = (size - 1) * spans[rank] if stage.reduce is Move.ALL_REDUCE else 0
+        num_bytes += max(sum(spans) - spans[rank], handed_out)
+    return num_bytes
+
+
+def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:
+    """`calls` collectives of `num_bytes` each; a kind that does not happen is not named."""
+    if calls:
+        sums, counts = traffic.bytes_by_kind, traffic.calls_by_kind
+        sums[kind] = sums.get(kind, 0) + calls * num_bytes
+        counts[kind] = counts.get(kind, 0) + calls
+
+
+def _length(section: slice) -> int:
+    return section.stop - section.start

@@ -1,0 +1,203 @@
+"""How parameters are cut in pieces and which rank owns which element. Pure arithmetic, no torch.
+
+The three families differ only in how they form *chunks*; everything else works on chunks:
+
+    by_parameter    one chunk a unit, members ordered by owner, cut at the borders of whole parameters
+    by_tensor       one chunk a parameter, cut evenly
+    by_buffer       one chunk a unit, cut evenly across the borders of parameters
+
+    chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, by_buffer:
+
+        element   0 1 2 3 4 5 6 7 8 9 . .      cuts = (0, 3, 6, 9, 12); '.' is padding, always zero
+        member    a a a a b b b c c c
+        rank      0 0 0 1 1 1 2 2 2 3 3 3      rank 1 owns the spans a[3:4] and b[0:2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT_BYTES = 64  # of chunks that lie side by side in one memory
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    name: str
+    numel: int
+    itemsize: int  # bytes of one element
+    kind: str = ""  # parameters of one chunk share it: dtype and trainability
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter inside a chunk: elements [start, stop) of the chunk."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements [start, stop) of a flattened member, lying at `offset` in the piece of the rank that owns them."""
+
+    member: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The elements one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
+
+    members: tuple[Member, ...]
+    cuts: tuple[int, ...]
+    kind: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Real elements, without padding."""
+        return self.members[-1].stop
+
+    @property
+    def padded_numel(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def even(self) -> bool:
+        """Every rank owns equally many elements, so that the even primitives apply."""
+        return len({b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)}) == 1
+
+    def section(self, rank: int) -> slice:
+        """What `rank` owns of the chunk, padding included."""
+        return slice(self.cuts[rank], self.cuts[rank + 1])
+
+    def real_section(self, rank: int) -> slice:
+        """What `rank` owns of the chunk, padding left out."""
+        start, stop = self.cuts[rank], self.cuts[rank + 1]
+        return slice(min(start, self.numel), min(stop, self.numel))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The parts of members that `rank` owns, in order; padding belongs to no span."""
+        return self._spans_by_rank[rank]
+
+    def whole(self) -> tuple[Span, ...]:
+        """Every member whole: what a rank owns where nothing is sharded; `offset` is the place in the chunk."""
+        return tuple(Span(i, 0, m.stop - m.start, m.start) for i, m in enumerate(self.members))
+
+    @cached_property
+    def _spans_by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        return tuple(self._cut(rank) for rank in range(len(self.cuts) - 1))
+
+    def _cut(self, rank: int) -> tuple[Span, ...]:
+        low, high = self.cuts[rank], self.cuts[rank + 1]
+        spans: list[Span] = []
+        for index, member in enumerate(self.members):
+            start, stop = max(low, member.start), min(high, member.stop)
+            if start < stop:
+                spans.append(Span(index, start - member.start, stop - member.start, start - low))
+        return tuple(spans)
+
+
+Units = Sequence[Sequence[ParameterSpec]]
+
+
+def lay_out(
+    family: str, units: Units, world_size: int, *, owners: str = "greedy"
+) -> list[tuple[Chunk, ...]]:
+    """Chunks of every unit. `family`: parameter | tensor | buffer; `owners`: contiguous | greedy (parameter only)."""
+    if family == "parameter":
+        owner_of = own_by[owners]([spec for unit in units for spec in unit], world_size)
+        return [by_parameter(unit, world_size, owner_of) for unit in units]
+    cut = {"tensor": by_tensor, "buffer": by_buffer}[family]
+    return [cut(unit, world_size) for unit in units]
+
+
+def by_buffer(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
+    """One evenly cut chunk for each kind of parameter in the unit."""
+    return tuple(_even_chunk(specs, world_size) for specs in _by_kind(unit))
+
+
+def by_tensor(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
+    """One evenly cut chunk for each parameter."""
+    return tuple(_even_chunk([spec], world_size) for spec in unit)
+
+
+def by_parameter(
+    unit: Sequence[ParameterSpec], world_size: int, owner_of: dict[str, int]
+) -> tuple[Chunk, ...]:
+    """One chunk for each kind, members sorted by owner; a rank may own nothing of it."""
+    chunks: list[Chunk] = []
+    for specs in _by_kind(unit):
+        ordered = sorted(specs, key=lambda spec: owner_of[spec.name])
+        sizes = [0] * world_size
+        for spec in ordered:
+            sizes[owner_of[spec.name]] += spec.numel
+        cuts = (0, *(sum(sizes[: rank + 1]) for rank in range(world_size)))
+        chunks.append(Chunk(_side_by_side(ordered), cuts, specs[0].kind))
+    return tuple(chunks)
+
+
+def own_contiguously(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
+    """Equally many consecutive parameters each, whatever their size: the reference's rule, and its skew."""
+    per_rank = -(-len(specs) // world_size)
+    return {spec.name: index // per_rank for index, spec in enumerate(specs)}
+
+
+def own_greedily(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
+    """Largest parameter first to the least loaded rank (longest processing time); never worse than contiguous."""
+    owner_of: dict[str, int] = {}
+    load = [0] * world_size
+    for spec in sorted(specs, key=lambda spec: -spec.numel * spec.itemsize):
+        rank = load.index(min(load))
+        owner_of[spec.name] = rank
+        load[rank] += spec.numel * spec.itemsize
+    contiguous = own_contiguously(specs, world_size)
+    return owner_of if max(load) <= fullest_bytes(specs, contiguous) else contiguous
+
+
+def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> int:
+    """Bytes the fullest rank owns."""
+    load: dict[int, int] = {}
+    for spec in specs:
+        owner = owner_of[spec.name]
+        load[owner] = load.get(owner, 0) + spec.numel * spec.itemsize
+    return max(load.values(), default=0)
+
+
+own_by = {"contiguous": own_contiguously, "greedy": own_greedily}
+
+
+def _even_chunk(specs: Sequence[ParameterSpec], world_size: int) -> Chunk:
+    """Padding is decided here: the chunk grows to the next multiple of the world size, by less than one a rank."""
+    members = _side_by_side(specs)
+    per_rank = -(-members[-1].stop // world_size)
+    cuts = tuple(per_rank * rank for rank in range(world_size + 1))
+    return Chunk(members, cuts, specs[0].kind)
+
+
+def _side_by_side(specs: Sequence[ParameterSpec]) -> tuple[Member, ...]:
+    members: list[Member] = []
+    start = 0
+    for spec in specs:
+        members.append(Member(spec.name, start, start + spec.numel))
+        start += spec.numel
+    return tuple(members)
+
+
+def _by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    groups: dict[str, list[ParameterSpec]] = {}
+    for spec in unit:
+        groups.setdefault(spec.kind, []).append(spec)
+    return list(groups.values())
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,313 @@
+"""When the moves of a step happen: ahead of their use, beside compute, or strictly after it. Nothing else knows.
+
+    forward         block 0        block 1        block 2     |  backward     block 2        block 1
+    compute         ######         ######         ######      |               ######         ######
+    all-gather        gather 1 ....  gather 2 ....            |                 gather 1 ....
+    reduce                                                    |                              reduce 2 ....
+
+With `overlap=False` the same moves happen in the same order, each waited for at once: the readable twin, bit for bit
+equal, that shows what overlap buys.
+
+[Note: one order] Ranks must issue the same moves in the same order, whatever gradients happen to exist. Reductions
+are launched in one agreed order; a unit that is done early waits for its turn. A unit whose parameters get no
+gradient is closed by the backward of an earlier one, or at the latest by the end of the microbatch.
+
+[Note: when a unit is closed] Autograd runs, among the nodes that are ready, the one created last. So when the
+gradient of a module's output is about to be used, everything created after that output has run already: a unit
+whose first use began later than that module ended gets no further gradient and needs its parameters no more.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zeroexp.sharding.collectives import Collectives, Pending
+from zeroexp.sharding.storage import Private
+from zeroexp.sharding.unit import Residence, Unit
+
+REDUCTIONS_IN_FLIGHT = 1  # beside the one just launched: the wire is busy, and memory bounded
+
+
+Ticks = tuple[int, int]  # when a use of a module began and ended, in hooks run so far
+
+
+@dataclass
+class Use:
+    """How far a unit has come in this microbatch."""
+
+    first: int | None = None  # tick at which its first forward began
+    running: list[int] = field(default_factory=list)  # ticks at which forwards began that go on now
+    in_backward: bool = False
+    began: int = 0  # tick at which the forward began whose backward runs
+    missing: int = 0  # parameters without gradient yet
+    complete: bool = False  # gradients may be reduced
+    closed: bool = False  # complete, and its parameters are not needed any more
+
+
+class Schedule:
+    """Turns what happens in a pass (hooks call the methods) into moves of units."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        wire: Collectives,
+        *,
+        overlap: bool,
+        prefetch: int,
+        keep: str,
+        reduce_each: str,
+    ):
+        self._units = list(units)  # the root first, then in order of definition
+        self._wire = wire
+        self._overlap = overlap
+        self._prefetch = prefetch if overlap else 0
+        self._keep = keep
+        self._reduce_each = reduce_each
+        self._sharded = {u for u in units if u.is_sharded}
+        self._uses = {unit: Use() for unit in units}
+        self._tick = 0
+        self._last = True  # whether this microbatch is the last of its step
+        self._arriving: dict[Unit, Pending] = {}  # parameters on their way
+        self._demanded: set[Unit] = set()  # sharded units whose parameters are in use
+        self._reducing: deque[Pending] = deque()
+        self._gathers = GatherOrder()
+        trainable = [unit for unit in units if unit.num_trainable]
+        self._reduce_order = [*reversed(trainable[1:]), *trainable[:1]]
+        self._completed: list[Unit] = []  # of this microbatch, in the order they came
+        self._num_launched = 0
+        self._agreed = False
+        self.num_private = 0  # units that found their pool in use and got memory of their own
+
+    # -- one microbatch ---------------------------------------------------------------------------
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        self._last = last
+        self._tick = self._num_launched = 0
+        self._completed = []
+        self._gathers.rewind()
+        for unit in self._units:
+            self._uses[unit] = Use(missing=unit.num_trainable)
+
+    def before_forward(self, unit: Unit) -> None:
+        self._tick += 1
+        use = self._uses[unit]
+        use.first = use.first if use.first is not None else self._tick
+        use.running.append(self._tick)
+        self._make_ready(unit)
+
+    def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
+        """Returns when this use began and ended, for `before_backward` of its outputs."""
+        self._tick += 1
+        use = self._uses[unit]
+        began = use.running.pop()
+        if unit in self._sharded and not use.running and not use.in_backward:
+            is_root = unit is self._units[0]
+            stays = differentiable and (self._keep == "all" or (is_root and self._keep == "last"))
+            if not stays:
+                out = not differentiable or self._keep == "none" or unit.has_private_store
+                self._free(unit, forget=out)
+        return began, self._tick
+
+    def before_backward(self, unit: Unit, ticks: Ticks) -> None:
+        """The gradient of an output that `unit` made in this use is about to be used."""
+        began, ended = ticks
+        for other, use in self._uses.items():
+            if use.first is not None and use.first > ended:
+                self._close(other)
+            elif use.in_backward and use.began > ended:
+                self._set_aside(other)  # used twice: its earlier use has its backward later
+        if not self._uses[unit].closed:
+            self._uses[unit].in_backward = True
+            self._uses[unit].began = began
+            self._make_ready(unit)
+
+    def gradient_ready(self, unit: Unit) -> None:
+        use = self._uses[unit]
+        assert not use.closed, f"{unit} got a gradient after it was closed"
+        use.missing -= 1
+        if use.missing == 0 and unit.has_frozen:
+            self._complete(unit)  # frozen parameters may still be needed for gradients of inputs
+        elif use.missing == 0:
+            self._close(unit)
+
+    def end_microbatch(self) -> None:
+        for unit in reversed(self._units):
+            self._close(unit)
+        if self._last or not self._overlap:
+            self.finish_reductions()
+        if not self._agreed:
+            self._agree_on_order()
+
+    # -- parameters: gathered ahead, freed, published ------------------------------------------
+
+    def _make_ready(self, unit: Unit) -> None:
+        if unit in self._sharded and unit not in self._demanded:
+            self._gathers.record(unit)
+            self._demanded.add(unit)
+            self._gather(unit)
+            for ahead in self._gathers.after(self._prefetch):
+                if ahead.can_gather:
+                    self._gather(ahead)
+        self._await_parameters(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.residence is not Residence.FREED:
+            return  # gathered ahead
+        if not unit.can_gather:
+            self._make_room(unit)
+        pending = unit.gather()
+        if pending is not None:
+            self._arriving[unit] = pending
+
+    def _free(self, unit: Unit, *, forget: bool) -> None:
+        self._demanded.discard(unit)
+        unit.free(forget=forget)
+
+    def _await_parameters(self, unit: Unit) -> None:
+        pending = self._arriving.pop(unit, None)
+        if pending is not None:
+            pending.wait()
+            unit.arrived()
+
+    def _make_room(self, unit: Unit) -> None:
+        """A wrong guess is evicted; a unit in use keeps its pool and this one gets memory of its own."""
+        tenant = unit.pool_tenant
+        assert isinstance(tenant, Unit)
+        if tenant not in self._demanded:
+            self._await_parameters(tenant)
+            self._free(tenant, forget=False)
+            return
+        if self._uses[tenant].complete and not self._uses[tenant].running:
+            self._set_aside(tenant)  # only its frozen parameters kept it
+            return
+        if self._uses[unit].first != self._tick:
+            raise RuntimeError(
+                f"{unit} runs inside {tenant}, which uses its memory: set strategy.unit=model"
+            )
+        warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
+        unit.reside_in(Private(unit.full_bytes, self._wire.world.device))
+        self.num_private += 1
+
+    def publish(self, unit: Unit) -> None:
+        """O -> P after the optimizer; the wait is left to the next forward that needs the unit."""
+        pending = unit.publish()
+        if unit in self._sharded:
+            unit.forget()
+            if self._prefetch and unit in self._gathers.first(1 + self._prefetch):
+                self._gather(unit)  # the next step begins with it
+        elif pending is not None:
+            self._arriving[unit] = pending
+            if not self._overlap:
+                self._await_parameters(unit)
+
+    # -- gradients: reduced in one order -----------------------------------------------------
+
+    def _close(self, unit: Unit) -> None:
+        use = self._uses[unit]
+        if use.closed:
+            return
+        self._complete(unit)
+        use.closed = True
+        self._set_aside(unit)
+
+    def _set_aside(self, unit: Unit) -> None:
+        self._uses[unit].in_backward = False
+        if unit in self._sharded and unit.residence is Residence.READY:
+            self._free(unit, forget=self._keep == "none" or unit.has_private_store)
+
+    def _complete(self, unit: Unit) -> None:
+        use = self._uses[unit]
+        if use.complete:
+            return
+        use.complete = True
+        self._completed.append(unit)
+        while self._num_launched < len(self._reduce_order):
+            turn = self._reduce_order[self._num_launched]
+            if not self._uses[turn].complete:
+                break
+            self._num_launched += 1
+            self._reduce(turn)
+
+    def _reduce(self, unit: Unit) -> None:
+        if not self._last and self._reduce_each == "step":
+            return
+        pending = unit.reduce_to_owner() if unit.reduces_at_hand_over else unit.reduce()
+        if pending is None:
+            return
+        self._reducing.append(pending)
+        while len(self._reducing) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
+            self._reducing.popleft().wait()
+
+    def finish_reductions(self) -> None:
+        while self._reducing:
+            self._reducing.popleft().wait()
+
+    def _agree_on_order(self) -> None:
+        """After the first microbatch: reduce in the order gradients came, if it was the same on every rank."""
+        self._agreed = True
+        came = [unit for unit in self._completed if unit.num_trainable]
+        names = "\n".join(unit.name for unit in (*came, *self._gathers.order))
+        if not self._wire.same_everywhere(zlib.crc32(names.encode())):
+            self._prefetch = 0
+        elif _is_inside_out(came) or not self._sharded:
+            self._reduce_order = came
+
+    # -- at rest -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Nothing in flight afterwards, and nothing gathered ahead; what is kept for backward stays."""
+        self.finish_reductions()
+        for unit in list(self._arriving):
+            self._await_parameters(unit)
+        for unit in self._sharded - self._demanded:
+            if unit.residence is Residence.READY:
+                self._free(unit, forget=unit.has_private_store)
+
+
+def _is_inside_out(units: Sequence[Unit]) -> bool:
+    """Whether each unit comes after those inside it.
+
+    An outer unit that is done before the inner ones on one rank, and after them where a parameter of it gets no
+    gradient, would be reduced between other gathers there: ranks would wait for one another.
+    """
+    outer_first = [
+        (outer, inner)
+        for index, outer in enumerate(units)
+        for inner in units[index + 1 :]
+        if not outer.name or inner.name.startswith(outer.name + ".")
+    ]
+    return not outer_first
+
+
+class GatherOrder:
+    """The units one microbatch gathers, recorded in the first and expected of the following ones."""
+
+    def __init__(self) -> None:
+        self.order: list[Unit] = []
+        self._position = 0
+        self._lost = False
+
+    def rewind(self) -> None:
+        if self._lost:
+            self.order = []
+        self._position = 0
+        self._lost = False
+
+    def record(self, unit: Unit) -> None:
+        """`unit` was needed now. Another one than expected switches guessing off until the next microbatch."""
+        if self._lost:
+            return
+        if self._position == len(self.order):
+            self.order.append(unit)
+        self._lost = self.order[self._position] is not unit
+        self._position += not self._lost
+
+    def after(self, depth: int) -> list[Unit]:
+        return [] if self._lost else self.order[self._position : self._position + depth]
+
+    def first(self, depth: int) -> list[Unit]:
+        return [] if self._lost else self.order[:depth]

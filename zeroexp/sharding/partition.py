@@ -1,0 +1,171 @@
+"""From a module to units: who moves together, then each unit's parameters cut and laid in their memory.
+
+Every parameter is claimed once, by identity: tied weights are one parameter, and what several modules share or
+what lies outside all of them belongs to the root unit, whose parameters are there for the whole pass.
+
+[Note: world of one] A piece of one is the whole: parameters that rest sharded over a single rank rest replicated,
+and nothing is gathered or copied. `rows_for` is the one place that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import slot_bytes
+from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, aligned, lay_out
+from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.unit import ChunkTensors, Dtypes, Unit, views_of
+
+Named = dict[str, nn.Parameter]
+
+
+@dataclass
+class Group:
+    """A module and the parameters that move with it, by their full name."""
+
+    name: str
+    module: nn.Module
+    parameters: Named
+
+
+def rows_for(stage: Stage, world_size: int) -> Stage:
+    """The stage as it is carried out by so many ranks, see [Note: world of one]."""
+    return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
+
+
+def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> list[Group]:
+    """The root first, then the modules that move on their own, in the order they are defined."""
+    names = {"model": [], "block": list(blocks), "module": list(_owners(module, blocks))}[unit]
+    claims: dict[nn.Parameter, set[str]] = {}
+    for full_name, parameter in module.named_parameters(remove_duplicate=False):
+        claims.setdefault(parameter, set()).add(_home_of(full_name, names))
+    members: dict[str, Named] = {name: {} for name in ["", *names]}
+    for full_name, parameter in module.named_parameters():
+        homes = claims[parameter]
+        members[homes.pop() if len(homes) == 1 else ""][full_name] = parameter
+    return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
+
+
+def make_units(
+    groups: Sequence[Group],
+    *,
+    stage: Stage,
+    family: str,
+    owners: str,
+    dtypes: Dtypes,
+    wire: Collectives,
+) -> list[Unit]:
+    """Cut every group and move its parameters into their memory; afterwards the modules' parameters are views."""
+    world = wire.world
+    specs = [[_spec(name, p) for name, p in group.parameters.items()] for group in groups]
+    layout = lay_out(family, specs, world.size, owners=owners)
+    wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire))
+    units: list[Unit] = []
+    for group, chunks in zip(groups, layout, strict=True):
+        tensors = [_settle(chunk, group.parameters, stage, dtypes, wire) for chunk in chunks]
+        units.append(Unit(group.name, tensors, stage, dtypes, wire))
+    return units
+
+
+def _bytes_to_reserve(
+    layout: Sequence[Sequence[Chunk]], stage: Stage, dtypes: Dtypes, wire: Collectives
+) -> tuple[int, int]:
+    """(parameters at rest, the largest reduction of a unit on its way to others), each tensor aligned."""
+    rank = wire.world.rank
+    sharded = stage.parameters is Placement.SHARD
+    rest = 0
+    for chunk in (chunk for chunks in layout for chunk in chunks):
+        section = chunk.section(rank)
+        numel = section.stop - section.start if sharded else chunk.padded_numel
+        rest += aligned(numel * dtypes.compute.itemsize)
+    return rest, slot_bytes(layout, stage, rank, dtypes.reduce.itemsize)
+
+
+def _settle(
+    chunk: Chunk, named: Named, stage: Stage, dtypes: Dtypes, wire: Collectives
+) -> ChunkTensors:
+    """Copy one chunk's parameters to where they rest and make the master weights this rank updates."""
+    world = wire.world
+    parameters = [named[member.name] for member in chunk.members]
+    shapes = [parameter.shape for parameter in parameters]
+    flats = [parameter.detach().reshape(-1) for parameter in parameters]
+    sharded = stage.optimizer is Placement.SHARD
+    owned = chunk.spans(world.rank) if sharded else chunk.whole()
+    section = chunk.section(world.rank)
+    if stage.parameters is Placement.SHARD:
+        piece = wire.empty(section.stop - section.start, dtypes.compute).zero_()
+        for span in owned:
+            source = flats[span.member][span.start : span.stop]
+            piece[span.offset : span.offset + span.numel].copy_(source)
+        tensors = ChunkTensors(chunk, parameters, shapes, piece, owned)
+    else:
+        full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
+        for member, flat in zip(chunk.members, flats, strict=True):
+            full[member.start : member.stop].copy_(flat)
+        tensors = ChunkTensors(chunk, parameters, shapes, full[section], owned, full=full)
+    if tensors.trainable:
+        whole = tensors.piece if sharded or tensors.full is None else tensors.full
+        _make_masters(tensors, flats, dtypes, piece=whole)
+    if tensors.full is not None:
+        for parameter, view in zip(parameters, views_of(chunk, tensors.full, shapes), strict=True):
+            parameter.data = view
+    return tensors
+
+
+def _make_masters(
+    tensors: ChunkTensors, flats: Sequence[Tensor], dtypes: Dtypes, piece: Tensor
+) -> None:
+    """Views into the parameters' own memory where the dtype is the same, else a flat copy before any rounding."""
+    values = [piece[s.offset : s.offset + s.numel] for s in tensors.owned]
+    if dtypes.master is not dtypes.compute and values:
+        sizes = [span.numel for span in tensors.owned]
+        tensors.master_flat = piece.new_empty(sum(sizes), dtype=dtypes.master)
+        values = list(tensors.master_flat.split(sizes))
+        for value, span in zip(values, tensors.owned, strict=True):
+            value.copy_(flats[span.member][span.start : span.stop])
+    for value, span in zip(values, tensors.owned, strict=True):
+        shape = tensors.shapes[span.member]
+        tensors.masters.append(nn.Parameter(value.view(shape) if _covers(span, shape) else value))
+
+
+def _covers(span: Span, shape: torch.Size) -> bool:
+    """A parameter owned whole keeps its shape, so that optimizers of matrices stay legal."""
+    return span.numel == shape.numel()
+
+
+def _spec(name: str, parameter: nn.Parameter) -> ParameterSpec:
+    kind = "trainable" if parameter.requires_grad else "frozen"
+    return ParameterSpec(name, parameter.numel(), parameter.itemsize, kind)
+
+
+def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
+    """Modules that hold parameters directly; one that holds a list inside a block, with all that is in it.
+
+    Such a list holds experts or adapters, and whoever holds it decides in its forward which of them run, and whether
+    a router does: a collective of their own would hang where a rank skips them.
+    """
+    lists = [
+        name for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)
+    ]
+    inside = [name for name in lists if any(name.startswith(block + ".") for block in blocks)]
+    choosers = [name.rpartition(".")[0] for name in inside]  # outer ones first
+    taken: set[str] = set()
+    for name, submodule in module.named_modules():
+        owner = next((c for c in choosers if f"{name}.".startswith(c + ".")), name)
+        if not owner or owner in taken or not list(submodule.parameters(recurse=False)):
+            continue
+        taken.add(owner)
+        yield owner
+
+
+def _home_of(full_name: str, names: Sequence[str]) -> str:
+    """The innermost of the named modules that contains the parameter; "" is the root."""
+    module_name = full_name.rpartition(".")[0]
+    while module_name and module_name not in names:
+        module_name = module_name.rpartition(".")[0]
+    return module_name

@@ -1,0 +1,81 @@
+"""The memory that gathered parameters lie in: one private store, or a pool that units take turns in.
+
+    pool 0   | block 0 | block 2 | block 4 | ...      a unit always returns to the same pool at the same place,
+    pool 1   |    block 1 | block 3 | block 5 | ...   so that the views autograd saved in forward are right again
+                                                      once the unit is gathered for backward
+
+A pool is leased (one tenant at a time) and remembers whose values it still holds: a tenant that comes back before
+anybody else needs no gather.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Store(Protocol):
+    memory: Tensor  # bytes
+    holds: object | None  # whose values lie here, still valid
+    tenant: object | None  # who may write and read here now
+
+    def lease(self, tenant: object) -> None: ...
+    def release(self, *, forget: bool) -> None: ...
+    @property
+    def free(self) -> bool: ...
+
+
+class Pool:
+    """Memory shared by units that are never needed at the same time."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.holds: object | None = None
+        self.tenant: object | None = None
+
+    def allocate(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def free(self) -> bool:
+        return self.tenant is None
+
+    def lease(self, tenant: object) -> None:
+        if self.tenant not in (None, tenant):
+            raise RuntimeError(f"pool is leased to {self.tenant}, {tenant} can not have it")
+        self.tenant = tenant
+
+    def release(self, *, forget: bool) -> None:
+        self.tenant = None
+        if forget:
+            self.holds = None
+
+
+class Private:
+    """Memory of one unit alone, given back to the allocator while the unit is freed.
+
+    The storage is resized, never replaced: tensors autograd saved keep pointing at it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.holds: object | None = None
+        self.tenant: object | None = None
+        self._num_bytes = num_bytes
+
+    @property
+    def free(self) -> bool:
+        return self.tenant is None
+
+    def lease(self, tenant: object) -> None:
+        self.tenant = tenant
+        if self.holds is None:
+            self.memory.untyped_storage().resize_(self._num_bytes)
+
+    def release(self, *, forget: bool) -> None:
+        self.tenant = None
+        if forget:
+            self.holds = None
+            self.memory.untyped_storage().resize_(0)
