@@ -1,0 +1,178 @@
+"""Models of a millisecond with everything that can go wrong, and their data: different on every rank.
+
+toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
+           parameter group); frozen parameters; a parameter that nobody uses
+reused     toy with one block that runs twice in every forward
+llama, gpt2, mixtral    of transformers
+moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.config import ModelConfig
+from zeroexp.models.build import BuiltModel, build_model
+from zeroexp.models.loss import IGNORED
+from zeroexp.models.moe import allow_experts
+
+VOCABULARY = 11
+WIDTH = 5
+SAMPLES, SEQ_LEN = 2, 6  # of one microbatch
+
+
+class ToyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.full((1,), 0.5))  # smaller than any world
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x) + self.shift)))
+
+
+class Toy(nn.Module):
+    def __init__(self, *, depth: int = 3, order: tuple[int, ...] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(ToyBlock() for _ in range(depth))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.order = order
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[batch, seq] int64 -> logits [batch, seq, VOCABULARY]."""
+        x = self.embedding(input_ids)
+        x = x + x.cumsum(1) / SEQ_LEN
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(self.norm(x))
+
+
+Prepare = Callable[[nn.Module, int, int, int], None]  # (model, step, microbatch, rank)
+
+
+def nothing(model: nn.Module, step: int, microbatch: int, rank: int) -> None:
+    """Every microbatch uses the same modules."""
+
+
+@dataclass(frozen=True)
+class TestModel:
+    __test__ = False
+
+    build: Callable[[], BuiltModel]
+    prepare: Prepare = nothing  # before the forward of a microbatch
+    skips: bool = False  # trainable parameters may get no gradient
+
+
+def _toy(order: tuple[int, ...]) -> BuiltModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return BuiltModel(Toy(order=order), ["blocks.0", "blocks.1", "blocks.2"])
+
+
+def _configured(family: str, **settings: int | bool) -> BuiltModel:
+    key = "moe" if family == "moe" else "hf_config"
+    return build_model(ModelConfig(family=family, **{key: settings}), seed=1)
+
+
+_llama = partial(
+    _configured,
+    "llama",
+    vocab_size=VOCABULARY,
+    hidden_size=12,
+    intermediate_size=10,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=SEQ_LEN,
+    tie_word_embeddings=True,
+)
+_gpt2 = partial(
+    _configured,
+    "gpt2",
+    vocab_size=VOCABULARY,
+    n_embd=12,
+    n_layer=2,
+    n_head=2,
+    n_positions=SEQ_LEN,
+    bos_token_id=0,
+    eos_token_id=0,
+    attn_pdrop=0,
+    embd_pdrop=0,
+    resid_pdrop=0,
+)
+_mixtral = partial(
+    _configured,
+    "mixtral",
+    vocab_size=VOCABULARY,
+    hidden_size=16,  # its grouped matrix product wants rows of whole 16 bytes
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_local_experts=3,
+    num_experts_per_tok=1,
+    max_position_embeddings=SEQ_LEN,
+    tie_word_embeddings=True,
+)
+_moe = partial(
+    _configured,
+    "moe",
+    vocab_size=VOCABULARY,
+    width=6,
+    depth=2,
+    num_heads=2,
+    num_experts=3,
+    top_k=1,
+    max_positions=SEQ_LEN,
+)
+
+
+def _skip_on_one_rank(model: nn.Module, step: int, microbatch: int, rank: int) -> None:
+    allow_experts(model, () if rank == 0 else (0, 1, 2))
+
+
+def _skip_on_all_ranks(model: nn.Module, step: int, microbatch: int, rank: int) -> None:
+    allow_experts(model, (1,))
+
+
+def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> None:
+    allow_experts(model, ((step + microbatch + rank) % 3,))
+
+
+MODELS: dict[str, TestModel] = {
+    "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
+    "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
+    "llama": TestModel(_llama),
+    "gpt2": TestModel(_gpt2),
+    "mixtral": TestModel(_mixtral),
+    "moe_one_rank": TestModel(_moe, _skip_on_one_rank, skips=True),
+    "moe_all_ranks": TestModel(_moe, _skip_on_all_ranks, skips=True),
+    "moe_by_turns": TestModel(_moe, _skip_by_turns, skips=True),
+}
+
+
+def microbatch_of(step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, labels), [SAMPLES, SEQ_LEN] each; how many labels count differs from one to the next."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQ_LEN + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : (step + microbatch + rank) % SEQ_LEN] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def num_valid(step: int, accumulation: int, world_size: int) -> int:
+    """Labels that count, of all ranks and microbatches of the step."""
+    batches = [(m, r) for m in range(accumulation) for r in range(world_size)]
+    return sum(int((microbatch_of(step, m, r)[1] != IGNORED).sum()) for m, r in batches)

@@ -1,0 +1,429 @@
+"""Data: the same global batches at every world size, nothing lost or padded, caches whole or absent."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.composing import composed, options
+from zeroexp.config import ConfigError, DataConfig, ModelConfig
+from zeroexp.data import StepBatch, packed
+from zeroexp.data.build import Data, build_data
+from zeroexp.data.order import sample_indices
+from zeroexp.data.sources import CORPUS
+
+TOKENIZER = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
+REVIEWS = [
+    ("The soup was cold.", 1),
+    ("Five stars, and I would give six! " * 20, 4),
+    ('He said "never again", twice,\nand left.', 0),
+    ("Fine.", 2),
+    ("Crème brûlée as in Paris…", 3),
+    ("Good value for a lunch in the week.", 3),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """An empty cache for this file's tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROEXP_CACHE", str(folder))
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
+        yield folder
+
+
+def configs(data: str, model: str = "tiny", **changes) -> tuple[DataConfig, ModelConfig]:
+    config = copy.deepcopy(composed(f"data={data}", "model=small"))
+    models = composed(f"model={model}", *(["data=yelp"] if model.endswith("yelp") else []))
+    return replace(config.data, **changes), copy.deepcopy(models.model)
+
+
+def opened(data: str, model: str = "tiny", *, seed: int = 0, **changes) -> Data:
+    return build_data(*configs(data, model, **changes), seed)
+
+
+def global_batch(data: Data, position: int, world_size: int) -> tuple[torch.Tensor, ...]:
+    """(inputs, labels) of all ranks in the order of the data: microbatch by microbatch, rank by rank."""
+    steps = [
+        data.step_batch(position, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    turns = [turn for row in zip(*(s.microbatches for s in steps), strict=True) for turn in row]
+    inputs = torch.cat([next(iter(turn.inputs.values())) for turn in turns])
+    return inputs, torch.cat([turn.labels for turn in turns])
+
+
+# --- order
+
+
+@given(seed=st.integers(0, 9), num_samples=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_every_epoch_is_one_permutation(seed, num_samples, epoch):
+    indices = sample_indices(epoch * num_samples, num_samples, num_samples=num_samples, seed=seed)
+    assert sorted(indices) == list(range(num_samples))
+
+
+@given(
+    start=st.integers(0, 100),
+    count=st.integers(1, 60),
+    skip=st.integers(0, 59),
+    num_samples=st.integers(1, 25),
+)
+def test_resuming_anywhere_gives_what_was_next(start, count, skip, num_samples):
+    skip = min(skip, count - 1)
+    whole = sample_indices(start, count, num_samples=num_samples, seed=3)
+    rest = sample_indices(start + skip, count - skip, num_samples=num_samples, seed=3)
+    assert np.array_equal(whole[skip:], rest)
+
+
+def test_seeds_and_epochs_differ():
+    orders = [
+        sample_indices(start, 50, num_samples=50, seed=seed).tolist()
+        for seed in (0, 1)
+        for start in (0, 50)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+# --- batches
+
+
+@pytest.mark.parametrize(
+    ("data", "model"), [("offline", "tiny"), ("synthetic", "tiny"), ("vectors", "mlp_tiny")]
+)
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_the_global_batch_is_the_same_at_every_world_size(data, model, micro):
+    batches = opened(data, model, seq_len=32, global_batch_size=24, micro_batch_size=micro)
+    position = batches.num_samples - 5  # the step crosses into the second epoch
+    alone = global_batch(batches, position, 1)
+    for world_size in (2, 4):
+        shared = global_batch(batches, position, world_size)
+        assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+def test_accumulation_follows_from_the_world_size():
+    data = opened("offline", global_batch_size=12, micro_batch_size=2)
+    counts = {n: len(data.step_batch(0, rank=0, world_size=n).microbatches) for n in (1, 2, 3, 6)}
+    assert counts == {1: 6, 2: 3, 3: 2, 6: 1}
+
+
+@pytest.mark.parametrize(("data", "model"), [("offline", "tiny"), ("vectors", "mlp_tiny")])
+def test_a_rebuilt_data_goes_on_where_the_run_stopped(data, model):
+    straight, resumed = opened(data, model), opened(data, model)
+    for position in range(0, 36, 12):
+        straight.step_batch(position, rank=0, world_size=1)
+    for a, b in zip(global_batch(straight, 36, 1), global_batch(resumed, 36, 2), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("data", ["offline", "synthetic"])
+def test_labels_are_the_next_tokens_and_all_count(data):
+    steps = [opened(data, seq_len=16).step_batch(12, rank=r, world_size=2) for r in range(2)]
+    num_labels = num_tokens = 0
+    for turn in (turn for step in steps for turn in step.microbatches):
+        ids = turn.inputs["input_ids"]
+        assert ids.shape == turn.labels.shape == (1, 16)
+        assert ids.dtype == turn.labels.dtype == torch.int64
+        assert torch.equal(turn.labels[:, :-1], ids[:, 1:])
+        num_labels += int((turn.labels >= 0).sum())
+        num_tokens += ids.numel()
+    assert {(s.num_valid, s.num_tokens) for s in steps} == {(num_labels, num_tokens)}
+
+
+def in_stored_order(data: Data) -> StepBatch:
+    """All samples as one step of one rank, but in the order in which they are stored."""
+    order = np.argsort(sample_indices(0, data.num_samples, num_samples=data.num_samples, seed=0))
+    whole = replace(data._config, global_batch_size=data.num_samples, micro_batch_size=1)
+    step = Data(data._samples, whole, 0).step_batch(0, rank=0, world_size=1)
+    return replace(step, microbatches=[step.microbatches[place] for place in order])
+
+
+def test_packing_loses_nothing_but_the_tail():
+    """Samples put back to back are the shipped text, token for token; a form feed stands between documents."""
+    rows = in_stored_order(opened("offline", seq_len=100)).microbatches
+    stream = [int(rows[0].inputs["input_ids"][0, 0])]
+    for row in rows:
+        assert int(row.inputs["input_ids"][0, 0]) == stream[-1], "neighbours share one token"
+        stream += row.labels[0].tolist()
+    text = (CORPUS / "python_reference.txt").read_bytes().decode()
+    decoded = TOKENIZER.decode(stream, skip_special_tokens=False).replace("<|endoftext|>", "\f")
+    assert text.startswith(decoded)
+    assert len(TOKENIZER.encode(text[len(decoded) :]).ids) < 100
+
+
+def test_a_text_of_ones_own(tmp_path):
+    (tmp_path / "b.txt").write_text("second " * 50, newline="\n")
+    (tmp_path / "a.txt").write_text("first " * 50, newline="\n")
+    (tmp_path / "a.pdf").write_bytes(b"\xff\x00")
+    data = opened("offline", path=str(tmp_path), seq_len=8)
+    ids = [int(i) for row in in_stored_order(data).microbatches for i in row.inputs["input_ids"][0]]
+    assert TOKENIZER.decode(ids).startswith("first first")
+    assert TOKENIZER.decode(ids).count("first") == 50
+    assert data.source == str(tmp_path)
+
+
+def test_a_changed_text_is_packed_again(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("old " * 40)
+    assert opened("offline", path=str(file), seq_len=8).source == str(file)
+    file.write_text("brand new " * 400)
+    assert opened("offline", path=str(file), seq_len=8).num_samples > 20
+
+
+def test_synthetic_tokens_can_be_learned():
+    """Each sample counts on by one stride modulo the vocabulary."""
+    for turn in opened("synthetic", seq_len=32).step_batch(0, rank=0, world_size=1).microbatches:
+        steps = (turn.labels - turn.inputs["input_ids"]) % 2048
+        assert len(set(steps.flatten().tolist())) == 1
+        assert 1 <= int(steps[0, 0]) <= 8
+
+
+def test_vectors_fit_the_model_and_count_elements():
+    step = opened("vectors", "mlp_tiny", seq_len=3).step_batch(0, rank=1, world_size=2)
+    turn = step.microbatches[0]
+    assert turn.inputs["vectors"].shape == turn.labels.shape == (1, 3, 64)
+    assert torch.equal(turn.labels, turn.inputs["vectors"].roll(1, -1).tanh())
+    assert (step.num_valid, step.num_tokens) == (12 * 3 * 64, 12 * 3)
+
+
+def test_synthetic_samples_follow_the_seed():
+    first, same, other = (opened("synthetic", seed=seed) for seed in (0, 0, 1))
+    a, b, c = (global_batch(data, 0, 1)[0] for data in (first, same, other))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+# --- reviews
+
+
+def write_csv(folder: Path) -> Path:
+    file = folder / "train.csv"
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerows([("text", "label"), *REVIEWS])
+    return file
+
+
+def write_archive(folder: Path) -> Path:
+    """As in Yelp's own archive: no header, stars from 1, the test reviews beside it."""
+    for name, rows in (("train.csv", REVIEWS), ("test.csv", REVIEWS[:1])):
+        with (folder / name).open("w", newline="", encoding="utf-8") as out:
+            csv.writer(out, quoting=csv.QUOTE_ALL).writerows((b + 1, a) for a, b in rows)
+    return folder
+
+
+def write_jsonl(folder: Path) -> Path:
+    file = folder / "reviews.jsonl"
+    file.write_text("".join(json.dumps({"label": b, "text": a}) + "\n" for a, b in REVIEWS))
+    return file
+
+
+def as_dataset() -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {"text": [a for a, _ in REVIEWS], "label": [b for _, b in REVIEWS]}
+    )
+
+
+def write_parquet(folder: Path) -> Path:
+    as_dataset().to_parquet(folder / "train-00000-of-00001.parquet")
+    as_dataset().select([0]).to_parquet(folder / "test-00000-of-00001.parquet")
+    return folder
+
+
+def write_saved(folder: Path) -> Path:
+    datasets.DatasetDict(train=as_dataset(), test=as_dataset().select([0])).save_to_disk(
+        folder / "s"
+    )
+    return folder / "s"
+
+
+@pytest.mark.parametrize(
+    "write", [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
+)
+def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
+    path = str(write(tmp_path))
+    data = opened("yelp", "smollm2_360m_yelp", path=path, seq_len=24)
+    assert (data.num_samples, data.vocab_size, data.source) == (6, 2048, path)
+    for turn, (text, label) in zip(in_stored_order(data).microbatches, REVIEWS, strict=True):
+        ids = TOKENIZER.encode(text).ids[:24]
+        assert turn.inputs["input_ids"].tolist() == [ids + [0] * (24 - len(ids))]
+        assert turn.labels.tolist() == [label]
+
+
+def test_reviews_count_labels_and_real_tokens(tmp_path):
+    path = str(write_csv(tmp_path))
+    sizes = {"global_batch_size": 6, "micro_batch_size": 1, "seq_len": 24}
+    data = opened("yelp", "smollm2_360m_yelp", path=path, **sizes)
+    lengths = [min(len(TOKENIZER.encode(text).ids), 24) for text, _ in REVIEWS]
+    for rank in range(3):
+        step = data.step_batch(0, rank=rank, world_size=3)
+        assert (step.num_valid, step.num_tokens) == (6, sum(lengths))
+
+
+def test_a_limit_takes_the_first_reviews(tmp_path):
+    data = opened("yelp", "smollm2_360m_yelp", path=str(write_csv(tmp_path)), limit=2)
+    assert data.num_samples == 2
+
+
+def test_reviews_as_a_language_model_reads_them(tmp_path):
+    data = opened("yelp_causal", path=str(write_csv(tmp_path)), seq_len=10)
+    rows = in_stored_order(data).microbatches
+    ids = [int(i) for row in rows for i in row.inputs["input_ids"][0]]
+    stream = [token for text, _ in REVIEWS for token in (*TOKENIZER.encode(text).ids, 0)]
+    assert ids == stream[: len(ids)]
+    assert len(stream) - len(ids) <= 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"path": "{csv}", "seq_len": 100_000}, r"data.seq_len=100000: the text is shorter"),
+        ({"path": "{folder}/absent"}, r"data.path=.*absent: no such file"),
+        ({"path": "{empty}"}, r"data.path=.*: no file in it ends in .csv"),
+        ({"path": "{columns}"}, r"data.path=.*: no column label among .*body"),
+        ({"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048 words"),
+        ({"kind": "images"}, r"data.kind=images: use text, reviews or synthetic"),
+    ],
+)
+def test_wrong_data_is_one_line(changes, line, tmp_path):
+    (tmp_path / "empty").mkdir()
+    columns = tmp_path / "columns.csv"
+    columns.write_text("body,text\na,b\n")
+    paths = {"csv": write_csv(tmp_path), "folder": tmp_path, "empty": tmp_path / "empty"}
+    if "path" in changes:
+        changes = changes | {"path": changes["path"].format(**paths, columns=columns)}
+    with pytest.raises(ConfigError, match=line) as caught:
+        opened("yelp_causal", **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_labels_that_the_head_does_not_have_are_refused(tmp_path):
+    file = tmp_path / "stars.csv"
+    file.write_text("text,label\ngood,5\nbad,1\n")
+    with pytest.raises(ConfigError, match=r"labels \['1', '5'\] are not all in 0..4"):
+        opened("yelp", "smollm2_360m_yelp", path=str(file))
+
+
+def test_reviews_that_can_not_be_had_fail_within_seconds():
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"data.source=zeroexp-tests/none: .*set data.path"):
+        opened("yelp", "smollm2_360m_yelp", source="zeroexp-tests/none")
+    assert time.monotonic() - start < 10
+
+
+# --- tokenizers
+
+
+def test_the_shipped_text_has_its_licence_and_its_tokenizer_reads_anything():
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (CORPUS / "LICENSE.txt").read_text()
+    assert "python_reference.txt" in (CORPUS / "ABOUT.md").read_text()
+    assert TOKENIZER.get_vocab_size() == 2048
+    for text in ("def f(x): return x", "naïve — ½ 🙂 \x00\x7f", "\t\n  "):
+        assert TOKENIZER.decode(TOKENIZER.encode(text).ids) == text
+
+
+def test_real_weights_bring_their_own_tokenizer(tmp_path):
+    words = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
+    words.add_tokens(["assert"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    data, model = configs("offline", seq_len=16)
+    theirs = build_data(data, replace(model, weights=str(tmp_path)), 0)
+    shipped = build_data(replace(data, vocab_size=2048), replace(model, weights=str(tmp_path)), 0)
+    assert (theirs.vocab_size, shipped.vocab_size) == (2049, 2048)
+    ids = torch.cat([turn.labels for turn in in_stored_order(theirs).microbatches])
+    assert 2048 in ids and 7 in ids and 0 not in ids
+
+
+def test_weights_without_a_tokenizer_are_one_line(tmp_path):
+    data, model = configs("offline")
+    with pytest.raises(ConfigError, match=r"no tokenizer.json in it.*data.vocab_size=2048"):
+        build_data(data, replace(model, weights=str(tmp_path)), 0)
+
+
+# --- the cache
+
+
+RACER = """
+import os, sys, time
+from zeroexp.data import packed
+
+def write(folder):
+    (folder / "first").write_text("x")
+    time.sleep(0.5)
+    (folder / f"by-{os.getpid()}").write_text("y")
+
+print(sorted(path.name for path in packed.cached({"test": "race"}, write).iterdir()))
+"""
+
+
+def test_ranks_that_start_together_write_once():
+    racers = [subprocess.Popen([sys.executable, "-c", RACER], stdout=subprocess.PIPE) for _ in "ab"]
+    seen = [racer.communicate(timeout=60)[0] for racer in racers]
+    assert seen[0].startswith(b"['by-") and seen[0].endswith(b", 'first']\n")
+    assert seen == [seen[0]] * 2
+
+
+def test_a_writer_that_fails_leaves_nothing(cache):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise RuntimeError("disk full")
+
+    before = {path.name for path in cache.iterdir()}
+    with pytest.raises(RuntimeError, match="disk full"):
+        packed.cached({"test": "fail"}, fail)
+    left = {path.name for path in cache.iterdir()} - before
+    assert all(name.endswith(".lock") for name in left)
+    folder = packed.cached({"test": "fail"}, write_all)
+    assert [path.name for path in folder.iterdir()] == ["all"]
+
+
+def write_all(folder: Path) -> None:
+    (folder / "all").write_text("x")
+
+
+DYING = """
+import os
+from zeroexp.data import packed
+
+def die(folder):
+    (folder / "half").write_text("x")
+    os._exit(9)
+
+packed.cached({"test": "kill"}, die)
+"""
+
+
+def test_a_killed_writer_blocks_nobody():
+    assert subprocess.run([sys.executable, "-c", DYING], timeout=60).returncode == 9
+    folder = packed.cached({"test": "kill"}, write_all)
+    assert [path.name for path in folder.iterdir()] == ["all"]
+
+
+def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers():
+    opened("offline", seq_len=40)
+    code = (
+        "import sys; from zeroexp.config import DataConfig, ModelConfig;"
+        "from zeroexp.data.build import build_data;"
+        "data = build_data(DataConfig(seq_len=40), ModelConfig(), 0);"
+        "assert data.step_batch(0, rank=0, world_size=2).num_valid == 480;"
+        "sys.exit(bool({'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_data_has_a_test_here():
+    assert set(options("data")) == {"offline", "synthetic", "vectors", "yelp", "yelp_causal"}

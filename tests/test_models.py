@@ -1,0 +1,364 @@
+"""Models: the published sizes to the parameter, the same weights everywhere, nothing random in forward."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.composing import composed, options
+from zeroexp import hub
+from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.models.build import build_model
+from zeroexp.models.loss import IGNORED, loss_sum
+from zeroexp.models.moe import Experts, allow_experts
+
+TINY = ["gpt2_tiny", "mixtral_tiny", "mlp_tiny", "moe_tiny", "tiny"]
+
+
+def model_config(name: str, **changes) -> ModelConfig:
+    company = ["data=yelp"] if name.endswith("yelp") else []
+    return replace(copy.deepcopy(composed(f"model={name}", *company).model), **changes)
+
+
+def built(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    return build_model(model_config(name, **changes), seed=seed, dtype=dtype).module
+
+
+def batch(name: str) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    if name == "mlp_tiny":
+        return {"vectors": torch.randn(2, 8, 64, generator=random)}
+    return {"input_ids": torch.randint(0, 2048, (2, 8), generator=random)}
+
+
+def values(output) -> torch.Tensor:
+    return getattr(output, "logits", output)
+
+
+# Sums of the published shapes: embedding + layers x (attention + feed-forward + norms) + last norm + head.
+SIZES = {
+    "tiny": (2048 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176 + 2 * 64) + 64, 20),
+    "small": (24_650_240, 74),
+    "smollm2_135m": (134_515_008, 272),
+    "smollm2_360m": (361_821_120, 290),
+    "smollm2_360m_yelp": (361_825_920, 291),
+    "llama_7b": (6_738_415_616, 291),
+    "llama_13b": (13_015_864_320, 363),
+    "llama_70b": (68_976_648_192, 723),
+    "mlp_1b": (10 * (2 * 4096 * 4 * 4096 + 5 * 4096), 40),
+    "mlp_tiny": (2 * (2 * 64 * 4 * 64 + 5 * 64), 8),
+    "gpt2_tiny": (263_936, 28),
+    "mixtral_tiny": (353_088, 20),
+    "moe_tiny": (330_368, 50),
+}
+
+
+def test_sizes_are_known_for_every_model():
+    assert set(SIZES) == set(options("model"))
+    assert SIZES["mlp_1b"][0] == 1_342_382_080
+    assert SIZES["tiny"][0] == 223_552
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_size_is_exact(name):
+    module = build_model(model_config(name), seed=0, dtype=torch.bfloat16, device="meta").module
+    parameters = list(module.parameters())
+    assert (sum(p.numel() for p in parameters), len(parameters)) == SIZES[name]
+    assert {(p.device.type, p.dtype) for p in parameters} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_blocks_are_named_in_forward_order(name):
+    model = build_model(model_config(name), seed=0)
+    order: list[str] = []
+    for block in model.blocks:
+        module = model.module.get_submodule(block)
+        module.register_forward_pre_hook(lambda *_, block=block: order.append(block))
+    model.module(**batch(name))
+    assert len(model.blocks) == 2
+    assert order == model.blocks
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_weights_come_from_the_seed_alone(name):
+    torch.manual_seed(5)
+    undisturbed = torch.rand(1)
+    torch.manual_seed(5)
+    first, again, other = built(name), built(name), built(name, seed=1)
+    assert torch.equal(torch.rand(1), undisturbed), "the caller's random state is its own"
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_bf16_weights_are_the_rounded_fp32_weights_and_buffers_stay(name):
+    exact, rounded = built(name), built(name, dtype=torch.bfloat16)
+    for a, b in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+    for a, b in zip(exact.buffers(), rounded.buffers(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    assert values(rounded(**batch(name))).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_training_forward_is_deterministic_and_keeps_no_cache(name):
+    module = built(name)
+    assert module.training
+    first, second = module(**batch(name)), module(**batch(name))
+    assert torch.equal(values(first), values(second))
+    assert getattr(first, "past_key_values", None) is None
+    if hasattr(module, "config"):
+        assert module.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2_tiny", "mixtral_tiny", "moe_tiny"])
+def test_embedding_and_head_are_one_parameter(name):
+    module = built(name)
+    table, head = [
+        m.weight
+        for m in module.modules()
+        if getattr(m, "weight", None) is not None and m.weight.shape == (2048, 64)
+    ]
+    assert table is head
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2_tiny", "moe_tiny", "mixtral_tiny"])
+def test_no_position_sees_a_later_token(name):
+    module, inputs = built(name), batch(name)
+    before = values(module(**inputs))
+    inputs["input_ids"][:, -1] = (inputs["input_ids"][:, -1] + 1) % 2048
+    after = values(module(**inputs))
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+    assert not torch.allclose(before[:, -1], after[:, -1])
+
+
+def test_mlp_is_the_published_one():
+    module, x = built("mlp_tiny"), batch("mlp_tiny")["vectors"]
+    expected = x
+    for up, down in zip(
+        *[iter(m for m in module.modules() if isinstance(m, nn.Linear))] * 2, strict=True
+    ):
+        expected = expected + down(torch.nn.functional.gelu(up(expected)))
+    assert torch.equal(module(x), expected)
+
+
+def test_mlp_needs_no_transformers():
+    code = (
+        "import sys; from zeroexp.config import ModelConfig; from zeroexp.models.build import build_model;"
+        "build_model(ModelConfig(family='mlp', mlp={'width': 8, 'depth': 1}), seed=0);"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- what a user gets wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        (
+            "tiny",
+            {"hf_config": {"hiden_size": 8}},
+            "model.hf_config.hiden_size: .* did you mean hidden_size",
+        ),
+        ("tiny", {"hf_config": {"hidden_size": 100, "num_attention_heads": 7}}, "not a multiple"),
+        ("tiny", {"family": "lama"}, "model.family=lama: use llama"),
+        ("tiny", {"task": "regression"}, "model.task=regression: llama can do causal"),
+        ("mlp_tiny", {"mlp": {"width": 8}}, "model.mlp.depth is missing"),
+        (
+            "mlp_tiny",
+            {"mlp": {"width": 8, "depht": 2}},
+            "model.mlp.depht: no such key; use width, depth",
+        ),
+        ("moe_tiny", {"moe": {}}, "model.moe.vocab_size is missing"),
+    ],
+)
+def test_wrong_shape_is_one_line(name, changes, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        built(name, **changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "group"), [("tiny", "hf_config"), ("moe_tiny", "moe")])
+def test_a_vocabulary_smaller_than_the_data_is_refused(name, group):
+    with pytest.raises(ConfigError, match=rf"model.{group}.vocab_size=2048: .* 5000 words"):
+        build_model(model_config(name), seed=0, vocab_size=5000)
+
+
+def test_a_model_without_a_vocabulary_takes_the_data():
+    config = model_config("tiny")
+    del config.hf_config["vocab_size"]
+    assert build_model(config, seed=0, vocab_size=300).module.config.vocab_size == 300  # type: ignore
+
+
+# --- real weights
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A folder of weights that no seed of these tests draws."""
+    folder = tmp_path_factory.mktemp("weights")
+    built("tiny", seed=99).save_pretrained(folder)
+    return folder
+
+
+def test_weights_of_a_folder(weights):
+    loaded, saved = built("tiny", weights=str(weights)), built("tiny", seed=99)
+    for a, b in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert loaded.training and loaded.config._attn_implementation == "sdpa"
+    assert not loaded.config.use_cache
+    assert next(built("tiny", weights=str(weights), dtype=torch.bfloat16).parameters()).dtype == (
+        torch.bfloat16
+    )
+
+
+def test_a_new_head_on_real_weights_comes_from_the_seed(weights):
+    changes = {"weights": str(weights), "task": "classification", "num_labels": 5}
+    first, again, other = (
+        built("tiny", **changes),
+        built("tiny", **changes),
+        built("tiny", seed=1, **changes),
+    )
+    assert torch.equal(first.score.weight, again.score.weight)
+    assert not torch.equal(first.score.weight, other.score.weight)
+    assert torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
+
+
+def test_weights_do_not_matter_on_meta():
+    config = model_config("tiny", weights="nobody/nothing")
+    module = build_model(config, seed=0, device="meta").module
+    assert sum(p.numel() for p in module.parameters()) == SIZES["tiny"][0]
+
+
+def test_weights_of_another_model_are_refused(weights):
+    deeper = dict(model_config("tiny").hf_config, num_hidden_layers=3)
+    with pytest.raises(ConfigError, match=r"9 parameters of model.name=tiny are not in it"):
+        built("tiny", weights=str(weights), hf_config=deeper)
+    wider = dict(model_config("tiny").hf_config, intermediate_size=100)
+    with pytest.raises(ConfigError, match=f"model.weights={weights}: .*must hold") as caught:
+        built("tiny", weights=str(weights), hf_config=wider)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_weights_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=f"model.weights={tmp_path}: .*safetensors") as caught:
+        built("tiny", weights=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_can_not_be_had_fail_within_seconds(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"model.weights=zeroexp-tests/no-such-model: ") as caught:
+        built("tiny", weights="zeroexp-tests/no-such-model")
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 10
+
+
+def test_a_cache_that_holds_the_tokenizer_alone_is_no_weights(monkeypatch, tmp_path):
+    """As another program leaves it; the hub's own look-up would call that snapshot found."""
+    snapshot = tmp_path / "models--zeroexp-tests--half"
+    (snapshot / "snapshots" / "c0ffee").mkdir(parents=True)
+    (snapshot / "snapshots" / "c0ffee" / "tokenizer.json").write_text("{}")
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub.online.cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"model.weights=zeroexp-tests/half: .* can not be reached"
+    ):
+        built("tiny", weights="zeroexp-tests/half")
+    (snapshot / "snapshots" / "c0ffee" / "model.safetensors").write_text("")
+    assert hub.model_folder("zeroexp-tests/half").name == "c0ffee"
+    hub.online.cache_clear()
+
+
+# --- the mixture of experts
+
+
+def experts_without_gradient(module: nn.Module) -> set[tuple[int, int]]:
+    """(block, expert) of all experts whose parameters have none."""
+    layers = [m for m in module.modules() if isinstance(m, Experts)]
+    return {
+        (layer, index)
+        for layer, mixture in enumerate(layers)
+        for index, expert in enumerate(mixture.experts)
+        if all(p.grad is None for p in expert.parameters())
+    }
+
+
+@pytest.mark.parametrize("allowed", [[0], [1, 3], [], None])
+def test_experts_that_are_not_allowed_do_not_run(allowed):
+    module = built("moe_tiny")
+    allow_experts(module, allowed)
+    inputs = {"input_ids": torch.arange(256).view(2, 128)}  # enough tokens for every expert
+    loss_sum(module(**inputs), inputs["input_ids"], "causal").backward()
+    skipped = set(range(4)) - set(range(4) if allowed is None else allowed)
+    assert experts_without_gradient(module) == {(b, e) for b in range(2) for e in skipped}
+    routers = [m.router.weight.grad for m in module.modules() if isinstance(m, Experts)]
+    assert all((grad is None) == (allowed == []) for grad in routers)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_the_mixture_equals_running_every_expert_on_every_token(top_k):
+    """The oracle computes all experts for all tokens and weighs those not chosen with zero."""
+    shape = dict(model_config("moe_tiny").moe, top_k=top_k)
+    mixture = next(m for m in built("moe_tiny", moe=shape).modules() if isinstance(m, Experts))
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(2))
+    tokens = mixture.norm(x)
+    scores = mixture.router(tokens)
+    kept = scores >= scores.topk(top_k, dim=-1).values[..., -1:]
+    weights = scores.masked_fill(~kept, float("-inf")).softmax(-1)
+    every = torch.stack([expert(tokens) for expert in mixture.experts], dim=-1)
+    torch.testing.assert_close(mixture(x), x + (every * weights[..., None, :]).sum(-1))
+
+
+# --- the loss
+
+
+def test_causal_loss_counts_valid_labels_alone():
+    logits = torch.randn(2, 3, 7, dtype=torch.float64)
+    labels = torch.tensor([[1, IGNORED, 6], [IGNORED, 0, 2]])
+    expected = -sum(
+        logits.log_softmax(-1)[row, place, labels[row, place]]
+        for row, place in (labels != IGNORED).nonzero().tolist()
+    )
+    torch.testing.assert_close(loss_sum(logits, labels, "causal"), expected)
+    parts = [loss_sum(logits[row : row + 1], labels[row : row + 1], "causal") for row in (0, 1)]
+    torch.testing.assert_close(parts[0] + parts[1], expected)
+
+
+def test_loss_of_the_other_tasks():
+    logits, stars = torch.randn(3, 5), torch.tensor([0, 4, 2])
+    expected = -logits.log_softmax(-1)[torch.arange(3), stars].sum()
+    torch.testing.assert_close(loss_sum(logits, stars, "classification"), expected)
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    torch.testing.assert_close(loss_sum(a, b, "regression"), ((a - b) ** 2).sum())
+
+
+def test_loss_of_half_precision_is_float32():
+    logits, labels = torch.randn(1, 4, 9).bfloat16(), torch.tensor([[1, 2, 3, 4]])
+    loss = loss_sum(logits, labels, "causal")
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, loss_sum(logits.float(), labels, "causal"))
+
+
+def test_the_head_of_classification_reads_the_last_token_that_is_no_padding():
+    """Why reviews need no attention mask."""
+    module = built("tiny", task="classification", num_labels=5).eval()
+    review = torch.tensor([[7, 8, 9, 10]])
+    padded = torch.cat([review, torch.zeros(1, 3, dtype=torch.int64)], dim=1)
+    torch.testing.assert_close(module(review).logits, module(padded).logits)

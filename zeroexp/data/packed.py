@@ -1,0 +1,107 @@
+"""Samples in a folder of .npy files that every rank maps into memory, written once by whoever comes first.
+
+    <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
+    <cache>/<key>/labels.npy    [samples], classification only
+    <cache>/<key>/lengths.npy   [samples], classification only: tokens that are no padding
+    <cache>/<key>/about.json    vocab_size, source
+
+The folder's name is a hash of all that decides its content, so a cache is never stale. It is written under another
+name and renamed when complete: a rank, or another run, sees all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+
+from zeroexp.data import Microbatch, Samples
+
+
+def cache_root() -> Path:
+    """$ZEROEXP_CACHE, else zeroexp/ in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ZEROEXP_CACHE") or Path(home) / "zeroexp")
+
+
+def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:
+    """The complete folder for `decisive`; `write` fills it if there is none yet.
+
+    One process at a time writes, the others on this file system wait for it and then read.
+    """
+    key = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:20]
+    folder = cache_root() / key
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _write_atomically(folder, write)
+    return folder
+
+
+def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(unfinished)
+        unfinished.chmod(0o755)  # mkdtemp's 0700 would shut a shared cache
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+
+
+def open_packed(folder: Path) -> Samples:
+    return PaddedReviews(folder) if (folder / "labels.npy").exists() else PackedTokens(folder)
+
+
+class _Folder:
+    def __init__(self, folder: Path) -> None:
+        about = json.loads((folder / "about.json").read_text())
+        self.vocab_size: int | None = about["vocab_size"]
+        self.source: str = about["source"]
+        self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class PackedTokens(_Folder):
+    """Rows full of text: no padding, every position has a label."""
+
+    def read(self, indices: np.ndarray) -> Microbatch:
+        rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
+        return Microbatch({"input_ids": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous())
+
+    def count(self, indices: np.ndarray) -> tuple[int, int]:
+        num_tokens = len(indices) * (self.tokens.shape[1] - 1)
+        return num_tokens, num_tokens
+
+
+class PaddedReviews(_Folder):
+    """One review and its label per row, padded on the right.
+
+    No attention mask: attention is causal and the head reads the last token that is no padding, so padding on the
+    right is never seen, and attention keeps its fast path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.labels = np.load(folder / "labels.npy", mmap_mode="r")
+        self.lengths = np.load(folder / "lengths.npy", mmap_mode="r")
+
+    def read(self, indices: np.ndarray) -> Microbatch:
+        rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
+        return Microbatch({"input_ids": rows}, torch.from_numpy(self.labels[indices]))
+
+    def count(self, indices: np.ndarray) -> tuple[int, int]:
+        return len(indices), int(self.lengths[indices].sum())

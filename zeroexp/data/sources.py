@@ -1,0 +1,86 @@
+"""Which text and which tokenizer a run reads, told apart without opening them: what names a cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroexp.config import ConfigError, DataConfig, ModelConfig
+
+CORPUS = Path(__file__).parent / "corpus"
+SHIPPED_WORDS = 2048  # of corpus/tokenizer.json
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer's file and the id that separates documents and pads reviews."""
+
+    file: Path
+    end_of_text: int
+    padding: int
+
+    @property
+    def identity(self) -> list[str | int]:
+        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return [digest, self.end_of_text, self.padding]
+
+
+def choose_words(config: DataConfig, model: ModelConfig) -> Words:
+    """The tokenizer of `model.weights` where there are real weights, else the shipped one.
+
+    `data.vocab_size=2048` asks for the shipped one whatever the weights are. Raises ConfigError.
+    """
+    padding = model.hf_config.get("pad_token_id", 0)
+    if config.vocab_size is None and model.weights is not None:
+        return _words_of_weights(model.weights, padding)
+    if config.vocab_size not in (None, SHIPPED_WORDS):
+        raise ConfigError(
+            f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_WORDS} words; "
+            f"use {SHIPPED_WORDS}, or null for the tokenizer of model.weights"
+        )
+    return Words(CORPUS / "tokenizer.json", 0, padding)
+
+
+def _words_of_weights(weights: str, padding: int) -> Words:
+    # Here and not above: the hub's client takes half a second to import, and random weights need none of it.
+    from zeroexp import hub
+
+    folder = hub.model_folder(weights)
+    for name in ("tokenizer.json", "config.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"model.weights={weights}: no {name} in it, so its tokenizer is unknown; "
+                f"set data.vocab_size={SHIPPED_WORDS} for the shipped tokenizer"
+            )
+    end_of_text = json.loads((folder / "config.json").read_text()).get("eos_token_id") or 0
+    first = end_of_text[0] if isinstance(end_of_text, list) else end_of_text
+    return Words(folder / "tokenizer.json", first, padding)
+
+
+def text_files(config: DataConfig) -> list[Path]:
+    """The local files that will be read, sorted; none where the source is the hub. Raises ConfigError."""
+    if config.path is None:
+        return [CORPUS / "python_reference.txt"] if config.kind == "text" else []
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"data.path={config.path}: no such file or folder; give one that exists")
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    kinds = (
+        (".txt",) if config.kind == "text" else (".csv", ".parquet", ".json", ".jsonl", ".arrow")
+    )
+    files = [file for file in found if file.suffix in kinds]
+    if not files:
+        raise ConfigError(f"data.path={config.path}: no file in it ends in {', '.join(kinds)}")
+    return files
+
+
+def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
+    """What changes when the text does: hub id, or name, size and time of each file."""
+    if not files:
+        return [[str(config.source), config.limit or 0]]
+    if config.path is None:
+        return [[hashlib.sha256(files[0].read_bytes()).hexdigest()]]
+    stats = [(file, file.stat()) for file in files]
+    return [[str(file.resolve()), s.st_size, s.st_mtime_ns, config.limit or 0] for file, s in stats]

@@ -1,0 +1,59 @@
+"""Samples made from their index: no text, no files, the same on every rank, and with something to learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from zeroexp.data import Microbatch
+
+NUM_SAMPLES = 1 << 16  # of one epoch
+
+
+class SyntheticTokens:
+    """Counting in steps: every sample starts anywhere and goes on by 1 to 8, modulo the vocabulary."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
+        self.vocab_size: int | None = vocab_size
+        self.source = f"synthetic: counting modulo {vocab_size}"
+        self._words, self._seq_len, self._seed = vocab_size, seq_len, seed
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def read(self, indices: np.ndarray) -> Microbatch:
+        rows = torch.from_numpy(np.stack([self._row(int(index)) for index in indices]))
+        return Microbatch({"input_ids": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous())
+
+    def _row(self, index: int) -> np.ndarray:
+        random = np.random.default_rng([self._seed, index])
+        start, stride = random.integers(self._words), random.integers(1, 9)
+        return (start + stride * np.arange(self._seq_len + 1)) % self._words
+
+    def count(self, indices: np.ndarray) -> tuple[int, int]:
+        num_tokens = len(indices) * self._seq_len
+        return num_tokens, num_tokens
+
+
+class SyntheticVectors:
+    """Regression on `seq_len` normal vectors per sample: the target is tanh of the left neighbour."""
+
+    def __init__(self, width: int, seq_len: int, seed: int) -> None:
+        self.vocab_size: int | None = None
+        self.source = f"synthetic: vectors of {width}"
+        self._shape, self._seed = (seq_len, width), seed
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def read(self, indices: np.ndarray) -> Microbatch:
+        vectors = torch.from_numpy(np.stack([self._row(int(index)) for index in indices]))
+        return Microbatch({"vectors": vectors}, vectors.roll(1, dims=-1).tanh())
+
+    def _row(self, index: int) -> np.ndarray:
+        random = np.random.default_rng([self._seed, index])
+        return random.standard_normal(self._shape, dtype=np.float32)
+
+    def count(self, indices: np.ndarray) -> tuple[int, int]:
+        seq_len, width = self._shape
+        return len(indices) * seq_len * width, len(indices) * seq_len

@@ -1,0 +1,97 @@
+"""ModelConfig -> module and the names of its blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.models.mlp import Mlp, MlpShape
+from zeroexp.models.moe import MoeShape, MoeTransformer
+
+Shape = TypeVar("Shape", MlpShape, MoeShape)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    module: nn.Module
+    blocks: list[str]  # dotted names of the repeated blocks, in forward order
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    vocab_size: int | None = None,
+) -> BuiltModel:
+    """Build the model with parameters of `dtype` on `device` ("meta": shapes only).
+
+    Parameters are drawn on the CPU in float32 and then cast, so that they are the same on every rank, device and,
+    up to rounding, dtype. `vocab_size` is the data's: it must fit into the model's. Raises ConfigError.
+    """
+    device = torch.device(device)
+    vocab_size = _fitting_vocabulary(config, vocab_size)
+    with _reproducible(seed, device):
+        model = _build(config, vocab_size)
+    for parameter in model.module.parameters():
+        # Buffers stay as they are: rotary frequencies in bfloat16 would move every position.
+        parameter.data = parameter.data.to(dtype)
+    return BuiltModel(model.module.to(device), model.blocks)
+
+
+@contextlib.contextmanager
+def _reproducible(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from `seed` without disturbing the caller's random state."""
+    if device.type == "meta":
+        with device:
+            yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
+    if config.family == "mlp":
+        module = Mlp(_shape(MlpShape, config.mlp, "model.mlp"))
+        return BuiltModel(module, [f"blocks.{i}" for i in range(len(module.blocks))])
+    if config.family == "moe":
+        module = MoeTransformer(_shape(MoeShape, config.moe, "model.moe"))
+        return BuiltModel(module, [f"blocks.{i}" for i in range(len(module.blocks))])
+    # transformers costs two seconds to import, and the families above need none of it.
+    from zeroexp.models import huggingface
+
+    module = huggingface.build(config, vocab_size)
+    return BuiltModel(module, huggingface.block_names(module, config.family))
+
+
+def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
+    """The model's number of words, which the data's token ids must not overrun."""
+    words = vocabulary(config)
+    if words is None or data_words is None:
+        return words or data_words
+    if data_words > words:
+        key = "model.moe.vocab_size" if config.family == "moe" else "model.hf_config.vocab_size"
+        raise ConfigError(
+            f"{key}={words}: the data's tokenizer has {data_words} words; "
+            f"set it to {data_words} or more, or choose other data"
+        )
+    return words
+
+
+def _shape(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
+    known = [field.name for field in fields(shape)]
+    for word in given:
+        if word not in known:
+            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(known)}")
+    for word in known:
+        if word not in given:
+            raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
+    return shape(**given)

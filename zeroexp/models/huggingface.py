@@ -1,0 +1,114 @@
+"""The only door to transformers: LLaMA, GPT-2, Mixtral as causal models or with a classification head."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+from transformers.utils import logging
+
+from zeroexp import hub
+from zeroexp.config import ConfigError, ModelConfig
+
+# Where each family keeps its blocks, seen from the model with its head.
+BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h", "mixtral": "model.layers"}
+TASKS = {
+    "causal": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+}
+
+
+def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
+    """The model of `config` with `vocab_size` words on the current default device, float32, training."""
+    if config.task not in TASKS:
+        raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
+    shape = _shape(config, vocab_size)
+    on_meta = torch.empty(0).device.type == "meta"
+    if config.weights is None or on_meta:
+        module = TASKS[config.task].from_config(shape, attn_implementation="sdpa")
+    else:
+        module = _load(config, shape)
+    return module.train()
+
+
+def block_names(module: nn.Module, family: str) -> list[str]:
+    """Dotted names of the repeated blocks, in forward order."""
+    path = BLOCKS[family]
+    return [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+
+
+def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
+    """transformers' config: what `hf_config` says, no key-value cache, nothing random in forward."""
+    if config.family not in BLOCKS:
+        raise ConfigError(f"model.family={config.family}: use {', '.join(BLOCKS)}, mlp or moe")
+    _check_keys(config.family, config.hf_config)
+    keys = dict(config.hf_config)
+    if vocab_size is not None:
+        keys["vocab_size"] = vocab_size
+    if config.task == "classification":
+        # The head reads the last token that is no padding, so padding must be known.
+        keys = {"pad_token_id": 0, "num_labels": config.num_labels, **keys}
+    try:
+        shape = AutoConfig.for_model(config.family, use_cache=False, **keys)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.hf_config of model.name={config.name}: {reason}") from error
+    for key in shape.to_dict():
+        if key.endswith(("dropout", "pdrop", "jitter_noise")):
+            setattr(shape, key, 0.0)
+    return shape
+
+
+def _check_keys(family: str, given: dict[str, Any]) -> None:
+    """transformers keeps a misspelt key without a word."""
+    shape = AutoConfig.for_model(family)
+    known = [*shape.to_dict(), *shape.attribute_map]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "see transformers' documentation"
+            raise ConfigError(
+                f"model.hf_config.{key}: {type(shape).__name__} has no such key; {remedy}"
+            )
+
+
+def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
+    """Real weights, which must fit the configured shape; only a classification head may be missing."""
+    assert config.weights is not None
+    folder = hub.model_folder(config.weights)
+    logging.set_verbosity_error()  # its load report repeats what is checked below
+    logging.disable_progress_bar()
+    try:
+        module, report = TASKS[config.task].from_pretrained(
+            folder,
+            config=shape,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model.weights={config.weights}: {_first_line(error)}; "
+            f"the folder must hold safetensors that fit model.name={config.name}"
+        ) from error
+    missing = [name for name in report["missing_keys"] if not name.startswith("score.")]
+    if missing:
+        raise ConfigError(
+            f"model.weights={config.weights}: {len(missing)} parameters of model.name={config.name} "
+            f"are not in it, first {sorted(missing)[0]}; choose weights of this model"
+        )
+    return module
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,28 @@
+"""The loss of each task, summed: dividing by the step's valid labels of all ranks is the training loop's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -100  # label of a position that has none
+
+
+def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
+    """Sum of the loss over all labels but IGNORED ones: 0-dim, float32 (or float64 for a float64 model).
+
+    `output` is a tensor, or transformers' output with `.logits`.
+    causal: logits [batch, seq, vocab], labels [batch, seq] int64, already shifted.
+    classification: logits [batch, num_labels], labels [batch] int64.
+    regression: values and labels of one shape; the sum of squared errors.
+    """
+    values: Tensor = getattr(output, "logits", output)
+    values = values if values.dtype.itemsize > 4 else values.float()
+    if task == "regression":
+        return functional.mse_loss(values, labels.to(values.dtype), reduction="sum")
+    assert task in ("causal", "classification"), task
+    return functional.cross_entropy(
+        values.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

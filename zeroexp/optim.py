@@ -1,0 +1,78 @@
+"""The optimizer and its learning rate: parameter groups, a factory for rank-local optimizers, a schedule.
+
+An engine decides which tensors it optimizes (whole parameters, slices, flat pieces), so it is given the groups of
+the model and a factory, never a finished optimizer. The learning rate is a pure function of the step, so that a run
+resumes without any state of a scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroexp.config import ConfigError, OptimizerConfig
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """One group with weight decay and one without (norms and biases: less than two dimensions).
+
+    Groups as torch.optim takes them. Frozen parameters are in none; a tied parameter is in one, once; without a
+    difference in decay there is one group.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if config.decay_norms_and_biases or config.weight_decay == 0:
+        return [{"params": trainable, "weight_decay": config.weight_decay}]
+    matrices = [p for p in trainable if p.ndim >= 2]
+    vectors = [p for p in trainable if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer_factory(
+    config: OptimizerConfig,
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+    """Makes the configured optimizer over the groups (or tensors) an engine hands in."""
+    if config.name == "adamw":
+        return lambda groups: torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=config.fused,
+        )
+    if config.name == "sgd":
+        return lambda groups: torch.optim.SGD(
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            fused=config.fused,
+        )
+    raise ConfigError(f"optimizer.name={config.name}: use adamw or sgd")
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of the 0-based `step`: up linearly over `warmup_steps`, then by the schedule.
+
+    The top is reached in the last warm-up step, `lr * min_lr_ratio` in the last step of all.
+    """
+    if config.schedule not in SCHEDULES:
+        raise ConfigError(f"optimizer.schedule={config.schedule}: use {', '.join(SCHEDULES)}")
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    first = max(config.warmup_steps - 1, 0)  # the step at the top
+    progress = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
+    fall = progress if config.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return config.lr * (1 - (1 - config.min_lr_ratio) * fall)
