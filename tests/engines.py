@@ -1,0 +1,80 @@
+"""Every engine under test, how it adds up a step, and how near it must come to the oracle.
+
+Equality is bit for bit where the engine sums in rank order and never multiplies by what is not a power of two (see
+tests/oracle.py). Otherwise the tolerance is what a few roundings become in three steps of AdamW, whose update does not
+depend on the size of a gradient: an element with a nearly zero gradient moves by rounding alone, so the bound is
+absolute, in parts of the learning rate (0.02).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.oracle import (
+    Make,
+    Recipe,
+    Rules,
+    assert_same,
+    configured,
+    outcome_of,
+    train_on_ranks,
+    train_oracle,
+)
+from tests.ranks import Ranks
+
+FLOAT32_ROUNDING = 2e-5  # of 0.06, the way an element can go in three steps
+BFLOAT16_ROUNDING = 2e-2
+
+
+@dataclass(frozen=True)
+class Engine:
+    make: Make
+    rules: Rules
+    exact_up_to: int  # world size until which it equals the oracle bit for bit
+    precisions: tuple[str, ...]
+
+    def atol(self, recipe: Recipe) -> float:
+        exact = recipe.world_size <= self.exact_up_to and not recipe.fused
+        if exact and recipe.max_grad_norm is None:
+            return 0.0
+        return FLOAT32_ROUNDING if recipe.precision == "fp32" else BFLOAT16_ROUNDING
+
+
+SKIP_PER_STEP = Rules(reduce_each="step", missing="skip")
+SKIP_PER_MICROBATCH = Rules(reduce_each="microbatch", missing="skip", added_in_master=True)
+DDP_PRECISIONS = ("fp32", "bf16", "autocast")
+FSDP_PRECISIONS = ("fp32", "bf16_master", "paper16")
+
+NATIVE: dict[str, Engine] = {
+    "ddp": Engine(configured("ddp", "torch"), SKIP_PER_STEP, 2, DDP_PRECISIONS),
+    "ddp_no_view": Engine(
+        configured("ddp", "torch", gradient_as_bucket_view=False), SKIP_PER_STEP, 2, DDP_PRECISIONS
+    ),
+    "ddp_zero_redundancy": Engine(configured("zero1", "torch"), SKIP_PER_STEP, 2, DDP_PRECISIONS),
+    "fsdp2_no_reshard": Engine(
+        configured("zero2", "torch"), SKIP_PER_MICROBATCH, 2, FSDP_PRECISIONS
+    ),
+    "fsdp2": Engine(configured("zero3", "torch"), SKIP_PER_MICROBATCH, 2, FSDP_PRECISIONS),
+}
+
+ALL_DTYPES = ("fp32", "bf16", "bf16_master", "paper16")
+# Every stage and every family once or more; the whole matrix is in test_parity.py.
+OURS: dict[str, Engine] = {
+    f"{stage}_{family}": Engine(configured(stage, family), rules, 3, ALL_DTYPES)
+    for stage, family, rules in (
+        ("ddp", "tensor", Rules("step")),
+        ("zero1_allreduce", "parameter", Rules("step")),
+        ("zero1", "buffer", Rules("step")),
+        ("zero2", "parameter", Rules("microbatch")),
+        ("zero3", "tensor", Rules("microbatch")),
+        ("zero3", "buffer", Rules("microbatch")),
+    )
+}
+ENGINES = {**NATIVE, **OURS}
+
+
+def check(ranks: Ranks, engine: Engine, recipe: Recipe) -> None:
+    answers = ranks(train_on_ranks, recipe, engine.make, world_size=recipe.world_size)
+    oracle = train_oracle(recipe, engine.rules)
+    atol = engine.atol(recipe)
+    assert_same(outcome_of(answers), oracle, rtol=atol, atol=atol)

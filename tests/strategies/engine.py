@@ -1,0 +1,36 @@
+"""Makes our engine as a library user would, with every option in reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.oracle import PRECISIONS, Recipe
+from zeroexp.models.build import BuiltModel
+from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.unit import Dtypes
+from zeroexp.strategies.sharded import DTYPES, Options, Sharded
+from zeroexp.world import World
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Travels to the ranks, and makes the engine there."""
+
+    stage: str
+    options: Options
+
+    def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Sharded:
+        config, precision = recipe.optimizer_config(), PRECISIONS[recipe.precision]
+        dtypes = (precision.compute, precision.reduce, precision.master)
+        return Sharded(
+            built.module,
+            blocks=built.blocks,
+            stage=STAGES[self.stage],
+            param_groups=parameter_groups(built.module, config),
+            optimizer_factory=optimizer_factory(config),
+            world=world,
+            dtypes=Dtypes(*(DTYPES[dtype] for dtype in dtypes)),
+            max_grad_norm=config.max_grad_norm,
+            options=self.options,
+        )

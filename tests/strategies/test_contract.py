@@ -1,0 +1,201 @@
+"""What every engine promises to the loop, ours and native alike: it trains like the oracle, and its state goes on.
+
+Which engine equals the oracle bit for bit, and which within a tolerance, stands in tests/engines.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engines import ENGINES, check
+from tests.oracle import (
+    Make,
+    Outcome,
+    Recipe,
+    assembled,
+    assert_same,
+    build_on_rank,
+    merged,
+    outcome_of,
+    pieces_of,
+    run_steps,
+    train_on_ranks,
+    train_oracle,
+)
+from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.strategies.base import CanonicalState
+from zeroexp.world import World
+
+every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+
+
+@every_engine
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trains_like_the_oracle(ranks, engine, world_size):
+    check(ranks, engine, Recipe(world_size=world_size))
+
+
+@every_engine
+def test_one_microbatch(ranks, engine):
+    check(ranks, engine, Recipe(accumulation=1))
+
+
+@every_engine
+def test_clipping(ranks, engine):
+    """The first steps' norms are about 1, so that this threshold scales every gradient."""
+    recipe = Recipe(max_grad_norm=0.1)
+    assert min(train_oracle(recipe, engine.rules).norms) > 0.1
+    check(ranks, engine, recipe)
+
+
+@every_engine
+def test_a_threshold_that_is_not_reached_changes_nothing(ranks, engine):
+    answers = [
+        outcome_of(ranks(train_on_ranks, Recipe(max_grad_norm=bound), engine.make))
+        for bound in (None, 1e6)
+    ]
+    assert_same(*answers)
+
+
+@every_engine
+def test_checkpointing(ranks, engine):
+    check(ranks, engine, Recipe(checkpointing=True))
+
+
+@every_engine
+def test_a_block_that_runs_twice(ranks, engine):
+    """FSDP2 reduces between its two backwards, and so sums in another order."""
+    if engine in (ENGINES["fsdp2"], ENGINES["fsdp2_no_reshard"]):
+        engine = replace(engine, exact_up_to=0)
+    check(ranks, engine, Recipe(model="reused"))
+
+
+@every_engine
+def test_fused_adamw(ranks, engine):
+    check(ranks, engine, Recipe(fused=True))
+
+
+@every_engine
+def test_sgd(ranks, engine):
+    check(ranks, engine, Recipe(optimizer="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, p) for name, engine in ENGINES.items() for p in engine.precisions if p != "fp32"],
+)
+def test_precision(ranks, name, precision):
+    check(ranks, ENGINES[name], Recipe(precision=precision))
+
+
+# -- its state --------------------------------------------------------------------------------------
+
+
+def resumed(world: World, recipe: Recipe, make: Make, state: CanonicalState, step: int):
+    """Load, then train from `step` on."""
+    strategy = build_on_rank(world, recipe, make)
+    strategy.load_state_dict(state)
+    loaded = pieces_of(strategy)
+    outcome = run_steps(strategy, world, recipe, range(step, recipe.steps))
+    return outcome, pieces_of(strategy), loaded
+
+
+@every_engine
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_its_state_goes_on_where_it_was(ranks, engine, world_size):
+    """Two steps, save, load into a fresh engine, one step more: bit for bit three steps."""
+    recipe = Recipe(world_size=world_size)
+    whole = outcome_of(ranks(train_on_ranks, recipe, engine.make, world_size=world_size))
+    first = replace(recipe, steps=2)
+    answers = ranks(train_on_ranks, first, engine.make, world_size=world_size)
+    saved = merged([state for _, state in answers])
+    answers = ranks(resumed, recipe, engine.make, saved, 2, world_size=world_size)
+    loaded = assembled([loaded for *_, loaded in answers])
+    torch.testing.assert_close(loaded, assembled([saved]), rtol=0, atol=0)
+    last = outcome_of([(outcome, state) for outcome, state, _ in answers])
+    assert_same(last, Outcome(whole.losses[2:], whole.norms[2:], whole.state))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("ddp", "zero3_buffer"),
+        ("zero3_buffer", "fsdp2"),
+        ("fsdp2", "zero2_parameter"),
+        ("zero2_parameter", "ddp_zero_redundancy"),
+        ("ddp_zero_redundancy", "zero3_tensor"),
+        ("zero3_tensor", "fsdp2_no_reshard"),
+    ],
+)
+def test_state_moves_to_another_engine_and_world_size(ranks, source, target):
+    """Two steps on two ranks, then in the target's hands on three: loaded bit for bit what was saved."""
+    recipe = Recipe(steps=2)
+    answers = ranks(train_on_ranks, recipe, ENGINES[source].make)
+    saved = merged([state for _, state in answers])
+    recipe = replace(recipe, world_size=3)
+    answers = ranks(resumed, recipe, ENGINES[target].make, saved, 2, world_size=3)
+    loaded = assembled([loaded for *_, loaded in answers])
+    for name, tensors in assembled([saved]).items():
+        for key, expected in tensors.items():
+            torch.testing.assert_close(
+                loaded[name][key], expected, rtol=0, atol=0, msg=f"{name}.{key}"
+            )
+
+
+def load_too_little(world: World, recipe: Recipe, make: Make, state: CanonicalState) -> str:
+    """Without any weight, so that every rank misses something before it meets the others."""
+    strategy = build_on_rank(world, recipe, make)
+    for tensors in state.values():
+        tensors["weight"].pieces.clear()
+    try:
+        strategy.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@every_engine
+def test_missing_pieces_are_told(ranks, engine):
+    recipe = Recipe(steps=1)
+    saved = merged([state for _, state in ranks(train_on_ranks, recipe, engine.make)])
+    for message in ranks(load_too_little, recipe, engine.make, saved):
+        assert re.match(r"state of \S+: elements \d+ to \d+ of .* are in no piece", message), (
+            message
+        )
+
+
+# -- what it holds ----------------------------------------------------------------------------------
+
+
+def gradients_of_a_step(world: World, recipe: Recipe, make: Make) -> dict[str, int]:
+    strategy = build_on_rank(world, recipe, make)
+    run_steps(strategy, world, recipe, range(1))
+    return bytes_by_kind(strategy.model_states())
+
+
+@every_engine
+def test_no_gradient_rests_after_zero_grad(ranks, engine):
+    for held in ranks(gradients_of_a_step, Recipe(), engine.make):
+        assert held["gradients"] == 0
+        assert held["parameters"] > 0 and held["optimizer"] > 0
+
+
+def learning_rate_zero(world: World, recipe: Recipe, make: Make):
+    strategy = build_on_rank(world, recipe, make)
+    before = pieces_of(strategy)
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = 0.0
+    run_steps(strategy, world, recipe, range(1))
+    return before, pieces_of(strategy)
+
+
+@every_engine
+def test_the_learning_rate_is_read_from_its_groups(ranks, engine):
+    answers = ranks(learning_rate_zero, Recipe(), engine.make)
+    before, after = (assembled(states) for states in zip(*answers, strict=True))
+    for name in before:
+        assert torch.equal(before[name]["weight"], after[name]["weight"]), name

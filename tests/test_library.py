@@ -1,0 +1,39 @@
+"""The program of docs/library.md, run as it is printed there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def program() -> str:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)[0]
+
+
+def losses(script: Path, launcher: list[str], num_ranks: int) -> list[float]:
+    """The global loss of every step: each rank prints its share."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*launcher, str(script)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    shares = re.findall(r"step (\d+) rank \d+ loss ([\d.]+)", run.stdout)
+    by_step = [[float(loss) for step, loss in shares if int(step) == index] for index in range(10)]
+    assert all(len(each) == num_ranks for each in by_step)
+    return [sum(each) for each in by_step]
+
+
+def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(program())
+    one = losses(script, [sys.executable], 1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    two = losses(script, torchrun, 2)
+    assert one[-1] < one[0] - 1
+    assert two == pytest.approx(one, abs=1e-4)  # printed to six places, summed in another order

@@ -1,0 +1,98 @@
+"""Our engine's pieces as canonical tensors, and back: nothing is gathered, every rank tells what it owns.
+
+The master is the canonical weight. What every rank holds whole is told in even shares, so that each element comes
+from one rank; a number of the whole parameter (the optimizer's step) from the rank that owns its first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroexp.sharding.layout import Span
+from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.unit import ChunkTensors, Unit
+from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
+from zeroexp.strategies.canonical import empty_moment, fill, moments_of
+from zeroexp.world import World
+
+
+def canonical_state(
+    units: Sequence[Unit], stage: Stage, optimizer: Optimizer, world: World
+) -> CanonicalState:
+    """Pieces are views of live memory: whoever keeps them past the next step copies them."""
+    state: CanonicalState = {}
+    for tensors in _chunks(units):
+        sharded = _rests_sharded(tensors, stage)
+        for span, weight in _weights(tensors, stage, world):
+            shape = tuple(tensors.shapes[span.member])
+            entry = state.setdefault(tensors.chunk.members[span.member].name, {})
+            moments = moments_of(optimizer.state.get(weight, {}))
+            for key, tensor in {"weight": weight, **moments}.items():
+                if tensor.shape == weight.shape:
+                    canonical = CanonicalTensor(shape, tensor.dtype, [])
+                    piece = _share(span, tensor, sharded, world)
+                else:
+                    canonical = CanonicalTensor(tuple(tensor.shape), tensor.dtype, [])
+                    first = span.start == 0 and (sharded or world.rank == 0)
+                    piece = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
+                if piece.tensor.numel():
+                    entry.setdefault(key, canonical).pieces.append(piece)
+                else:
+                    entry.setdefault(key, canonical)
+    return state
+
+
+def load_canonical(
+    state: CanonicalState,
+    units: Sequence[Unit],
+    stage: Stage,
+    optimizer: Optimizer,
+    world: World,
+) -> None:
+    """Fill masters, moments and frozen parameters; masters must be published afterwards."""
+    for tensors in _chunks(units):
+        for span, weight in _weights(tensors, stage, world):
+            name, shape = tensors.chunk.members[span.member].name, tensors.shapes[span.member]
+            for key, canonical in state[name].items():
+                if key == "weight":
+                    fill(weight.detach().view(-1), canonical, start=span.start, name=name)
+                elif tensors.trainable:
+                    of_elements = canonical.shape == tuple(shape)
+                    moment = torch.zeros_like(weight, dtype=canonical.dtype, requires_grad=False)
+                    moment = moment if of_elements else empty_moment(canonical, weight)
+                    start = span.start if of_elements else 0
+                    fill(moment.view(-1), canonical, start=start, name=f"{name}.{key}")
+                    optimizer.state[weight][key] = moment
+
+
+def _chunks(units: Sequence[Unit]) -> Iterator[ChunkTensors]:
+    return (tensors for unit in units for tensors in unit.chunks)
+
+
+def _rests_sharded(tensors: ChunkTensors, stage: Stage) -> bool:
+    rests = stage.optimizer if tensors.trainable else stage.parameters
+    return rests is Placement.SHARD
+
+
+def _weights(tensors: ChunkTensors, stage: Stage, world: World) -> Iterator[tuple[Span, Tensor]]:
+    """Masters by span; of frozen parameters what rests here."""
+    if tensors.trainable:
+        yield from zip(tensors.owned, tensors.masters, strict=True)
+        return
+    sharded = _rests_sharded(tensors, stage)
+    flat = tensors.piece if sharded or tensors.full is None else tensors.full
+    for span in tensors.chunk.spans(world.rank) if sharded else tensors.chunk.whole():
+        yield span, flat[span.offset : span.offset + span.numel]
+
+
+def _share(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:
+    """What this rank tells of elements it holds: all of them, or its even share of what everyone holds."""
+    flat = tensor.detach().reshape(-1)
+    if sharded:
+        return Piece(span.start, flat)
+    start, stop = (flat.numel() * rank // world.size for rank in (world.rank, world.rank + 1))
+    return Piece(start, flat[start:stop])

@@ -1,0 +1,162 @@
+"""DistributedDataParallel, on request with ZeroRedundancyOptimizer: torch's own ddp and zero1.
+
+                      parameters   gradients    optimizer        sent per step (x (N-1)/N of the parameters' bytes)
+    ddp               replicate    replicate    replicate        2
+    zero1             replicate    replicate    whole tensors,   3: the gradients are all-reduced although each
+                                                each on one rank    rank needs its own parameters' only
+
+[Note: buckets] The reducer keeps the gradients' sum in C++ buckets that no tensor list shows, as large as the
+trainable parameters. With `gradient_as_bucket_view` the gradients are views of them from the end of the last backward
+to `zero_grad`; the buckets themselves are never freed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zeroexp.measure.record import Traffic
+from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
+from zeroexp.strategies.canonical import empty_moment, fill, moments_of, replicated, whole
+from zeroexp.world import World
+
+
+class TorchDDP:
+    """`module` (parameters of `dtype` afterwards) under DistributedDataParallel."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        world: World,
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,  # forward in bfloat16
+        max_grad_norm: float | None = None,
+        shard_optimizer: bool = False,  # ZeroRedundancyOptimizer
+        gradient_as_bucket_view: bool = True,
+        may_skip_parameters: bool = False,  # costs a walk over the graph in every forward
+    ):
+        self.label = "DDP: everything replicated"
+        if shard_optimizer:
+            self.label = "DDP + ZeroRedundancyOptimizer: gradients replicated, 3P on the wire"
+        self._world = world
+        self._max_grad_norm = max_grad_norm
+        self._as_views = gradient_as_bucket_view
+        self._grads_in_buckets = False
+        module.to(world.device)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._named = dict(module.named_parameters())
+        self._trainable = [p for p in self._named.values() if p.requires_grad]
+        if autocast:
+            module.forward = torch.autocast(world.device.type, torch.bfloat16)(module.forward)
+        self._ddp = DistributedDataParallel(
+            module,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=may_skip_parameters,
+        )
+        self._ddp.broadcast_buffers = False  # no model here changes one; the argument's name moved
+        self.model: nn.Module = self._ddp
+        self.optimizer, self._inner = _make_optimizer(
+            list(param_groups), optimizer_factory, shard_optimizer
+        )
+        self._shards_optimizer = shard_optimizer
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self._ddp.no_sync():
+            yield
+        self._grads_in_buckets = last and self._as_views
+
+    def backward(self, loss: Tensor) -> None:
+        # The reducer divides by the world size, see [Note: who divides]; a scalar is the cheapest place to undo it.
+        (loss * self._world.size).backward()
+
+    def step(self) -> Tensor:
+        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        norm = torch.stack([_norm(gradient) for gradient in gradients]).norm()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._trainable, self._max_grad_norm, norm)
+        self.optimizer.step()
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in self._trainable:
+            parameter.grad = None
+        self._grads_in_buckets = False
+
+    def drain(self) -> None:
+        """The reducer waits in backward, and the optimizer for its broadcasts."""
+
+    shared_bytes = 0
+
+    def take_traffic(self) -> Traffic:
+        """C++ sends without telling; the network's own counters do."""
+        return Traffic()
+
+    def model_states(self) -> ModelStates:
+        buckets = sum(p.nbytes for p in self._trainable)
+        return ModelStates(
+            parameters=[p.detach() for p in self._named.values()],
+            gradients=[p.grad for p in self._trainable if p.grad is not None],
+            optimizer=[t for s in self._inner.state.values() for t in moments_of(s).values()],
+            hidden_bytes=0 if self._grads_in_buckets else buckets,  # [Note: buckets]
+        )
+
+    def state_dict(self) -> CanonicalState:
+        """Weights in even shares; moments too, or whole from the one rank that has them."""
+        state: CanonicalState = {}
+        for name, parameter in self._named.items():
+            state[name] = {"weight": replicated(parameter, self._world)}
+            for key, moment in moments_of(self._inner.state.get(parameter, {})).items():
+                contributed = whole if self._shards_optimizer else self._share
+                state[name][key] = contributed(moment)
+        return state
+
+    def load_state_dict(self, state: CanonicalState) -> None:
+        own = {p for group in self._inner.param_groups for p in group["params"]}
+        for name, parameter in self._named.items():
+            fill(parameter.detach().view(-1), state[name]["weight"], name=name)
+            if parameter not in own:
+                continue
+            for key, moment in state[name].items():
+                if key != "weight":
+                    tensor = empty_moment(moment, parameter)
+                    fill(tensor.view(-1), moment, name=f"{name}.{key}")
+                    self._inner.state[parameter][key] = tensor
+
+    def _share(self, tensor: Tensor):
+        return replicated(tensor, self._world)
+
+
+def _make_optimizer(
+    groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
+) -> tuple[Optimizer, Optimizer]:
+    """(what is stepped, what holds the state): ZeroRedundancyOptimizer's own state is always empty."""
+    if not shard:
+        optimizer = factory(groups)
+        return optimizer, optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # its package uses what torch itself deprecates
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    outer = ZeroRedundancyOptimizer(
+        groups,
+        optimizer_class=factory,  # pyright: ignore[reportArgumentType]: it is called, never subclassed
+        parameters_as_bucket_view=True,  # one broadcast for each rank's parameters instead of one for each tensor
+    )
+    return outer, outer.optim
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)

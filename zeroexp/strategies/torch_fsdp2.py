@@ -1,0 +1,176 @@
+"""FSDP2: `fully_shard` of each block, and of the root for all that is outside of them.
+
+                  rests between steps        between forward and backward    sent per step (x (N-1)/N)
+    zero2         everything sharded         parameters stay gathered        2
+    zero3         everything sharded         parameters are sharded again    3
+
+The paper's ZeRO-2 keeps its parameters replicated and gathers after the step; FSDP2 without reshard gathers in the next
+forward instead. Its parameters rest sharded, and the label says so.
+
+The root's own parameters stay gathered in both: backward begins with them. Gradients are reduced in every microbatch,
+since accumulating them unreduced would let them rest replicated; the gathered parameters of zero2 live through all
+microbatches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeroexp.measure.record import Traffic
+from zeroexp.sharding.unit import Dtypes
+from zeroexp.strategies.base import (
+    CanonicalState,
+    CanonicalTensor,
+    ModelStates,
+    OptimizerFactory,
+    Piece,
+)
+from zeroexp.strategies.canonical import empty_moment, fill, moments_of, replicated
+from zeroexp.world import World
+
+
+class TorchFSDP2:
+    """`module` under fully_shard: shards of the master dtype, gathered in the compute dtype."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        blocks: Sequence[str],
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        world: World,
+        reshard_after_forward: bool,
+        dtypes: Dtypes | None = None,
+        max_grad_norm: float | None = None,
+    ):
+        self.label = "FSDP2: everything rests sharded"
+        if not reshard_after_forward:
+            self.label = "FSDP2 without reshard: parameters rest sharded"
+        self._world = world
+        self._reshards = reshard_after_forward
+        self._max_grad_norm = max_grad_norm
+        dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
+        module.to(world.device)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtypes.master)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.model = module
+        _shard(module, blocks, reshard_after_forward, dtypes, world)
+        # fully_shard puts new parameters in the place of the old; while gathered, others again.
+        self._named = dict(self.model.named_parameters())
+        groups = [
+            {**group, "params": [self._named[names[p]] for p in group["params"]]}
+            for group in param_groups
+        ]
+        self.optimizer = optimizer_factory(groups)
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        if not self._reshards:
+            cast(FSDPModule, self.model).set_reshard_after_backward(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> Tensor:
+        parameters = [p for p in self._named.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm([cast(Tensor, p.grad).float() for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        self.optimizer.step()
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def drain(self) -> None:
+        """The end of backward waits for the last reduction, and nothing is sent after it."""
+
+    shared_bytes = 0
+
+    def take_traffic(self) -> Traffic:
+        """Torch sends without telling; the network's own counters do."""
+        return Traffic()
+
+    def model_states(self) -> ModelStates:
+        """Shards; of what is gathered now the full tensors, as buffers."""
+        moments = [moments_of(state) for state in self.optimizer.state.values()]
+        return ModelStates(
+            parameters=[p.detach() for p in self._named.values()],
+            gradients=[p.grad for p in self._named.values() if p.grad is not None],
+            optimizer=[tensor for state in moments for tensor in state.values()],
+            buffers=[p.detach() for p in self.model.parameters() if not isinstance(p, DTensor)],
+        )
+
+    def state_dict(self) -> CanonicalState:
+        """Each rank's shards: ranges, since dim 0 is cut and rows lie one after the other."""
+        state: CanonicalState = {}
+        for name, parameter in self._named.items():
+            tensors = {
+                "weight": parameter.detach(),
+                **moments_of(self.optimizer.state.get(parameter, {})),
+            }
+            state[name] = {key: self._pieces(tensor) for key, tensor in tensors.items()}
+        return state
+
+    def load_state_dict(self, state: CanonicalState) -> None:
+        for name, parameter in self._named.items():
+            self._fill(parameter.detach(), state[name]["weight"], name)
+            if not parameter.requires_grad:
+                continue
+            for key, moment in state[name].items():
+                if key != "weight":
+                    tensor = empty_moment(moment, parameter)
+                    self._fill(tensor, moment, f"{name}.{key}")
+                    self.optimizer.state[parameter][key] = tensor
+
+    def _pieces(self, tensor: Tensor) -> CanonicalTensor:
+        if not isinstance(tensor, DTensor):
+            return replicated(tensor, self._world)
+        local = tensor.to_local().reshape(-1)
+        pieces = [Piece(self._start(tensor), local)] if local.numel() else []
+        return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
+
+    def _fill(self, tensor: Tensor, canonical: CanonicalTensor, name: str) -> None:
+        if isinstance(tensor, DTensor):
+            fill(tensor.to_local().view(-1), canonical, start=self._start(tensor), name=name)
+        else:
+            fill(tensor.view(-1), canonical, name=name)
+
+    def _start(self, tensor: DTensor) -> int:
+        """First flat element of this rank's shard: torch.chunk's rule, the last ranks may get less or nothing."""
+        num_rows = tensor.shape[0]
+        rows_per_rank = -(-num_rows // self._world.size)
+        row_numel = tensor[:1].numel() if num_rows else 0
+        return min(self._world.rank * rows_per_rank, num_rows) * row_numel
+
+
+def _shard(
+    module: nn.Module, blocks: Sequence[str], reshard: bool, dtypes: Dtypes, world: World
+) -> None:
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy()
+    if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
+        policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+    for name in blocks:
+        fully_shard(
+            module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy
+        )
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            # Plain sums, see [Note: who divides]; without the second line gloo meets an operation it does not have.
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
