@@ -1,0 +1,50 @@
+"""`python -m zeroexp.report`: which sweep it shows, and what it says where there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import write_run
+from zeroexp.report.__main__ import NO_SUCH_SWEEP, main
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "outputs/older/a", "ddp", "torch")
+    write_run(tmp_path / "outputs/newer/a", "zero3", "buffer")
+    write_run(tmp_path / "outputs/newer/b", "zero2", "tensor")
+    os.utime(tmp_path / "outputs/older", (1, 1))
+    return tmp_path / "outputs"
+
+
+def report(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["zeroexp.report", *words])
+    return main()
+
+
+def test_without_a_folder_the_newest_sweep_is_shown(outputs, monkeypatch, capsys):
+    assert report(monkeypatch) == 0
+    text = capsys.readouterr().out
+    assert "outputs/newer" in text
+    assert "zero3" in text
+    assert "zero2" in text
+    assert "ddp" not in text
+
+
+def test_named_sweeps_are_shown_in_turn(outputs, monkeypatch, capsys):
+    assert report(monkeypatch, "outputs/newer", "outputs/older") == 0
+    text = capsys.readouterr().out
+    assert text.index("outputs/newer") < text.index("outputs/older")
+
+
+def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert report(monkeypatch) == NO_SUCH_SWEEP
+    assert report(monkeypatch, "elsewhere") == NO_SUCH_SWEEP
+    said = capsys.readouterr().err
+    assert "python -m zeroexp" in said
+    assert "elsewhere: no run in there" in said

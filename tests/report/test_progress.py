@@ -1,0 +1,149 @@
+"""Live lines on a terminal, plain lines in a pipe. The terminal is a small real one: it does what the codes say."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from tests.run_folders import record
+from zeroexp.report.progress import MAX_RUNNING_LINES, Progress, duration
+
+
+class Clock:
+    """Time passes when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """Understands what progress uses: newline, cursor up, erase to the end of the line or screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        lines, row = [""], 0
+        for count, what, text in re.findall(r"\x1b\[(\d*)([AKJ])|([^\x1b\n]+|\n)", self.getvalue()):
+            if what == "A":
+                row -= int(count)
+            elif what == "J":
+                del lines[row + 1 :]
+                lines[row] = ""
+            elif text == "\n":
+                row += 1
+                lines += [""] * (row + 1 - len(lines))
+            elif text:
+                lines[row] = text
+        return [line for line in lines if line]
+
+
+def test_a_pipe_gets_one_plain_line_per_event() -> None:
+    pipe, clock = io.StringIO(), Clock()
+    with Progress(2, pipe, clock) as progress:
+        progress.start(1, "zero3-buffer", num_steps=3)
+        for step in range(3):
+            clock.now += 1.0
+            progress.step(1, record(step, loss=2.5, step_seconds=0.25, num_tokens=1000))
+        progress.end(1, "done")
+        progress.end(2, "skipped", "use zero1", name="zero1_allreduce-torch")
+    assert pipe.getvalue().splitlines() == [
+        "[1/2] zero3-buffer: started",
+        "[1/2] zero3-buffer | step 1/3 warm-up | loss 2.5000 | 250 ms | 4,000 tokens/s",
+        "[1/2] zero3-buffer | step 3/3 warm-up | loss 2.5000 | 250 ms | 4,000 tokens/s",
+        "[1/2] zero3-buffer: done in 3.0 s",
+        "[2/2] zero1_allreduce-torch: skipped: use zero1",
+    ]
+    assert "\x1b" not in pipe.getvalue()
+
+
+def test_a_long_run_in_a_pipe_shows_a_step_every_few_seconds_with_time_left() -> None:
+    pipe, clock = io.StringIO(), Clock()
+    progress = Progress(1, pipe, clock)
+    progress.start(1, "run", num_steps=100)
+    for step in range(50):
+        clock.now += 1.0
+        progress.step(1, record(step))
+    shown = [line for line in pipe.getvalue().splitlines() if "step" in line]
+    assert [re.search(r"step (\d+)/", line)[1] for line in shown] == [
+        str(n) for n in range(1, 51, 5)
+    ]
+    assert shown[-1].endswith("54 s left")  # step 46 of 100, a second each
+
+
+def test_a_terminal_shows_the_running_points_and_keeps_what_ended() -> None:
+    terminal, clock = Terminal(), Clock()
+    with Progress(3, terminal, clock) as progress:
+        progress.start(1, "one", num_steps=4)
+        progress.start(2, "two", num_steps=4)
+        clock.now = 2.0
+        progress.step(1, record(0, loss=3.25))
+        one, two, sweep = terminal.screen()[2:]
+        assert one.startswith("[1/3] one | step 1/4 warm-up | loss 3.2500 |")
+        assert two == "[2/3] two | starting"
+        assert sweep == "0/3 points ended"
+        clock.now = 10.0
+        progress.end(1, "failed", "rank 1: boom")
+        assert terminal.screen()[2] == "[1/3] one: failed in 10 s: rank 1: boom"
+        assert terminal.screen()[-1] == "1/3 points ended | 1 failed | about 10 s left"
+        progress.note("another attempt")
+    assert terminal.screen() == [
+        "[1/3] one: started",
+        "[2/3] two: started",
+        "[1/3] one: failed in 10 s: rank 1: boom",
+        "another attempt",
+    ]
+
+
+def test_a_frame_is_one_write_that_never_clears_before_it_draws() -> None:
+    writes: list[str] = []
+
+    class Recorder(Terminal):
+        def write(self, text: str, /) -> int:
+            writes.append(text)
+            return super().write(text)
+
+    clock = Clock()
+    progress = Progress(1, Recorder(), clock)
+    progress.start(1, "run", num_steps=9)
+    del writes[:]
+    clock.now = 1.0
+    progress.step(1, record(0))
+    progress.step(1, record(1))  # at the same moment: no frame of its own
+    assert len(writes) == 1
+    up, rest = writes[0][: len("\x1b[2A")], writes[0][len("\x1b[2A") :]
+    assert up == "\x1b[2A"
+    assert all(line.endswith("\x1b[K") for line in rest.split("\n")[:-1])
+    assert rest.endswith("\n\x1b[J")
+
+
+def test_lines_never_wrap_and_many_running_points_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    progress = Progress(20, terminal, Clock())
+    for number in range(1, 13):
+        progress.start(number, "a-name-that-is-longer-than-forty-columns-are", num_steps=4)
+    frame = terminal.screen()[12:]
+    assert len(frame) == MAX_RUNNING_LINES + 2
+    assert all(len(line) < 40 for line in frame)
+    assert frame[-2] == "... and 4 more running"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.24, "1.2 s"),
+        (47.3, "47 s"),
+        (59.9, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7800, "2 h 10 min"),
+    ],
+)
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

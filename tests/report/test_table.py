@@ -1,0 +1,144 @@
+"""The table at the end of a sweep, from folders as a sweep leaves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
+from zeroexp.config import load, save
+from zeroexp.measure.summary import spread, summarise
+from zeroexp.report.table import render
+from zeroexp.tracking.files import write_json, write_summary
+from zeroexp.tracking.run import Run, read_run
+
+MIB = 2**20
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> list[Run]:
+    folders = [
+        write_run(tmp_path / "ddp", "ddp", "torch"),
+        write_run(tmp_path / "zero3", "zero3", "buffer"),
+        write_run(
+            tmp_path / "broken",
+            "zero2",
+            "tensor",
+            status="failed",
+            reason="rank 1: ValueError: x\nmore",
+        ),
+        write_run(
+            tmp_path / "never", "zero1", "torch", status="skipped", reason="not here", num_steps=0
+        ),
+    ]
+    return [read_run(folder) for folder in folders]
+
+
+def cells(text: str) -> list[list[str]]:
+    """Rows between the two rules, split where two blanks are."""
+    body = text.split("\n---")[1].split("\n")[1:]
+    return [[cell for cell in line.split("  ") if cell.strip()] for line in body]
+
+
+def test_one_row_per_run_with_its_numbers(sweep: list[Run]) -> None:
+    ddp, zero3, broken, never = ([c.strip() for c in row] for row in cells(render(sweep)))
+    mib = PARAMETER_BYTES / MIB
+    assert ddp[:3] == ["ddp", "torch", "2"]
+    # Two ranks: zero3 holds half of parameters, gradients and the two moments; DDP everything.
+    assert ddp[7:11] == [f"{n * mib:.1f}" for n in (1, 1, 2, 4)]
+    assert zero3[7:11] == [f"{n * mib:.1f}" for n in (0.5, 0.5, 1, 2)]
+    assert zero3[4] == "360.0"  # 0.4 / 2 + 0.15 + 0.01: the median of three step times
+    assert zero3[-1] == "done"
+    assert broken[3:-1] == ["–"] * (len(zero3) - 4)
+    assert broken[-1] == "failed: rank 1: ValueError: x"
+    assert never[-1] == "skipped: not here"
+
+
+def test_units_stand_in_the_header_and_meanings_at_the_foot(sweep: list[Run]) -> None:
+    text = render(sweep)
+    names, units, *_ = text.splitlines()
+    for word in ("strategy", "implementation", "ranks", "loss", "tokens/s", "params", "grads"):
+        assert word in names
+    assert units.split()[:6] == ["last", "step", "ms", "median", "ms", "p95"]
+    assert units.count("MiB") == 7  # params, grads, optimizer, total and its mean, peak, sent
+    foot = " ".join(text.split("---\n")[-1].split())
+    assert "rank 0 over 20 steps after 3 of warm-up" in foot
+    assert "after backward" in foot
+    assert "zero1/torch is DDP + ZeroRedundancyOptimizer" in foot
+    assert "FSDP2" not in foot  # no zero2/torch in this sweep
+
+
+def test_numbers_are_aligned_under_their_headers(sweep: list[Run]) -> None:
+    lines = render(sweep).splitlines()
+    end = lines[0].index("params") + len("params")
+    assert [line[end - 4 : end] for line in (lines[3], lines[4])] == ["96.0", "48.0"]
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_narrow_terminal_gets_two_tables_with_every_number_once(sweep: list[Run]) -> None:
+    wide, narrow = render(sweep), render(sweep, width=110)
+    assert render(sweep, width=400) == wide
+    table, foot = narrow.split("\nstep, tokens/s:")
+    assert wide.endswith(foot)
+    first, second = (part.splitlines() for part in table.split("\n\n"))
+    assert (
+        max(map(len, [*first[:5], *second])) <= 110
+    )  # but for reasons, which are last in their row
+    assert "tokens/s" in first[0] and "sent/step" in first[0] and first[0].endswith("status")
+    assert second[0].split()[3:] == ["params", "grads", "optimizer", "total", "mean", "peak"]
+    numbers = set(wide.splitlines()[3].split())
+    assert numbers == set(first[3].split()) | set(second[3].split())
+
+
+def _uneven(folder: Path) -> Run:
+    """Parameter-level owners: rank 0 holds 3 MiB of optimizer and master, rank 1 holds 1."""
+    write_config(folder, "zero1", "parameter", 2)
+    write_json(folder / "state.json", {"status": "done"})
+    ranks = [records("zero1", 2, rank, 6) for rank in range(2)]
+    first, second = summaries(ranks)
+    first.memory_bytes |= {"optimizer": 3 * MIB, "master": 3 * MIB}
+    second.memory_bytes |= {"optimizer": MIB, "master": MIB}
+    write_summary(folder, summarise(ranks[0], [first, second]))
+    return read_run(folder)
+
+
+def test_mean_and_rare_kinds_appear_where_they_say_something(tmp_path: Path) -> None:
+    names, _, _, row, *_ = render([_uneven(tmp_path / "uneven")]).splitlines()
+    headers = names.split()
+    assert headers[8:13] == ["grads", "optimizer", "mean", "master", "mean"]
+    assert row.split()[8:13] == ["96.0", "3.0", "2.0", "3.0", "2.0"]
+    assert "buffers" not in headers
+
+
+def test_what_left_through_the_network_is_told_apart_where_ranks_share_memory(
+    tmp_path: Path,
+) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert "by TCP" not in render([run])
+    assert run.summary is not None
+    run.summary.wire_bytes_per_step = spread([MIB, MIB])
+    text = render([run])
+    assert "by TCP" in text.splitlines()[0]
+    assert [cell.strip() for cell in cells(text)[0]][-3:] == ["96.0", "1.0", "done"]
+    assert "may read each other's memory" in " ".join(text.split())
+
+
+def test_a_peak_that_one_rank_cannot_know_is_absent(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.summary is not None
+    run.summary.memory.peak = None
+    row = cells(render([run]))[0]
+    assert "–" in [cell.strip() for cell in row]
+
+
+def test_settings_that_tell_two_points_apart_become_columns(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(seq_len)) for seq_len in (128, 256)]
+    config = load(folders[1] / "config.yaml")
+    config.data.seq_len = 256
+    save(config, folders[1] / "config.yaml")
+    other = write_run(tmp_path / "ddp", "ddp", "torch")
+    text = render([read_run(folder) for folder in (*folders, other)])
+    assert "seq_len" in text.splitlines()[0]
+    assert [row[2].strip() for row in cells(text)] == ["128", "256", "128"]
+    assert "seq_len" not in render([read_run(folders[0]), read_run(other)])

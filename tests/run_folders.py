@@ -1,0 +1,105 @@
+"""Run folders as a sweep leaves them, made by the writers that a sweep uses, with numbers from closed forms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zeroexp.config import Config, save
+from zeroexp.measure.record import RankSummary, StepRecord, Traffic
+from zeroexp.measure.summary import summarise, summarise_rank
+from zeroexp.tracking.files import RecordWriter, write_json, write_summary
+
+PARAMETER_BYTES = 96 * 2**20
+WARMUP_STEPS = 3
+# Of parameters, gradients, optimizer: True where the stage shards them.
+SHARDED = {
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+}
+
+
+def write_run(
+    folder: Path,
+    strategy: str = "zero3",
+    implementation: str = "buffer",
+    world_size: int = 2,
+    *,
+    num_steps: int = 23,
+    status: str = "done",
+    reason: str | None = None,
+    started: float = 1_790_000_000.0,
+) -> Path:
+    """`num_steps` counts warm-up steps; a run that is not done has no summary."""
+    (folder / "logs").mkdir(parents=True)
+    write_config(folder, strategy, implementation, world_size)
+    write_json(
+        folder / "environment.json",
+        {"git": {"commit": "0123abc", "dirty": False}, "host": "laptop", "torch": "2.13.0"},
+    )
+    for rank in range(world_size):
+        (folder / "logs" / f"rank{rank}.log").write_text(f"rank {rank} of {world_size}: ready\n")
+    ranks = [records(strategy, world_size, rank, num_steps) for rank in range(world_size)]
+    with RecordWriter(folder) as writer:
+        for record in ranks[0]:
+            writer.write(record)
+    if status == "done":
+        write_summary(folder, summarise(ranks[0], summaries(ranks)))
+    times = {"running_at": started, f"{status}_at": started + 60.0}
+    write_json(folder / "state.json", {"status": status, "reason": reason, **times})
+    return folder
+
+
+def write_config(folder: Path, strategy: str, implementation: str, world_size: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Config(world_size=world_size)
+    config.strategy.name, config.strategy.implementation = strategy, implementation
+    save(config, folder / "config.yaml")
+
+
+def summaries(ranks: list[list[StepRecord]]) -> list[RankSummary]:
+    return [summarise_rank(rank, records) for rank, records in enumerate(ranks)]
+
+
+def records(strategy: str, world_size: int, rank: int, num_steps: int) -> list[StepRecord]:
+    return [record(step, strategy, world_size, rank) for step in range(num_steps)]
+
+
+def record(
+    step: int, strategy: str = "zero3", world_size: int = 2, rank: int = 0, **changes: Any
+) -> StepRecord:
+    p, g, o = (PARAMETER_BYTES // (world_size if sharded else 1) for sharded in SHARDED[strategy])
+    seconds = 0.4 / world_size + 0.01 * (step % 3) + 0.05 * list(SHARDED).index(strategy)
+    memory = {
+        "at_rest": {"parameters": p, "gradients": 0, "optimizer": 2 * o, "master": 0, "buffers": 0},
+        "after_backward": {
+            "parameters": p,
+            "gradients": g,
+            "optimizer": 2 * o,
+            "master": 0,
+            "buffers": 0,
+        },
+    }
+    sent = 2 * PARAMETER_BYTES * (world_size - 1) // world_size
+    made = StepRecord(
+        step=step,
+        warmup=step < WARMUP_STEPS,
+        samples_seen=12 * (step + 1),
+        loss=3.0 + 4.0 * math.exp(-step / 8),
+        grad_norm=1.0 + 1.0 / (step + 1),
+        lr=1e-3,
+        num_tokens=12 * 128,
+        step_seconds=seconds,
+        phase_seconds={"forward": 0.3 * seconds, "backward": 0.5 * seconds, "step": 0.2 * seconds},
+        memory_bytes=memory if step == WARMUP_STEPS - 1 else None,
+        peak_bytes=p + g + 2 * o + 2**20 * (10 + rank),
+        allocated_bytes=None,
+        traffic=Traffic(
+            {"gather": sent // 2, "reduce": sent - sent // 2}, {"gather": 8, "reduce": 8}
+        ),
+    )
+    return StepRecord(**{**asdict(made), "traffic": made.traffic, **changes})

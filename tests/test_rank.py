@@ -1,0 +1,191 @@
+"""Whole runs through the local cluster: what a rank leaves in its folder when all goes well, and when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroexp import config as configs
+from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.config import Config
+from zeroexp.measure.record import KINDS, MOMENTS
+from zeroexp.tracking.files import read_records, read_summary
+
+WIDTH, DEPTH = 32, 2
+
+
+@pytest.fixture(scope="module")
+def local():
+    with LocalCluster(Config().cluster) as local:
+        yield local
+
+
+def make_job(folder: Path, world_size: int = 2, **changes: Any) -> Job:
+    """A small MLP on synthetic numbers under our ddp; a change is given as section__key=value."""
+    config = Config(world_size=world_size)
+    config.model.family, config.model.task = "mlp", "regression"
+    config.model.mlp = {"width": WIDTH, "depth": DEPTH}
+    config.data.kind, config.data.task, config.data.seq_len = "synthetic", "regression", 8
+    config.data.global_batch_size, config.data.micro_batch_size = 4, 1
+    config.strategy.name = "ddp"
+    config.strategy.parameters.placement = "replicate"
+    config.strategy.gradients.placement = "replicate"
+    config.strategy.optimizer.placement = "replicate"
+    config.train.warmup_steps, config.train.steps = 1, 3
+    for key, value in changes.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    folder.mkdir()
+    configs.save(config, folder / "config.yaml")
+    return Job(folder)
+
+
+def run(local: LocalCluster, job: Job, on_record=lambda record: None) -> Outcome:
+    return local.run(job, on_record=on_record, on_event=lambda line: None)
+
+
+def log_of(job: Job, rank: int) -> str:
+    return (job.folder / "logs" / f"rank{rank}.log").read_text()
+
+
+def process_of(job: Job, rank: int) -> int:
+    found = re.search(r"process (\d+)", log_of(job, rank))
+    assert found is not None
+    return int(found[1])
+
+
+def test_what_a_run_leaves_in_its_folder(local, tmp_path):
+    job = make_job(tmp_path / "run")
+    live: list[dict[str, Any]] = []
+    outcome = run(local, job, live.append)
+    assert outcome == Outcome("done"), outcome.cause
+    records, summary = read_records(job.folder), read_summary(job.folder)
+    assert [record.step for record in records] == [0, 1, 2, 3] == [row["step"] for row in live]
+    assert summary is not None
+    assert (summary.world_size, summary.num_warmup_steps, summary.num_steps) == (2, 1, 3)
+    assert (summary.initial_loss, summary.final_loss) == (records[0].loss, records[-1].loss)
+    assert all(len(spread.per_rank) == 2 for spread in summary.memory.by_kind.values())
+    assert "rank 1 of 2" in log_of(job, 1)
+
+
+def test_memory_of_a_replicated_run_is_arithmetic(local, tmp_path):
+    job = make_job(tmp_path / "run", strategy__implementation="torch")
+    assert run(local, job).status == "done"
+    (memory,) = [r.memory_bytes for r in read_records(job.folder) if r.memory_bytes is not None]
+    assert list(memory) == [m for m in MOMENTS if m != "at_rest"] + ["at_rest"]
+    bytes_of_model = memory["at_rest"]["parameters"]
+    assert bytes_of_model % 4 == 0 and bytes_of_model >= DEPTH * WIDTH * WIDTH * 4
+    for moment in MOMENTS:
+        assert set(memory[moment]) == set(KINDS)
+        assert memory[moment]["parameters"] == bytes_of_model
+    assert memory["after_backward"]["gradients"] == bytes_of_model
+    assert memory["at_rest"]["gradients"] == 0
+
+
+def test_peaks_and_wire_are_known_on_the_cpu(local, tmp_path):
+    job = make_job(tmp_path / "run", strategy__implementation="torch")
+    assert run(local, job).status == "done"
+    *_, last = read_records(job.folder)
+    (memory,) = [r.memory_bytes for r in read_records(job.folder) if r.memory_bytes is not None]
+    held = max(sum(kinds.values()) for kinds in memory.values())
+    assert last.peak_bytes is not None and last.allocated_bytes is not None
+    assert held <= last.peak_bytes < 3 * held
+    gradients = memory["after_backward"]["gradients"]
+    # An all-reduce among two ranks sends the gradients once; gloo's headers, the loss and the barrier are small.
+    assert last.wire_bytes is not None
+    assert gradients <= last.wire_bytes < gradients + 4096
+
+
+def test_checkpointing_holds_fewer_activations_and_trains_the_same(local, tmp_path):
+    shape = {"model__mlp": {"width": 64, "depth": 8}, "data__seq_len": 256}
+    kept = make_job(tmp_path / "kept", **shape)
+    recomputed = make_job(tmp_path / "recomputed", train__activation_checkpointing=True, **shape)
+    assert [run(local, job).status for job in (kept, recomputed)] == ["done", "done"]
+    kept_records, recomputed_records = read_records(kept.folder), read_records(recomputed.folder)
+    assert [r.loss for r in kept_records] == [r.loss for r in recomputed_records]
+    kept_peak, recomputed_peak = kept_records[-1].peak_bytes, recomputed_records[-1].peak_bytes
+    assert kept_peak is not None and recomputed_peak is not None
+    one_activation = 256 * 64 * 4
+    assert (
+        recomputed_peak <= kept_peak - 8 * one_activation
+    )  # at least one kept less for each block
+
+
+def test_a_rank_killed_in_training_ends_the_run_within_seconds(local, tmp_path):
+    job = make_job(tmp_path / "run", train__steps=1_000_000)
+    killed: list[float] = []
+
+    def kill_rank_1(record: dict[str, Any]) -> None:
+        if record["step"] >= 3 and not killed:
+            killed.append(time.monotonic())
+            os.kill(process_of(job, 1), signal.SIGKILL)
+
+    outcome = run(local, job, kill_rank_1)
+    assert time.monotonic() - killed[0] < 5
+    assert outcome.status == "failed" and outcome.cause is not None
+    assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, "SIGKILL")
+    for rank in (0, 1):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_of(job, rank), 0)
+
+
+def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):
+    job = make_job(tmp_path / "run", optimizer__name="adagrad")
+    outcome = run(local, job)
+    assert outcome.status == "failed" and outcome.cause is not None
+    assert outcome.cause["exception"] == "ConfigError"
+    assert "optimizer.name=adagrad" in outcome.cause["message"]
+    assert "Traceback" in outcome.cause["traceback"]
+    log = Path(outcome.cause["log"]).read_text()
+    assert "optimizer.name=adagrad" in log and "Traceback" in log
+    assert json.loads((job.folder / "failure.json").read_text()) == outcome.cause
+    assert read_summary(job.folder) is None
+
+
+def test_the_server_has_imported_what_a_rank_needs(tmp_path):
+    """Else every rank of every point would pay for it: seconds for transformers and torch's compiler."""
+    job = make_job(
+        tmp_path / "run",
+        model__family="llama",
+        model__task="causal",
+        model__hf_config={
+            **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        },
+        data__task="causal",
+    )
+    with LocalCluster(Config().cluster, rank_main="tests.imports_main:main") as local:
+        assert run(local, job).status == "done"
+    imported = json.loads((job.folder / "imported.json").read_text())
+    assert len(imported) < 5, imported
+
+
+FAULTS = """
+import resource, torch
+from zeroexp.rank import keep_freed_memory
+keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(25_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(*(faults() for _ in range(12)))
+"""
+
+
+def test_freed_memory_is_handed_out_again_without_a_page_fault():
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=60
+    )
+    first, *_, last = map(int, result.stdout.split())
+    assert first > 10_000  # 100 MB in pages of 4 KiB
+    assert last < 100  # not at once: up to seven fragments wait before they join their neighbours

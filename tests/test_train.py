@@ -1,0 +1,182 @@
+"""The loop: what it asks of an engine and when, and the numbers it hands on. The engine is one obvious process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.cluster.test_local import make_job
+from tests.plain_strategy import PlainStrategy
+from zeroexp import world as worlds
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.config import Config
+from zeroexp.data import Microbatch, StepBatch
+from zeroexp.measure.record import MOMENTS, StepRecord
+from zeroexp.strategies.base import ModelStates
+from zeroexp.train import train
+from zeroexp.world import World
+
+WIDTH = 4
+WEIGHT_BYTES = WIDTH * WIDTH * 4
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.eye_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Numbers:
+    """Regression data of which sample i is a function of i alone."""
+
+    def __init__(self, config: Config) -> None:
+        self._micro = config.data.micro_batch_size
+        self._global = config.data.global_batch_size
+
+    def sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(2, WIDTH, generator=generator).unbind()
+
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+        microbatches = []
+        for first in range(rank * self._micro, self._global, world_size * self._micro):
+            rows = [self.sample(position + first + i) for i in range(self._micro)]
+            x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+            microbatches.append(Microbatch({"x": x}, y))
+        return StepBatch(microbatches, num_valid=self._global, num_tokens=7 * self._global)
+
+
+def make_config(*, warmup: int = 2, steps: int = 2) -> Config:
+    config = Config()
+    config.model.task = "regression"
+    config.data.global_batch_size = 6
+    config.data.micro_batch_size = 3
+    config.train.warmup_steps = warmup
+    config.train.steps = steps
+    config.optimizer.lr = 0.1
+    config.optimizer.schedule = "linear"
+    config.optimizer.min_lr_ratio = 0.5
+    return config
+
+
+@pytest.fixture
+def world():
+    with worlds.joined() as world:
+        yield world
+
+
+def run(config: Config, world: World, **options) -> tuple[PlainStrategy, list[StepRecord]]:
+    strategy = PlainStrategy(Linear())
+    return strategy, list(train(strategy, Numbers(config), config=config, world=world, **options))
+
+
+def test_what_is_asked_of_an_engine_and_when(world):
+    strategy, records = run(make_config(warmup=1, steps=2), world)
+    lrs = [record.lr for record in records]
+    step = [
+        [f"lr={lr:g}", "microbatch", f"lr={lr:g}", "last microbatch", "step", "zero_grad"]
+        for lr in lrs
+    ]
+    reading = step[0].copy()
+    reading.insert(3, "model_states")  # after_forward, inside of the last microbatch
+    reading.insert(5, "model_states")  # after_backward
+    reading.insert(7, "model_states")  # after_step
+    assert strategy.calls == [
+        *reading,
+        "drain",
+        "model_states",  # at_rest
+        *step[1],
+        *step[2],
+        "drain",
+    ]
+    assert lrs[0] == 0.1 and lrs[-1] == pytest.approx(0.05)
+
+
+def test_losses_equal_the_plain_computation(world):
+    config = make_config()
+    _, records = run(config, world)
+    numbers, weight = Numbers(config), torch.eye(WIDTH, requires_grad=True)
+    for record in records:
+        rows = [numbers.sample(record.step * 6 + i) for i in range(6)]
+        x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+        loss = functional.mse_loss(x @ weight.T, y, reduction="sum") / 6
+        (gradient,) = torch.autograd.grad(loss, weight)
+        assert record.loss == pytest.approx(loss.item(), rel=1e-6)
+        assert record.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-6)
+        weight = (weight - record.lr * gradient).detach().requires_grad_()
+
+
+def test_positions_tokens_and_warm_up(world):
+    _, records = run(make_config(warmup=2, steps=2), world)
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    assert [r.warmup for r in records] == [True, True, False, False]
+    assert [r.samples_seen for r in records] == [6, 12, 18, 24]
+    assert {r.num_tokens for r in records} == {42}
+    for record in records:
+        assert set(record.phase_seconds) == {"forward", "backward", "step"}
+        assert record.step_seconds == pytest.approx(sum(record.phase_seconds.values()))
+
+
+@pytest.mark.parametrize(("warmup", "start", "reading"), [(2, 0, 1), (0, 0, 1), (1, 2, 2)])
+def test_memory_is_read_in_one_step(world, warmup, start, reading):
+    """The last of warm-up, and where there is none the last of all."""
+    config = make_config(warmup=warmup, steps=2)
+    _, records = run(config, world, start_step=start)
+    assert [r.step for r in records if r.memory_bytes is not None] == [reading]
+    (memory,) = [r.memory_bytes for r in records if r.memory_bytes is not None]
+    assert set(memory) == set(MOMENTS)
+    assert {moment: held["parameters"] for moment, held in memory.items()} == dict.fromkeys(
+        MOMENTS, WEIGHT_BYTES
+    )
+    # two microbatches: the first one's gradient is there when the second one's forward ends
+    assert {moment: held["gradients"] for moment, held in memory.items()} == {
+        "at_rest": 0,
+        "after_forward": WEIGHT_BYTES,
+        "after_backward": WEIGHT_BYTES,
+        "after_step": WEIGHT_BYTES,
+    }
+
+
+def test_reading_memory_is_in_no_time(world):
+    config = make_config(warmup=0, steps=1)
+    strategy = PlainStrategy(Linear())
+    quick = strategy.model_states
+
+    def slow() -> ModelStates:
+        time.sleep(0.1)
+        return quick()
+
+    strategy.model_states = slow
+    (record,) = train(strategy, Numbers(config), config=config, world=world)
+    assert record.step_seconds < 0.1
+
+
+def test_a_run_goes_on_where_it_was(world):
+    """From step 1, with the state of step 1: the same records as without interruption."""
+    config = make_config(warmup=0, steps=3)
+    _, whole = run(config, world)
+    strategy = PlainStrategy(Linear())
+    steps = train(strategy, Numbers(config), config=config, world=world)
+    next(steps)
+    resumed = list(train(strategy, Numbers(config), config=config, world=world, start_step=1))
+    assert [r.loss for r in resumed] == [r.loss for r in whole[1:]]
+    assert [r.samples_seen for r in resumed] == [12, 18]
+
+
+def test_every_rank_hands_on_the_global_loss(world, tmp_path):
+    _, alone = run(make_config(), world)
+    job = make_job(tmp_path / "run")
+    with LocalCluster(Config().cluster, rank_main="tests.train_main:main") as local:
+        outcome = local.run(job, on_record=print, on_event=print)
+    assert outcome.status == "done", outcome.cause
+    for rank in (0, 1):
+        losses = [float(line) for line in (job.folder / f"losses{rank}").read_text().split()]
+        assert losses == pytest.approx([record.loss for record in alone], rel=1e-6)

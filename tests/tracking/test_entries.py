@@ -1,0 +1,110 @@
+"""A run folder in MLflow's words: names, units, values, and the same entries every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import PARAMETER_BYTES, record, write_run
+from zeroexp.tracking import entries
+from zeroexp.tracking.files import read_timed_records, write_json
+from zeroexp.tracking.run import read_run
+
+MIB = 2**20
+
+
+def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
+    made = entries.step_entries(
+        12.5,
+        record(
+            7,
+            loss=2.0,
+            grad_norm=0.5,
+            lr=1e-3,
+            num_tokens=100,
+            step_seconds=0.25,
+            phase_seconds={"forward": 0.1, "step": 0.05},
+        ),
+    )
+    assert {entry.key: entry.value for entry in made} == {
+        "loss": 2.0,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "time/step_ms": 250.0,
+        "tokens_per_s": 400.0,
+        "phase/forward_ms": 100.0,
+        "phase/step_ms": 50.0,  # a phase is called step too and must not overwrite the whole
+    }
+    assert {(entry.step, entry.timestamp) for entry in made} == {(7, 12_500)}
+
+
+def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", "zero2", "buffer", world_size=4))
+    assert run.summary is not None
+    made = {entry.key: entry.value for entry in entries.summary_entries(1.0, run.summary)}
+    mib = PARAMETER_BYTES / MIB
+    assert made["world_size"] == 4
+    assert made["memory/params_mib"] == mib
+    assert made["memory/grads_mib"] == mib / 4
+    assert made["memory/optim_mib"] == 2 * mib / 4
+    assert made["memory/total_mib"] == mib + mib / 4 + 2 * mib / 4
+    assert made["memory/peak_mib"] == made["memory/total_mib"] + 13  # rank 3: 10 + 3
+    assert made["memory/peak_mib_mean"] == made["memory/total_mib"] + 11.5
+    assert made["traffic/sent_mib_per_step"] == 2 * mib * 3 / 4
+    assert made["traffic/gather_mib_per_step"] == mib * 3 / 4
+    # 0.4 / 4 + 0.1, and 0, 10 or 20 ms by turns
+    assert made["time/step_ms_median"] == 210.0
+    assert made["time/step_ms_p95"] == 220.0
+
+
+def test_what_scales_stands_at_the_world_size(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", world_size=4))
+    assert run.summary is not None
+    steps = {entry.key: entry.step for entry in entries.summary_entries(1.0, run.summary)}
+    scaling = {key for key in steps if key.startswith("scaling/")}
+    assert {steps[key] for key in scaling} == {4}
+    assert {steps[key] for key in steps.keys() - scaling} == {0}
+
+
+def test_a_peak_nobody_knows_is_no_metric(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.summary is not None
+    run.summary.memory.peak = None
+    keys = {entry.key for entry in entries.summary_entries(1.0, run.summary)}
+    assert "memory/total_mib" in keys
+    assert not any("peak" in key for key in keys)
+
+
+def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "sweep" / "run", status="failed", reason="rank 1: boom"))
+    params = entries.params(run)
+    assert params["world_size"] == "2"
+    assert params["strategy.name"] == "zero3"
+    assert params["optimizer.betas"] == "[0.9, 0.95]"
+    assert entries.tags(run, "failed") == {
+        "sweep": "sweep",
+        "strategy": "zero3/buffer",
+        "status": "failed",
+        "reason": "rank 1: boom",
+        "git_commit": "0123abc",
+        "git_dirty": "false",
+        "host": "laptop",
+    }
+
+
+@pytest.mark.parametrize(
+    ("times", "began", "ended"),
+    [
+        ({"running_at": 50.0, "done_at": 80.0}, 50.0, 80.0),
+        ({"running_at": 50.0}, 50.0, None),  # killed: its last sign of life
+    ],
+)
+def test_times_come_from_the_state_else_from_the_records(
+    tmp_path: Path, times: dict[str, float], began: float, ended: float | None
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_json(folder / "state.json", {"status": "done", **times})
+    run, timed = read_run(folder), read_timed_records(folder)
+    assert entries.began(run) == began
+    assert entries.ended(run, "done", timed) == (timed[-1][0] if ended is None else ended)

@@ -1,0 +1,139 @@
+"""What a process writes, killed or not, is what readers see."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import record, records, summaries
+from zeroexp.measure.summary import summarise
+from zeroexp.tracking.files import (
+    RECORDS,
+    SUMMARY,
+    RecordWriter,
+    read_json,
+    read_records,
+    read_summary,
+    read_timed_records,
+    write_json,
+    write_summary,
+)
+from zeroexp.tracking.run import flatten
+
+
+def test_records_come_back_as_they_went(tmp_path: Path) -> None:
+    written = [record(step) for step in range(5)]
+    with RecordWriter(tmp_path) as writer:
+        for one in written:
+            writer.write(one)
+    assert read_records(tmp_path) == written
+
+
+def test_a_loss_that_is_not_a_number_comes_back_as_such(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        writer.write(record(0, loss=math.nan, grad_norm=math.inf))
+    (back,) = read_records(tmp_path)
+    assert math.isnan(back.loss)
+    assert back.grad_norm == math.inf
+
+
+def test_every_line_can_be_read_while_the_writer_is_open(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.write(record(step))
+            assert [r.step for r in read_records(tmp_path)] == list(range(step + 1))
+
+
+def test_lines_carry_the_time_of_writing_in_order(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.write(record(step))
+    times = [at for at, _ in read_timed_records(tmp_path)]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx((tmp_path / RECORDS).stat().st_mtime, abs=5.0)
+
+
+def _write_until_killed(folder: Path) -> None:
+    with RecordWriter(folder) as writer:
+        for step in range(3):
+            writer.write(record(step))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_writer_loses_no_finished_line(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_write_until_killed, args=(tmp_path,)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2]
+
+
+def test_a_torn_line_is_dropped_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write(record(step, loss=1.0))
+    path = tmp_path / RECORDS
+    path.write_bytes(path.read_bytes()[:-20])  # killed in the middle of step 3's line
+    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2]
+    with RecordWriter(tmp_path) as writer:  # resumed from a checkpoint after step 1
+        for step in (2, 3):
+            writer.write(record(step, loss=2.0))
+    assert [(r.step, r.loss) for r in read_records(tmp_path)] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 2.0),
+    ]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_no_records_and_no_summary_before_there_are_any(tmp_path: Path) -> None:
+    assert read_records(tmp_path) == []
+    assert read_summary(tmp_path) is None
+    assert read_json(tmp_path / "state.json") is None
+
+
+@pytest.mark.parametrize("peak_known", [True, False])
+def test_summary_comes_back_as_it_went(tmp_path: Path, peak_known: bool) -> None:
+    ranks = [records("zero2", 2, rank, 6) for rank in range(2)]
+    summary = summarise(ranks[0], summaries(ranks))
+    if not peak_known:
+        summary.memory.peak = None
+    write_summary(tmp_path, summary)
+    assert read_summary(tmp_path) == summary
+
+
+def test_json_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / SUMMARY
+    write_json(path, {"version": 1})
+    with path.open() as reader:  # a reader that opened the old file keeps it
+        write_json(path, {"version": 2})
+        assert json.load(reader) == {"version": 1}
+    assert read_json(path) == {"version": 2}
+    assert [p.name for p in tmp_path.iterdir()] == [SUMMARY]
+
+
+def test_flatten_names_by_dots_and_keeps_lists_and_emptiness() -> None:
+    nested = {
+        "a": {"b": {"c": 1}, "none": None},
+        "list": [1, 2],
+        "empty": {},
+        "word": "x",
+        "yes": True,
+    }
+    assert flatten(nested) == {
+        "a.b.c": "1",
+        "a.none": "null",
+        "list": "[1, 2]",
+        "empty": "{}",
+        "word": "x",
+        "yes": "true",
+    }

@@ -1,0 +1,370 @@
+"""MLflow on a real sqlite store: what a run folder becomes, twice the same, and however its process ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import record, write_run
+from zeroexp.config import ConfigError
+from zeroexp.tracking import views
+from zeroexp.tracking.files import RecordWriter, write_json
+from zeroexp.tracking.mlflow import METRICS_PER_CALL, MlflowTracker, store_uri
+
+# What mlflow's own libraries think of one another is none of our business.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+NUM_STEPS = 23
+# Per step: loss, grad_norm, lr, step time, tokens/s and three phases.
+METRICS_PER_STEP = 8
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all tests, since making one takes seconds; each test has its own experiment."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture
+def tracker(outputs: Path, request: pytest.FixtureRequest) -> MlflowTracker:
+    return MlflowTracker(None, request.node.name, outputs)
+
+
+@pytest.fixture
+def sweep(outputs: Path, request: pytest.FixtureRequest) -> Path:
+    return outputs / request.node.name
+
+
+def ask(outputs: Path, query: str, *arguments: Any) -> list[Any]:
+    """Past MLflow, straight from the tables."""
+    with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+        return connection.execute(query, arguments).fetchall()
+
+
+def num_metrics(outputs: Path, run_id: str) -> int:
+    ((count,),) = ask(outputs, "select count(*) from metrics where run_uuid = ?", run_id)
+    return count
+
+
+def status(outputs: Path, run_id: str) -> str:
+    ((found,),) = ask(outputs, "select status from runs where run_uuid = ?", run_id)
+    return found
+
+
+def tag(outputs: Path, run_id: str, key: str) -> str:
+    ((found,),) = ask(outputs, "select value from tags where run_uuid = ? and key = ?", run_id, key)
+    return found
+
+
+def test_a_run_has_its_params_metrics_tags_times_and_files(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    folder = write_run(sweep / "zero3-buffer", started=1000.0)
+    run_id = tracker.log_run(folder)
+    assert run_id is not None
+    params = dict(ask(outputs, "select key, value from params where run_uuid = ?", run_id))
+    assert params["strategy.name"] == "zero3"
+    assert params["world_size"] == "2"
+    losses = ask(
+        outputs,
+        "select step, value from metrics where run_uuid = ? and key = 'loss' order by step",
+        run_id,
+    )
+    assert losses == [(step, record(step).loss) for step in range(NUM_STEPS)]
+    latest = dict(ask(outputs, "select key, value from latest_metrics where run_uuid = ?", run_id))
+    assert latest["world_size"] == 2.0
+    assert latest["memory/total_mib"] == 192.0
+    assert tag(outputs, run_id, "sweep") == sweep.name
+    assert tag(outputs, run_id, "strategy") == "zero3/buffer"
+    assert tag(outputs, run_id, "status") == "done"
+    ((name, state, began, ended, place),) = ask(
+        outputs,
+        "select name, status, start_time, end_time, artifact_uri from runs where run_uuid = ?",
+        run_id,
+    )
+    assert (name, state) == ("zero3-buffer", "FINISHED")
+    assert (began, ended) == (1_000_000, 1_060_000)
+    assert place.startswith((outputs / "mlartifacts").as_uri())
+    files = Path(place.removeprefix("file://"))
+    assert {path.name for path in files.iterdir()} == {
+        *("config.yaml", "environment.json", "state.json", "records.jsonl", "summary.json", "logs")
+    }
+    assert (files / "logs" / "rank1.log").read_text() == "rank 1 of 2: ready\n"
+
+
+def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sweep: Path) -> None:
+    folder = write_run(sweep / "run")
+    run_id = tracker.log_run(folder)
+    assert run_id is not None
+    before = ask(outputs, "select * from metrics where run_uuid = ? order by key, step", run_id)
+    assert len(before) > NUM_STEPS * METRICS_PER_STEP
+    assert tracker.log_run(folder) == run_id
+    assert MlflowTracker(None, tracker.experiment, outputs).log_run(folder) == run_id
+    after = ask(outputs, "select * from metrics where run_uuid = ? order by key, step", run_id)
+    assert after == before
+    assert status(outputs, run_id) == "FINISHED"
+
+
+def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    folder = write_run(sweep / "run", status="running", num_steps=3)
+    run_id = tracker.start_run(folder, {"job": "17"}, pid=os.getpid())
+    tracker.log_run(folder)
+    assert status(outputs, run_id) == "RUNNING"
+    assert tag(outputs, run_id, "job") == "17"
+    assert num_metrics(outputs, run_id) == 3 * METRICS_PER_STEP
+    write_json(folder / "state.json", {"status": "timed_out", "reason": "after 3600 s"})
+    tracker.log_run(folder)
+    assert status(outputs, run_id) == "FAILED"
+    assert tag(outputs, run_id, "reason") == "after 3600 s"
+    write_json(folder / "state.json", {"status": "running"})
+    assert tracker.start_run(folder, {"job": "18"}) == run_id
+    assert status(outputs, run_id) == "RUNNING"
+    with RecordWriter(folder) as writer:
+        writer.write(record(3))
+    write_json(folder / "state.json", {"status": "done"})
+    tracker.log_run(folder)
+    assert status(outputs, run_id) == "FINISHED"
+    assert num_metrics(outputs, run_id) == 4 * METRICS_PER_STEP
+
+
+def test_a_run_that_is_run_again_is_another_run(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    folder = write_run(sweep / "run", status="failed", num_steps=3)
+    first = tracker.log_run(folder)
+    assert first is not None
+    earlier = folder / "earlier" / "1"
+    earlier.mkdir(parents=True)
+    for name in ("records.jsonl", "state.json", "logs"):
+        (folder / name).rename(earlier / name)
+    with RecordWriter(folder) as writer:
+        writer.write(record(0))
+    write_json(folder / "state.json", {"status": "done"})
+    second = tracker.log_run(folder)
+    assert second is not None
+    assert second != first
+    assert tracker.log_run(folder) == second
+    assert [status(outputs, run_id) for run_id in (first, second)] == ["FAILED", "FINISHED"]
+    assert tag(outputs, first, "sweep") == f"{sweep.name}/earlier"
+    assert tag(outputs, second, "sweep") == sweep.name
+    assert num_metrics(outputs, second) == METRICS_PER_STEP
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [("done", "FINISHED"), ("failed", "FAILED"), ("timed_out", "FAILED"), ("cancelled", "KILLED")],
+)
+def test_every_ending_has_its_status(outputs: Path, ending: str, expected: str) -> None:
+    tracker = MlflowTracker(None, "endings", outputs)
+    run_id = tracker.log_run(write_run(outputs / "endings" / ending, status=ending, num_steps=5))
+    assert run_id is not None
+    assert status(outputs, run_id) == expected
+    assert tag(outputs, run_id, "status") == ending
+
+
+def _log(folders: list[Path], outputs: Path) -> None:
+    tracker = MlflowTracker(None, "thrown-away", outputs)
+    for folder in folders:
+        tracker.log_run(folder)
+
+
+def test_a_store_that_was_thrown_away_is_made_again_from_the_folders(tmp_path: Path) -> None:
+    done = write_run(tmp_path / "sweep" / "done")
+    stale = write_run(tmp_path / "sweep" / "stale", status="running")
+    process = multiprocessing.get_context("spawn").Process(  # mlflow keeps a store open for good
+        target=_log, args=([done, stale], tmp_path)
+    )
+    process.start()
+    process.join(120)
+    (before,) = ask(tmp_path, "select run_uuid from runs where name = 'done'")
+    (tmp_path / "mlflow.db").unlink()
+    write_json(stale / "state.json", {"status": "failed"})
+    tracker = MlflowTracker(None, "thrown-away", tmp_path)
+    assert tracker.close_stale(tmp_path) == []
+    after = tracker.log_run(done)
+    assert after is not None
+    assert after != before[0]
+    assert num_metrics(tmp_path, after) > NUM_STEPS * METRICS_PER_STEP
+    assert ask(tmp_path, "select count(*) from runs") == [(1,)]
+
+
+def test_a_run_that_a_user_deleted_is_not_brought_back(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    folder = write_run(sweep / "run", status="running", num_steps=3)
+    run_id = tracker.start_run(folder)
+    MlflowClient(tracker.uri).delete_run(run_id)
+    write_json(folder / "state.json", {"status": "failed"})
+    assert tracker.close_stale(sweep) == []
+    assert ask(
+        outputs, "select count(*) from runs where name = 'run' and run_uuid = ?", run_id
+    ) == [(1,)]
+    assert status(outputs, run_id) == "RUNNING"
+
+
+def test_a_skipped_point_never_was_a_run(tracker: MlflowTracker, sweep: Path) -> None:
+    folder = write_run(sweep / "run", status="skipped", reason="undefined", num_steps=0)
+    assert tracker.log_run(folder) is None
+    assert not (folder / "mlflow.json").exists()
+
+
+def test_long_runs_are_sent_whole(tracker: MlflowTracker, outputs: Path, sweep: Path) -> None:
+    num_steps = METRICS_PER_CALL // METRICS_PER_STEP * 3
+    folder = write_run(sweep / "run", status="cancelled", num_steps=num_steps)
+    run_id = tracker.log_run(folder)
+    assert run_id is not None
+    assert num_metrics(outputs, run_id) == num_steps * METRICS_PER_STEP
+
+
+def _start_and_die(folder: Path, outputs: Path, experiment: str) -> None:
+    MlflowTracker(None, experiment, outputs).start_run(folder, pid=os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_does_not_stay_running(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    killed = write_run(sweep / "killed", status="running", num_steps=4)
+    alive = write_run(sweep / "alive", status="running", num_steps=4)
+    ended = write_run(sweep / "ended", status="running", num_steps=4)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_start_and_die, args=(killed, outputs, tracker.experiment)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    ids = {
+        "killed": tracker.start_run(killed),
+        "alive": tracker.start_run(alive, pid=os.getpid()),
+        "ended": tracker.start_run(ended, pid=os.getpid()),
+    }
+    assert {status(outputs, run_id) for run_id in ids.values()} == {"RUNNING"}
+    write_json(ended / "state.json", {"status": "failed", "reason": "rank 0: boom"})
+    assert tracker.close_stale(sweep) == [ended, killed]
+    found = {name: status(outputs, run_id) for name, run_id in ids.items()}
+    assert found == {"killed": "KILLED", "alive": "RUNNING", "ended": "FAILED"}
+    assert "has died" in tag(outputs, ids["killed"], "reason")
+    assert num_metrics(outputs, ids["killed"]) == 4 * METRICS_PER_STEP
+    assert tracker.close_stale(sweep) == []
+
+
+def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
+    together.wait(120)
+    tracker = MlflowTracker(None, "together", outputs)
+    for folder in folders:
+        tracker.start_run(folder, pid=os.getpid())
+        tracker.log_run(folder)
+    tracker.write_views(folders[0].parent.name)
+
+
+def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) -> None:
+    num_sweeps, num_runs = 4, 3
+    context = multiprocessing.get_context("spawn")
+    together = context.Barrier(num_sweeps)
+    sweeps = [
+        [
+            write_run(tmp_path / f"sweep{s}" / f"run{r}", num_steps=100, status="cancelled")
+            for r in range(num_runs)
+        ]
+        for s in range(num_sweeps)
+    ]
+    processes = [
+        context.Process(target=_send_all, args=(folders, tmp_path, together)) for folders in sweeps
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0] * num_sweeps
+    counts = ask(tmp_path, "select run_uuid, count(*) from metrics group by run_uuid")
+    assert [count for _, count in counts] == [100 * METRICS_PER_STEP] * num_sweeps * num_runs
+    assert ask(tmp_path, "select count(*) from experiments where name = 'together'") == [(1,)]
+    assert ask(tmp_path, "select count(*) from runs where status != 'KILLED'") == [(0,)]
+    saved = ask(
+        tmp_path, "select count(*) from experiment_tags where key like ?", f"{views.TAG_PREFIX}%"
+    )
+    assert saved == [(4 * num_sweeps,)]
+
+
+def test_views_are_saved_once_however_often_they_are_written(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    tracker.log_run(write_run(sweep / "run"))
+    links = tracker.write_views(sweep.name)
+    assert tracker.write_views(sweep.name) == links
+    assert [title for title, _ in links] == [
+        *("table", "memory × step time", "memory by kind", "scaling over world size")
+    ]
+    assert all(url.startswith("http://127.0.0.1:5000/#/experiments/") for _, url in links)
+    query = "select key from experiment_tags where key like ?"
+    keys = {key for (key,) in ask(outputs, query, f"{views.TAG_PREFIX}%{sweep.name}.%")}
+    assert keys == {view.tag for view in views.of_sweep(sweep.name)}
+
+
+def test_a_deleted_experiment_is_refused_with_the_remedy(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    folder = write_run(sweep / "run")
+    tracker.log_run(folder)
+    client = MlflowClient(tracker.uri)
+    found = client.get_experiment_by_name(tracker.experiment)
+    assert found is not None
+    client.delete_experiment(found.experiment_id)
+    with pytest.raises(ConfigError, match=r"tracking\.experiment=.* was deleted.*restore"):
+        MlflowTracker(None, tracker.experiment, outputs).write_views("x")
+
+
+def test_the_store_is_an_absolute_path_wherever_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert store_uri(None, Path("outputs")) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
+    assert store_uri("sqlite:///here.db", Path("outputs")) == f"sqlite:///{tmp_path}/here.db"
+    assert store_uri("http://host:5000/", Path("outputs")) == "http://host:5000"
+    command = MlflowTracker(None, "x").ui_command()
+    assert f"--backend-store-uri sqlite:///{tmp_path}/outputs/mlflow.db" in command
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///tmp/mlruns", "mlflow.db", "databricks"])
+def test_a_store_that_mlflow_refuses_is_refused_before_it_is_opened(uri: str) -> None:
+    with pytest.raises(ConfigError, match=f"tracking.uri={uri}.*use sqlite:///"):
+        MlflowTracker(uri, "x")
+
+
+@pytest.fixture
+def quiet_process(tmp_path: Path) -> Iterator[subprocess.CompletedProcess[str]]:
+    write_run(tmp_path / "sweep" / "run", num_steps=5)
+    code = (
+        "import sys, zeroexp.tracking.mlflow as door\n"
+        "from pathlib import Path\n"
+        "assert 'mlflow' not in sys.modules, 'imported too early'\n"
+        "tracker = door.MlflowTracker(None, 'x', Path(sys.argv[1]))\n"
+        "tracker.log_run(Path(sys.argv[1], 'sweep', 'run'))\n"
+    )
+    yield subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_mlflow_is_imported_late_and_makes_its_store_in_silence(
+    quiet_process: subprocess.CompletedProcess[str],
+) -> None:
+    assert quiet_process.returncode == 0, quiet_process.stderr
+    assert (quiet_process.stdout, quiet_process.stderr) == ("", "")

@@ -1,0 +1,187 @@
+"""What a user sees: the server that `ui_command` starts, its REST interface, and the saved views in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import write_run
+from zeroexp.tracking import views
+from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+STRATEGIES = ("ddp", "zero2", "zero3")
+WORLD_SIZES = (1, 2, 4)
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--window-size=1900,2400", "--virtual-time-budget=90000", "--dump-dom"),
+)
+STARTING_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Server:
+    address: str
+    links: dict[str, str]  # what a view shows -> its link
+
+    def history(self, run_id: str, metric: str) -> list[dict[str, Any]]:
+        url = (
+            f"{self.address}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key={metric}"
+        )
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)["metrics"]
+
+    def ask(self, path: str, query: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.address}/api/2.0/mlflow/{path}",
+            data=json.dumps(query).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    outputs = tmp_path_factory.mktemp("outputs")
+    tracker = MlflowTracker(None, "zeroexp", outputs)
+    started = time.time() - 3600
+    for strategy in STRATEGIES:
+        for world_size in WORLD_SIZES:
+            name = f"{strategy}-buffer-n{world_size}"
+            tracker.log_run(
+                write_run(outputs / "study" / name, strategy, "buffer", world_size, started=started)
+            )
+    tracker.log_run(write_run(outputs / "other" / "of-another-sweep", started=started))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    links = {
+        title: url.replace(f":{UI_PORT}/", f":{port}/")
+        for title, url in tracker.write_views("study")
+    }
+    command = shlex.split(tracker.ui_command().replace(f"--port {UI_PORT}", f"--port {port}"))
+    with (outputs / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, cwd=outputs
+        )
+        try:
+            _wait_until_up(process, port, outputs / "server.log")
+            yield Server(f"http://127.0.0.1:{port}", links)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # it takes its time on anything gentler
+            process.wait(30)
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + STARTING_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    pytest.fail(f"the MLflow UI did not start:\n{log.read_text()}")
+
+
+def test_the_server_knows_runs_metrics_and_views(server: Server) -> None:
+    (experiment,) = server.ask(
+        "experiments/search", {"max_results": 9, "filter": "name = 'zeroexp'"}
+    )["experiments"]
+    tags = {tag["key"]: tag["value"] for tag in experiment["tags"]}
+    assert {view.tag for view in views.of_sweep("study")} <= set(tags)
+    found = server.ask(
+        "runs/search",
+        {
+            "experiment_ids": [experiment["experiment_id"]],
+            "filter": "tags.sweep = 'study' and metrics.`memory/total_mib` < 200",
+            "order_by": ["metrics.`memory/total_mib` ASC"],
+        },
+    )["runs"]
+    # 96 MiB of parameters: 384 / 4 for zero3, then 96 + 24 + 48 for zero2 and 384 / 2 for zero3.
+    assert [run["info"]["run_name"] for run in found] == [
+        *("zero3-buffer-n4", "zero2-buffer-n4", "zero3-buffer-n2")
+    ]
+    assert {run["info"]["status"] for run in found} == {"FINISHED"}
+    history = server.history(found[0]["info"]["run_id"], "loss")
+    assert len(history) == 23
+
+
+def browse(url: str, folder: Path) -> str:
+    """The document after its scripts have run, without tags inside of words."""
+    assert BROWSER is not None
+    command = [BROWSER, *BROWSER_FLAGS, f"--user-data-dir={folder}", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+
+
+def texts(dom: str) -> set[str]:
+    return {text.strip() for text in re.findall(r">([^<>]+)<", dom)}
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_table_shows_every_run_of_the_sweep_and_the_right_columns(
+    server: Server, tmp_path: Path
+) -> None:
+    dom = browse(server.links["table"], tmp_path)
+    seen = texts(dom)
+    assert {f"{s}-buffer-n{n}" for s in STRATEGIES for n in WORLD_SIZES} <= seen
+    assert "of-another-sweep" not in seen
+    # The page makes only what its window can show, from the left.
+    assert {"strategy", "world_size", "loss", "time/step_ms_median", "tokens_per_s_mean"} <= seen
+    assert "study: table" in seen
+    assert "tags.sweep = 'study'" in dom
+
+
+DOT_OR_BAR = r'class="point[ "]'
+LINE = r'class="js-line" d="[^"]+" style="[^"]*stroke-opacity: 1;'  # a band's edges are transparent
+
+
+@pytest.mark.browser
+@needs_browser
+@pytest.mark.parametrize(
+    ("title", "words", "mark", "num_marks"),
+    [
+        pytest.param(  # Two charts, a dot for each of nine runs.
+            *("memory × step time", {"time/step_ms_median", "memory/peak_mib"}, DOT_OR_BAR, 2 * 9),
+            id="scatter",
+        ),
+        pytest.param(  # Six charts, a bar for each of nine runs.
+            *("memory by kind", {"memory/params_mib", "memory/grads_mib"}, DOT_OR_BAR, 6 * 9),
+            id="bars",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # Three charts, a line for each of three strategies.
+            *("scaling over world size", {"scaling/step_ms", "scaling/tokens_per_s"}, LINE, 3 * 3),
+            id="lines",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_charts_show_every_run(
+    server: Server, tmp_path: Path, title: str, words: set[str], mark: str, num_marks: int
+) -> None:
+    dom = browse(server.links[title], tmp_path)
+    assert words <= texts(dom)
+    assert len(re.findall(mark, dom)) == num_marks

@@ -1,0 +1,92 @@
+"""The saved views as data; tests/tracking/test_mlflow_page.py looks at them in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import write_run
+from zeroexp.tracking import entries, views
+from zeroexp.tracking.files import read_timed_records
+from zeroexp.tracking.run import read_run
+
+
+def state_of(envelope: str) -> dict[str, Any]:
+    scheme, _, payload = json.loads(envelope)["state"].partition(";")
+    assert scheme == "deflate"
+    return json.loads(zlib.decompress(base64.b64decode(payload)))
+
+
+def shown(state: dict[str, Any]) -> set[str]:
+    """Names of metrics and tags that a view reads."""
+    columns = {column.split("`")[1] for column in state["selectedColumns"]}
+    axes = {
+        chart[axis]["key"]
+        for chart in state["compareRunCharts"]
+        for axis in ("xaxis", "yaxis")
+        if axis in chart
+    }
+    return columns | axes | {c["metricKey"] for c in state["compareRunCharts"] if "metricKey" in c}
+
+
+@pytest.mark.parametrize("view", views.of_sweep("compare"), ids=lambda view: view.title)
+def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "compare" / "run"))
+    assert run.summary is not None
+    logged = {e.key for e in entries.summary_entries(1.0, run.summary)} | set(
+        entries.tags(run, "done")
+    )
+    (at, record), *_ = read_timed_records(run.folder)
+    logged |= {e.key for e in entries.step_entries(at, record)}
+    assert shown(state_of(view.envelope(now=1.0))) <= logged
+
+
+def test_the_envelope_and_the_link_fit_together() -> None:
+    table, scatter, *_ = views.of_sweep("my sweep/2")
+    envelope = table.envelope(now=12.5)
+    assert json.loads(envelope)["name"] == "my sweep/2: table"
+    assert json.loads(envelope)["updatedAt"] == 12_500
+    assert len(envelope) < 5_000  # what older servers take in a tag
+    state = state_of(envelope)
+    assert state["searchFilter"] == "tags.sweep = 'my sweep/2'"
+    assert state["runsHiddenMode"] == "SHOW_ALL"
+    assert table.tag == "mlflow.sharedViewState.zeroexp.my-sweep-2.table"
+    url = table.url("http://127.0.0.1:5000", "7")
+    assert url == (
+        "http://127.0.0.1:5000/#/experiments/7/runs?workflowType=machine_learning"
+        "&viewStateShareKey=zeroexp.my-sweep-2.table"
+    )
+    assert scatter.url("http://h", "7").endswith("&compareRunsMode=CHART")
+
+
+def test_views_of_a_sweep_have_keys_of_their_own() -> None:
+    keys = {view.key for sweep in ("a", "b") for view in views.of_sweep(sweep)}
+    assert len(keys) == 8
+
+
+def _tags(ages: dict[str, float]) -> dict[str, str]:
+    return {
+        view.tag: view.envelope(age)
+        for sweep, age in ages.items()
+        for view in views.of_sweep(sweep)
+    }
+
+
+def test_only_the_newest_sweeps_keep_their_views() -> None:
+    ages = {f"sweep{n}": float(n) for n in range(views.MAX_SWEEPS + 2)}
+    tags = _tags(ages) | {"mlflow.sharedViewState.mine": "a user's", "other": "tag"}
+    dropped = {view.tag for sweep in ("sweep0", "sweep1") for view in views.of_sweep(sweep)}
+    newest = max(ages, key=ages.__getitem__)
+    assert set(views.outdated(tags, newest)) == dropped
+    # The sweep at hand counts as newest, however old its views are.
+    assert not any("sweep0." in tag for tag in views.outdated(tags, "sweep0"))
+    assert len(views.outdated(tags, "sweep0")) == len(dropped)
+
+
+def test_few_sweeps_lose_no_view() -> None:
+    assert views.outdated(_tags({"a": 1.0, "b": 2.0}), "b") == []

@@ -1,0 +1,1 @@
+"""What a person sees of runs: live progress, the table at the end, the verdict on the loss curves."""

@@ -1,0 +1,111 @@
+"""Do the loss curves of a sweep lie on one another, and do they fall?
+
+Every point of a comparison sees the same weights and the same global batches, so that the curves differ by rounding
+alone. The measure is the largest relative difference |loss − reference| / |reference| over all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one loss curve showed; `step` is where it is farthest from the reference."""
+
+    name: str
+    difference: float  # largest relative difference to the reference; inf where a step is missing or not finite
+    step: int
+    falls: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    reference: str
+    curves: list[Curve]
+    bound: float | None  # None: agreement was not asked for
+    must_fall: bool
+
+    @property
+    def agree(self) -> bool:
+        return self.bound is None or all(curve.difference <= self.bound for curve in self.curves)
+
+    @property
+    def fall(self) -> bool:
+        return not self.must_fall or all(curve.falls for curve in self.curves)
+
+    @property
+    def holds(self) -> bool:
+        return self.agree and self.fall
+
+    def lines(self) -> list[str]:
+        """The verdict in words, then one line for each curve that breaks it."""
+        asked = self._agreement() + self._falling()
+        broken = [line for curve in self.curves for line in self._complaints(curve)]
+        return asked + broken
+
+    def _agreement(self) -> list[str]:
+        if self.bound is None:
+            return []
+        worst = max(self.curves, key=lambda curve: curve.difference)
+        word = "agree" if self.agree else "DISAGREE"
+        return [
+            f"{len(self.curves)} loss curves {word}: largest relative difference to {self.reference} "
+            f"{worst.difference:.1e} ({worst.name}, step {worst.step}), allowed {self.bound:.1e}"
+        ]
+
+    def _falling(self) -> list[str]:
+        if not self.must_fall:
+            return []
+        num_falling = sum(curve.falls for curve in self.curves)
+        return [f"{num_falling} of {len(self.curves)} losses fall"]
+
+    def _complaints(self, curve: Curve) -> list[str]:
+        complaints: list[str] = []
+        if self.bound is not None and not curve.difference <= self.bound:
+            complaints.append(f"  {curve.name}: off by {curve.difference:.1e} at step {curve.step}")
+        if self.must_fall and not curve.falls:
+            complaints.append(f"  {curve.name}: its loss does not fall")
+        return complaints
+
+
+def judge(
+    losses: Mapping[str, Sequence[float]], *, bound: float | None, must_fall: bool = False
+) -> Verdict:
+    """`losses` are the curves by name, one loss per step; the first is the reference.
+
+    Raises ValueError where there is no curve.
+    """
+    if not losses:
+        raise ValueError("no loss curve to compare: no point of the sweep came to its end")
+    reference = next(iter(losses))
+    curves = [
+        Curve(name, *_largest_difference(curve, losses[reference]), falls=falls(curve))
+        for name, curve in losses.items()
+    ]
+    return Verdict(reference, curves, bound, must_fall)
+
+
+def falls(losses: Sequence[float]) -> bool:
+    """True if the mean of the last quarter is below that of the first: single steps are noisy."""
+    quarter = max(1, len(losses) // 4)
+    return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
+
+
+def _largest_difference(curve: Sequence[float], reference: Sequence[float]) -> tuple[float, int]:
+    if len(curve) != len(reference):
+        return math.inf, min(len(curve), len(reference))
+    differences = [_relative(a, b) for a, b in zip(curve, reference, strict=True)]
+    worst = max(differences, default=math.inf)
+    return worst, differences.index(worst) if differences else 0
+
+
+def _relative(value: float, reference: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf

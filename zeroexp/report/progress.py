@@ -1,0 +1,183 @@
+"""What a person sees while a sweep runs: a few lines redrawn in place on a terminal, one line per event in a pipe.
+
+On a terminal a frame is one write: the cursor goes up, every line is overwritten and its rest erased, so nothing is
+ever blank and nothing flickers. Lines of points that ended are left above the frame.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from zeroexp.measure.record import StepRecord
+
+SECONDS_BETWEEN_FRAMES = 0.1
+SECONDS_BETWEEN_STEP_LINES = 5.0  # of one point in a pipe; its first and last step always show
+MAX_RUNNING_LINES = 8
+
+
+@dataclass
+class _Point:
+    number: int  # from 1
+    name: str
+    num_steps: int
+    started: float
+    record: StepRecord | None = None
+    first_step_done: float = 0.0
+    num_done: int = 0
+    line_shown: float = float("-inf")
+
+    def eta(self, now: float) -> float | None:
+        """Seconds to the last step, from the mean time of the steps after the first."""
+        if self.num_done < 2:
+            return None
+        pace = (now - self.first_step_done) / (self.num_done - 1)
+        return max(0.0, pace * (self.num_steps - self.num_done))
+
+
+class Progress:
+    """Of `num_points` sweep points, any number of which may run at once. A context manager."""
+
+    def __init__(
+        self,
+        num_points: int,
+        stream: TextIO = sys.stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_points = num_points
+        self._stream, self._clock = stream, clock
+        self._live = stream.isatty()
+        self._running: dict[int, _Point] = {}
+        self._ended: list[str] = []  # status of every point that ended
+        self._seconds: list[float] = []  # duration of every point that ran to an end
+        self._num_lines = 0  # of the frame on the screen
+        self._drawn = float("-inf")
+
+    def start(self, number: int, name: str, num_steps: int) -> None:
+        """Point `number` (from 1) starts; `num_steps` counts warm-up steps too."""
+        self._running[number] = _Point(number, name, num_steps, started=self._clock())
+        self._event(f"[{number}/{self._num_points}] {name}: started")
+
+    def step(self, number: int, record: StepRecord) -> None:
+        point, now = self._running[number], self._clock()
+        point.record = record
+        point.num_done = record.step + 1
+        point.first_step_done = point.first_step_done or now
+        if self._live:
+            self._draw(now)
+        elif self._step_line_due(point, now):
+            point.line_shown = now
+            self._stream.write(self._step_line(point, now) + "\n")
+            self._stream.flush()
+
+    def end(self, number: int, status: str, reason: str | None = None, name: str = "") -> None:
+        """Also of a point that never started (skipped), which then needs its `name`."""
+        point = self._running.pop(number, None)
+        took = ""
+        if point is not None:
+            seconds = self._clock() - point.started
+            self._seconds.append(seconds)
+            took = f" in {duration(seconds)}"
+        self._ended.append(status)
+        why = f": {reason}" if reason else ""
+        self._event(
+            f"[{number}/{self._num_points}] {point.name if point else name}: {status}{took}{why}"
+        )
+
+    def note(self, line: str) -> None:
+        """Something worth a line that belongs to no step."""
+        self._event(line)
+
+    def close(self) -> None:
+        """Take the frame off the screen; the lines above it stay."""
+        if self._live and self._num_lines:
+            self._stream.write(f"\x1b[{self._num_lines}A\x1b[J")
+            self._stream.flush()
+            self._num_lines = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _event(self, line: str) -> None:
+        if self._live:
+            self._draw(self._clock(), above=line)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _draw(self, now: float, above: str | None = None) -> None:
+        if above is None and now - self._drawn < SECONDS_BETWEEN_FRAMES:
+            return
+        width = shutil.get_terminal_size().columns - 1
+        lines = [line[:width] for line in self._frame(now)]
+        kept = [] if above is None else [above]
+        up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
+        body = "".join(f"{line}\x1b[K\n" for line in kept + lines)
+        self._stream.write(up + body + "\x1b[J")
+        self._stream.flush()
+        self._num_lines, self._drawn = len(lines), now
+
+    def _frame(self, now: float) -> list[str]:
+        running = sorted(self._running.values(), key=lambda point: point.number)
+        shown = [self._step_line(point, now) for point in running[:MAX_RUNNING_LINES]]
+        if len(running) > MAX_RUNNING_LINES:
+            shown.append(f"... and {len(running) - MAX_RUNNING_LINES} more running")
+        return [*shown, self._sweep_line(now)]
+
+    def _sweep_line(self, now: float) -> str:
+        counts = {status: self._ended.count(status) for status in dict.fromkeys(self._ended)}
+        parts = [f"{len(self._ended)}/{self._num_points} points ended"]
+        parts += [f"{count} {status}" for status, count in counts.items()]
+        if (eta := self._sweep_eta(now)) is not None:
+            parts.append(f"about {duration(eta)} left")
+        return " | ".join(parts)
+
+    def _sweep_eta(self, now: float) -> float | None:
+        """From the mean duration of the points that ran, as many at a time as run now."""
+        if not self._seconds or len(self._ended) == self._num_points:
+            return None
+        mean = sum(self._seconds) / len(self._seconds)
+        num_waiting = self._num_points - len(self._ended) - len(self._running)
+        rest = sum(max(0.0, mean - (now - point.started)) for point in self._running.values())
+        return (num_waiting * mean + rest) / max(1, len(self._running))
+
+    def _step_line(self, point: _Point, now: float) -> str:
+        head = f"[{point.number}/{self._num_points}] {point.name}"
+        if point.record is None:
+            return f"{head} | starting"
+        r = point.record
+        parts = [
+            head,
+            f"step {point.num_done}/{point.num_steps}" + (" warm-up" if r.warmup else ""),
+            f"loss {r.loss:.4f}",
+            f"{r.step_seconds * 1e3:.0f} ms",
+            f"{r.num_tokens / r.step_seconds:,.0f} tokens/s",
+        ]
+        if (eta := point.eta(now)) is not None and point.num_done < point.num_steps:
+            parts.append(f"{duration(eta)} left")
+        return " | ".join(parts)
+
+    def _step_line_due(self, point: _Point, now: float) -> bool:
+        return (
+            point.num_done == point.num_steps
+            or now - point.line_shown >= SECONDS_BETWEEN_STEP_LINES
+        )
+
+
+def duration(seconds: float) -> str:
+    """1.2 s, 47 s, 3 min 05 s, 2 h 10 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,152 @@
+"""A run folder in MLflow's words: params, metrics, tags, files. Pure; the same folder always gives the same entries.
+
+Metric timestamps are the times at which the lines of records.jsonl were written, so that sending twice writes the
+same rows. Units stand in the names, since MLflow knows none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroexp.measure.record import KINDS, RunSummary, StepRecord
+from zeroexp.tracking.files import RECORDS, SUMMARY
+from zeroexp.tracking.run import Run
+
+MIB = 2**20
+KIND_NAMES = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "master": "master",
+    "buffers": "buffers",
+}
+FILES = (
+    "config.yaml",
+    "environment.json",
+    "state.json",
+    "failure.json",
+    "slurm.json",
+    RECORDS,
+    SUMMARY,
+    "logs",
+)
+MACHINE = {"git.commit": "git_commit", "git.dirty": "git_dirty", "host": "host", "device": "device"}
+FINISHED, FAILED, KILLED, RUNNING = "FINISHED", "FAILED", "KILLED", "RUNNING"
+MLFLOW_STATUS = {
+    "done": FINISHED,
+    "failed": FAILED,
+    "timed_out": FAILED,
+    "cancelled": KILLED,
+    "pending": RUNNING,
+    "running": RUNNING,
+}
+
+
+class Entry(NamedTuple):
+    """One metric value; the order of fields is that of mlflow.entities.Metric."""
+
+    key: str
+    value: float
+    timestamp: int  # Unix milliseconds
+    step: int
+
+
+def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
+    values = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "time/step_ms": _milliseconds(record.step_seconds),
+        "tokens_per_s": record.num_tokens / record.step_seconds,
+        **{f"phase/{name}_ms": _milliseconds(s) for name, s in record.phase_seconds.items()},
+    }
+    return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]
+
+
+def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
+    """Step is the world size for what scales with it: grouped by strategy, MLflow then draws scaling curves."""
+    world_size = summary.world_size
+    scaling = {
+        "scaling/step_ms": _milliseconds(summary.step_seconds_median),
+        "scaling/tokens_per_s": summary.tokens_per_second,
+        "scaling/memory_total_mib": summary.memory.total.fullest / MIB,
+    }
+    plain = {**_times(summary), **_memory(summary), **_traffic(summary), "world_size": world_size}
+    return [
+        *(Entry(key, value, _timestamp(at), 0) for key, value in plain.items()),
+        *(Entry(key, value, _timestamp(at), world_size) for key, value in scaling.items()),
+    ]
+
+
+def params(run: Run) -> dict[str, str]:
+    """The resolved config, dotted; `study` says why a point ran, not what it was."""
+    return {key: value for key, value in run.config.items() if not key.startswith("study.")}
+
+
+def tags(run: Run, status: str) -> dict[str, str]:
+    known = {tag: run.environment[key] for key, tag in MACHINE.items() if key in run.environment}
+    return {
+        "sweep": run.sweep,
+        "strategy": run.label,
+        "status": status,
+        **({"reason": run.reason} if run.reason else {}),
+        **known,
+    }
+
+
+def artifacts(folder: Path) -> list[Path]:
+    return [folder / name for name in FILES if (folder / name).exists()]
+
+
+def began(run: Run) -> float:
+    """Unix seconds, from state.json; where it does not know, the time at which the config was written."""
+    return run.times.get("running_at", (run.folder / "config.yaml").stat().st_mtime)
+
+
+def ended(run: Run, status: str, records: Sequence[tuple[float, StepRecord]]) -> float:
+    """Unix seconds, from state.json; where it does not know, the time of the last record."""
+    last_seen = records[-1][0] if records else began(run)
+    return max(began(run), run.times.get(f"{status}_at", last_seen))
+
+
+def _times(summary: RunSummary) -> dict[str, float]:
+    phases = summary.phase_seconds_median  # one of them is called step, as the whole step is
+    return {
+        "time/step_ms_median": _milliseconds(summary.step_seconds_median),
+        "time/step_ms_p95": _milliseconds(summary.step_seconds_p95),
+        "tokens_per_s_mean": summary.tokens_per_second,
+        **{f"phase/{name}_ms_median": _milliseconds(s) for name, s in phases.items()},
+    }
+
+
+def _memory(summary: RunSummary) -> dict[str, float]:
+    memory = summary.memory
+    spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in KINDS} | {"total": memory.total}
+    if memory.peak is not None:
+        spreads["peak"] = memory.peak
+    fullest = {f"memory/{name}_mib": s.fullest / MIB for name, s in spreads.items()}
+    mean = {f"memory/{name}_mib_mean": s.mean / MIB for name, s in spreads.items()}
+    return fullest | mean
+
+
+def _traffic(summary: RunSummary) -> dict[str, float]:
+    spreads = {"sent": summary.sent_bytes_per_step, "wire": summary.wire_bytes_per_step}
+    values: dict[str, float] = {}
+    for name, ranks in spreads.items():
+        if ranks is not None:
+            values[f"traffic/{name}_mib_per_step"] = ranks.fullest / MIB
+            values[f"traffic/{name}_mib_per_step_mean"] = ranks.mean / MIB
+    for kind, num_bytes in summary.sent_bytes_by_kind.items():
+        values[f"traffic/{kind}_mib_per_step"] = num_bytes / MIB
+    return values
+
+
+def _milliseconds(seconds: float) -> float:
+    """To the microsecond: the page shows every digit."""
+    return round(seconds * 1e3, 3)
+
+
+def _timestamp(seconds: float) -> int:
+    return int(seconds * 1000)

@@ -1,0 +1,125 @@
+"""The files of a run: records.jsonl grows while rank 0 trains, summary.json appears when it has ended.
+
+A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed in
+the middle of a line leaves a torn one, and a resumed run repeats steps after its checkpoint: readers drop the torn
+line and believe the later of two lines about one step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zeroexp.measure.record import MemorySummary, RunSummary, Spread, StepRecord, Traffic
+
+RECORDS = "records.jsonl"
+SUMMARY = "summary.json"
+
+
+class RecordWriter:
+    """Appends to <folder>/records.jsonl; every line is with the system when `write` returns.
+
+    Writing takes microseconds, but call it outside the timed region all the same.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / RECORDS
+        if path.exists():
+            _drop_torn_line(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps({**asdict(record), "written_at": time.time()}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
+    """(Unix seconds of writing, record) by step; empty where nothing was written yet."""
+    path = folder / RECORDS
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
+    rows = [json.loads(line) for line in lines]
+    by_step = {row["step"]: row for row in rows}
+    return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
+
+
+def read_records(folder: Path) -> list[StepRecord]:
+    return [record for _, record in read_timed_records(folder)]
+
+
+def write_summary(folder: Path, summary: RunSummary) -> None:
+    write_json(folder / SUMMARY, asdict(summary))
+
+
+def read_summary(folder: Path) -> RunSummary | None:
+    """None where the run has not come to its end."""
+    content = read_json(folder / SUMMARY)
+    return None if content is None else _summary(content)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A reader sees the old content or the new one, never half of it, even after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, None where there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _drop_torn_line(path: Path) -> None:
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def step_record(row: dict[str, Any]) -> StepRecord:
+    """From one parsed line of records.jsonl."""
+    values = {key: value for key, value in row.items() if key != "written_at"}
+    return StepRecord(**{**values, "traffic": Traffic(**row["traffic"])})
+
+
+def _summary(content: dict[str, Any]) -> RunSummary:
+    memory = content["memory"]
+    return RunSummary(
+        **{
+            **content,
+            "memory": MemorySummary(
+                by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
+                total=Spread(**memory["total"]),
+                peak=_spread(memory["peak"]),
+            ),
+            "sent_bytes_per_step": _spread(content["sent_bytes_per_step"]),
+            "wire_bytes_per_step": _spread(content["wire_bytes_per_step"]),
+        }
+    )
+
+
+def _spread(content: dict[str, Any] | None) -> Spread | None:
+    return None if content is None else Spread(**content)

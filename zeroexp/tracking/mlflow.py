@@ -1,0 +1,268 @@
+"""The only door to MLflow: run folders in, runs and saved views of one experiment out.
+
+Everything is made from the files of a run. So nothing here is called in a measured rank, sending again writes the same
+rows, and a store that was away can be filled later. Importing mlflow takes two seconds and happens on first use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from zeroexp.config import ConfigError
+from zeroexp.tracking import entries, views
+from zeroexp.tracking.files import read_timed_records
+from zeroexp.tracking.link import LINK, Link, attempt_of
+from zeroexp.tracking.run import read_run
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+Item = TypeVar("Item")
+
+SQLITE = "sqlite:///"
+SERVERS = ("http://", "https://")
+DATABASES = ("postgresql", "mysql", "mssql")
+METRICS_PER_CALL = 500
+PARAMS_PER_CALL = 100  # the most that a server takes
+UI_PORT = 5000
+
+
+class MlflowTracker:
+    """One experiment of one store. Cheap to make; the store is opened, and created if need be, on first use."""
+
+    def __init__(
+        self, uri: str | None, experiment: str, outputs: Path | str = Path("outputs")
+    ) -> None:
+        """`uri` None is a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
+        self.uri = store_uri(uri, Path(outputs))
+        self.experiment = experiment
+        self._client: MlflowClient | None = None
+        self._num_sent: dict[str, int] = {}  # steps, by run id
+
+    def start_run(
+        self, folder: Path, tags: Mapping[str, str] | None = None, *, pid: int | None = None
+    ) -> str:
+        """The MLflow run of a run folder: made on the first call, reopened on later ones. Returns its id.
+
+        `pid` is the process on this host with which the run dies; None where there is none to watch (Slurm).
+        A run that is run again from its start becomes a new one; the old one leaves the views of the sweep.
+        """
+        with _locked(folder / f".{LINK}.lock"):
+            link = Link.read(folder)
+            if link is None or not self._has(link):
+                link = self._create_run(folder, pid)
+            elif link.attempt != attempt_of(folder):
+                self._send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
+                link = self._create_run(folder, pid)
+            elif link.closed:
+                with self._store() as client:
+                    client.update_run(link.run_id, status=entries.RUNNING)
+            replace(link, closed=False).write(folder)
+        if tags:
+            self._send(link.run_id, tags=tags)
+        return link.run_id
+
+    def log_run(
+        self, folder: Path, status: str | None = None, tags: Mapping[str, str] | None = None
+    ) -> str | None:
+        """Send all that the folder holds; call it as often as you like, also while the run goes on: this object
+        remembers how many steps it has sent, and another one sends the same rows again.
+
+        `status` is one of state.json's words, by default the one that stands there; an ended status closes the
+        run. Returns the id of the MLflow run, None for a skipped point, which never was a run.
+        """
+        run, records = read_run(folder), read_timed_records(folder)
+        status = status or run.status
+        if status == "skipped":
+            return None
+        run_id = self.start_run(folder)
+        ended = entries.ended(run, status, records)
+        new_records = records[self._num_sent.get(run_id, 0) :]
+        metrics = [e for at, record in new_records for e in entries.step_entries(at, record)]
+        if run.summary is not None:
+            metrics += entries.summary_entries(ended, run.summary)
+        self._send(
+            run_id, metrics, entries.params(run), {**entries.tags(run, status), **(tags or {})}
+        )
+        self._num_sent[run_id] = len(records)
+        if entries.MLFLOW_STATUS[status] != entries.RUNNING:
+            self._close(folder, run_id, entries.MLFLOW_STATUS[status], ended)
+        return run_id
+
+    def close_stale(self, outputs: Path) -> list[Path]:
+        """Close every run below `outputs` that has ended, or whose process has died, without MLflow knowing.
+
+        Returns their folders. What such a run left behind is sent too.
+        """
+        return [
+            path.parent for path in sorted(outputs.rglob(LINK)) if self._close_if_stale(path.parent)
+        ]
+
+    def write_views(self, sweep: str) -> list[tuple[str, str]]:
+        """Save the views of a sweep in the experiment; returns (what it shows, link) for each."""
+        experiment_id, saved = self._experiment_id, views.of_sweep(sweep)
+        with self._store() as client:
+            tags = client.get_experiment(experiment_id).tags
+            for view in saved:
+                client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
+            for tag in views.outdated(tags, sweep):
+                client.delete_experiment_tag(experiment_id, tag)
+        base = self.uri if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
+        return [(view.title, view.url(base, experiment_id)) for view in saved]
+
+    def ui_command(self) -> str:
+        """What to type to see the runs; for a server that runs already, its address."""
+        if self.uri.startswith(SERVERS):
+            return self.uri
+        python, uri = shlex.quote(sys.executable), shlex.quote(self.uri)
+        return f"{python} -m mlflow ui --backend-store-uri {uri} --port {UI_PORT} --workers 1"
+
+    @contextmanager
+    def _store(self) -> Iterator[MlflowClient]:
+        """The only way to the store. One process at a time may use a sqlite file: the first creates the tables, none
+        fails because it waited too long for another. Not reentrant.
+        """
+        local = self.uri.startswith(SQLITE)
+        with _locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
+            if self._client is None:
+                self._client = _open_client(self.uri)
+            yield self._client
+
+    @cached_property
+    def _experiment_id(self) -> str:
+        with self._store() as client:
+            found = client.get_experiment_by_name(self.experiment)
+            if found is None:
+                return self._create_experiment(client)
+        if found.lifecycle_stage != "active":
+            raise ConfigError(
+                f"tracking.experiment={self.experiment} was deleted in MLflow; restore it with "
+                f"`mlflow experiments restore -x {found.experiment_id}` or choose another name"
+            )
+        return found.experiment_id
+
+    def _create_experiment(self, client: MlflowClient) -> str:
+        # Relative artifact locations would depend on where the UI is started.
+        location = None
+        if self.uri.startswith(SQLITE):
+            location = (_database(self.uri).parent / "mlartifacts" / self.experiment).as_uri()
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # else the UI opens for agents
+        return client.create_experiment(self.experiment, location, kind)
+
+    def _has(self, link: Link) -> bool:
+        """False for a run of another store, of one that was thrown away since, or that a user deleted."""
+        from mlflow.exceptions import MlflowException
+
+        if link.uri != self.uri:
+            return False
+        with self._store() as client:
+            try:
+                return client.get_run(link.run_id).info.lifecycle_stage == "active"
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return False
+
+    def _create_run(self, folder: Path, pid: int | None) -> Link:
+        run = read_run(folder)
+        experiment_id = self._experiment_id
+        with self._store() as client:
+            made = client.create_run(
+                experiment_id,
+                start_time=int(entries.began(run) * 1000),
+                tags=entries.tags(run, "running"),
+                run_name=run.name,
+            )
+        return Link.to(self.uri, experiment_id, made.info.run_id, pid, attempt_of(folder))
+
+    def _send(
+        self,
+        run_id: str,
+        metrics: Sequence[entries.Entry] = (),
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        with self._store() as client:
+            for batch in _batches(metrics, METRICS_PER_CALL):
+                client.log_batch(run_id, metrics=[Metric(*entry) for entry in batch])
+            for batch in _batches(list((params or {}).items()), PARAMS_PER_CALL):
+                client.log_batch(run_id, params=[Param(*item) for item in batch])
+            if tags:
+                client.log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+
+    def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
+        with self._store() as client:
+            for path in entries.artifacts(folder):
+                if path.is_dir():
+                    client.log_artifacts(run_id, str(path), path.name)
+                else:
+                    client.log_artifact(run_id, str(path))
+            client.set_terminated(run_id, status, int(ended * 1000))
+        link = Link.read(folder)
+        assert link is not None
+        replace(link, closed=True).write(folder)
+
+    def _close_if_stale(self, folder: Path) -> bool:
+        link = Link.read(folder)
+        if link is None or link.closed or not self._has(link):
+            return False
+        ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+        if ended:
+            self.log_run(folder)
+        elif link.orphaned():
+            reason = f"process {link.pid} on {link.host}, which ran it, has died"
+            self.log_run(folder, "cancelled", {"reason": reason})
+        return ended or link.orphaned()
+
+
+def store_uri(uri: str | None, outputs: Path) -> str:
+    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db."""
+    if uri is None:
+        return f"{SQLITE}{outputs.resolve() / 'mlflow.db'}"
+    if uri.startswith(SQLITE):
+        return f"{SQLITE}{_database(uri).resolve()}"
+    if not uri.startswith((*SERVERS, *DATABASES)):
+        raise ConfigError(
+            f"tracking.uri={uri} is no store that MLflow writes to; use sqlite:///path/to/mlflow.db, "
+            "the http(s) address of a server, or leave it null"
+        )
+    return uri.rstrip("/")
+
+
+def _database(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE))
+
+
+def _open_client(uri: str) -> MlflowClient:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow import MlflowClient
+
+    for chatter in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(chatter).setLevel(logging.WARNING)
+    return MlflowClient(uri)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Among all processes of this host; released by the system when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

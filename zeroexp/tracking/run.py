@@ -1,0 +1,74 @@
+"""Everything a run's folder says, read once: what the table and MLflow show is made from this and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zeroexp.measure.record import RunSummary
+from zeroexp.tracking.files import read_json, read_summary
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    config: dict[str, str]  # the resolved config, dotted key -> value
+    status: str  # pending | running | done | failed | skipped | timed_out | cancelled
+    reason: str | None  # why it was skipped, failed or stopped
+    times: dict[str, float]  # "<status>_at" -> Unix seconds
+    environment: dict[str, str]  # versions, git commit, host, device
+    summary: RunSummary | None  # None where it did not come to its end
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def sweep(self) -> str:
+        return self.folder.parent.name
+
+    @property
+    def strategy(self) -> str:
+        return self.config["strategy.name"]
+
+    @property
+    def implementation(self) -> str:
+        return self.config["strategy.implementation"]
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy}/{self.implementation}"
+
+    @property
+    def world_size(self) -> int:
+        return int(self.config["world_size"])
+
+
+def read_run(folder: Path) -> Run:
+    """Raises FileNotFoundError where the folder holds no config.yaml."""
+    state = read_json(folder / "state.json") or {"status": "pending"}
+    return Run(
+        folder=folder,
+        config=flatten(yaml.safe_load((folder / "config.yaml").read_text())),
+        status=state["status"],
+        reason=state.get("reason"),
+        times={key: value for key, value in state.items() if key.endswith("_at")},
+        environment=flatten(read_json(folder / "environment.json") or {}),
+        summary=read_summary(folder),
+    )
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"a": {"b": 1}} -> {"a.b": "1"}; strings stay as they are, all else (lists too) is written as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat

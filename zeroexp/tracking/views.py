@@ -1,0 +1,197 @@
+"""The saved views of a sweep in the MLflow UI: its table, memory × step time, memory by kind, scaling. Pure.
+
+MLflow keeps a saved view as an experiment tag `mlflow.sharedViewState.<key>`: a JSON envelope around the state of its
+page (columns, filter, grouping, chart cards), deflated. The format is that of the page of MLflow 3.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+TAG_PREFIX = "mlflow.sharedViewState."
+KEY_PREFIX = "zeroexp."
+MAX_SWEEPS = 5  # with views: MLflow lets no user save a view when there are 40
+
+COLUMNS = (
+    "tags.`strategy`",
+    "metrics.`world_size`",
+    "metrics.`loss`",
+    "metrics.`time/step_ms_median`",
+    "metrics.`time/step_ms_p95`",
+    "metrics.`tokens_per_s_mean`",
+    "metrics.`memory/params_mib`",
+    "metrics.`memory/grads_mib`",
+    "metrics.`memory/optim_mib`",
+    "metrics.`memory/total_mib`",
+    "metrics.`memory/peak_mib`",
+    "metrics.`traffic/sent_mib_per_step`",
+    "tags.`status`",
+)
+Chart = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    sweep: str
+    title: str
+    charts: list[Chart] = field(default_factory=list[Chart])  # none: the table
+    group_by: str | None = None  # a tag whose runs the charts show as one
+
+    @property
+    def key(self) -> str:
+        return KEY_PREFIX + re.sub(r"[^A-Za-z0-9_-]+", "-", self.sweep) + "." + _slug(self.title)
+
+    @property
+    def tag(self) -> str:
+        return TAG_PREFIX + self.key
+
+    def envelope(self, now: float) -> str:
+        """The value of the tag; `now` in Unix seconds."""
+        state = base64.b64encode(zlib.compress(json.dumps(self.state()).encode())).decode()
+        name = f"{self.sweep}: {self.title}"
+        stamp = int(now * 1000)
+        return json.dumps(
+            {"name": name, "createdAt": stamp, "updatedAt": stamp, "state": f"deflate;{state}"}
+        )
+
+    def url(self, base: str, experiment_id: str) -> str:
+        query = {"workflowType": "machine_learning", "viewStateShareKey": self.key}
+        if self.charts:
+            query["compareRunsMode"] = "CHART"
+        return f"{base}/#/experiments/{experiment_id}/runs?{urlencode(query)}"
+
+    def state(self) -> dict[str, Any]:
+        """What the page restores. Sections other than ours hold its generated charts and start folded."""
+        section = {"isReordered": True, "deleted": False, "isGenerated": False, "columns": 2}
+        names = [self.title, "memory", "phase", "scaling", "time", "traffic", "Model metrics"]
+        grouping = {
+            "aggregateFunction": "average",
+            "groupByKeys": [{"mode": "tag", "groupByData": self.group_by}],
+        }
+        return {
+            "searchFilter": f"tags.sweep = '{self.sweep}'",
+            "orderByKey": "attributes.start_time",
+            "orderByAsc": True,
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "datasetsFilter": [],
+            "modelVersionFilter": "All Runs",
+            "selectedColumns": list(COLUMNS),
+            "columnOrder": list(COLUMNS),
+            "columnWidths": {column: _width(column) for column in COLUMNS},
+            "runsHiddenMode": "SHOW_ALL",
+            "groupBy": grouping if self.group_by else None,
+            "useGroupedValuesInCharts": True,
+            "hideEmptyCharts": True,
+            "runListHidden": False,
+            "isAccordionReordered": True,
+            "compareRunCharts": [
+                {**chart, "uuid": f"{self.key}.{i}", "metricSectionId": self.key}
+                for i, chart in enumerate(self.charts)
+            ],
+            "compareRunSections": [
+                {
+                    **section,
+                    "uuid": self.key if name == self.title else f"section.{name}",
+                    "name": name,
+                    "display": name == self.title,
+                }
+                for name in names
+            ],
+        }
+
+
+def of_sweep(sweep: str) -> list[View]:
+    return [
+        View(sweep, "table"),
+        View(
+            sweep,
+            "memory × step time",
+            [
+                _scatter("time/step_ms_median", "memory/peak_mib"),
+                _scatter("time/step_ms_median", "memory/total_mib"),
+            ],
+        ),
+        View(
+            sweep,
+            "memory by kind",
+            [
+                _bar(f"memory/{kind}_mib")
+                for kind in ("params", "grads", "optim", "buffers", "total", "peak")
+            ],
+        ),
+        View(
+            sweep,
+            "scaling over world size",
+            [
+                _line("scaling/step_ms"),
+                _line("scaling/tokens_per_s"),
+                _line("scaling/memory_total_mib"),
+            ],
+            group_by="strategy",
+        ),
+    ]
+
+
+def outdated(tags: Mapping[str, str], sweep: str) -> list[str]:
+    """Which of an experiment's tags are views of ours for all but the newest sweeps; `sweep` counts as newest."""
+    ages: dict[str, int] = {}  # a sweep's part of the tag -> when it was last written
+    ours = [tag for tag in tags if tag.startswith(TAG_PREFIX + KEY_PREFIX)]
+    for tag in ours:
+        ages[_owner(tag)] = max(ages.get(_owner(tag), 0), json.loads(tags[tag])["updatedAt"])
+    ages.pop(_owner(View(sweep, "table").tag), None)
+    newest_first = sorted(ages, key=ages.__getitem__, reverse=True)
+    dropped = set(newest_first[MAX_SWEEPS - 1 :])
+    return [tag for tag in ours if _owner(tag) in dropped]
+
+
+def _owner(tag: str) -> str:
+    return tag.rpartition(".")[0]
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z]+", "-", title.lower())
+
+
+def _width(column: str) -> int:
+    """Pixels that show the whole header."""
+    name = column.split("`")[1]
+    return max(90, 7 * len(name) + 24)
+
+
+def _card(kind: str, title: str, **settings: Any) -> Chart:
+    shared = {"type": kind, "displayName": title, "deleted": False, "isGenerated": False}
+    return {**shared, "runsCountToCompare": 100, **settings}
+
+
+def _scatter(x: str, y: str) -> Chart:
+    axes = {name: {"type": "METRIC", "key": key} for name, key in (("xaxis", x), ("yaxis", y))}
+    return _card("SCATTER", f"{y} over {x}", **axes)
+
+
+def _bar(metric: str) -> Chart:
+    return _card("BAR", metric, metricKey=metric)
+
+
+def _line(metric: str) -> Chart:
+    return _card(
+        "LINE",
+        f"{metric} over world size",
+        metricKey=metric,
+        selectedMetricKeys=[metric],
+        xAxisKey="step",
+        useGlobalXaxisKey=False,
+        lineSmoothness=0,
+        useGlobalLineSmoothing=False,
+        xAxisScaleType="linear",
+        scaleType="linear",
+        yAxisKey="metric",
+        displayPoints=True,
+    )

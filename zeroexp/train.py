@@ -1,0 +1,140 @@
+"""The training loop: everything else serves these lines.
+
+A step ends when its parameters are updated and its loss and gradient norm are known; an engine may leave its last
+all-gathers in flight, since the next step waits for them. At both ends of the measured window nothing is in flight: the
+last warm-up step and the last step of all drain the engine and meet at a barrier, inside their own time.
+
+[Note: reading memory] The bytes held are read at the four MOMENTS of one step: the last of warm-up, which no time
+counts. Without warm-up (or resumed behind it) that is the last step of all. In both the clock stands still meanwhile.
+
+[Note: one step late] On a GPU the host runs ahead of the device. A step's numbers are read there when the next step has
+been launched, so that reading never lets the device wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroexp.config import Config
+from zeroexp.data import Microbatch, StepBatch
+from zeroexp.measure.clock import StepClock
+from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
+from zeroexp.measure.record import StepRecord, Traffic
+from zeroexp.measure.traffic import WireMeter, added
+from zeroexp.models.loss import loss_sum
+from zeroexp.optim import learning_rate
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.strategies.base import Strategy
+from zeroexp.world import World, barrier
+
+
+class Data(Protocol):
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch: ...
+
+
+def train(
+    strategy: Strategy, data: Data, *, config: Config, world: World, start_step: int = 0
+) -> Iterator[StepRecord]:
+    """Train to the configured number of steps: one record per step, with the same loss on every rank."""
+    num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
+    num_steps = num_warmup + config.train.steps
+    window_ends = {num_warmup - 1, num_steps - 1}
+    reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
+    collectives = Collectives(world)
+    unread: deque[_Step] = deque()
+    for index in range(start_step, num_steps):
+        step = _Step(world, index, reading_memory=index == reading_step)
+        step.lr = learning_rate(config.optimizer, index, num_steps)
+        for group in strategy.optimizer.param_groups:
+            group["lr"] = step.lr
+        batch = data.step_batch(index * batch_size, rank=world.rank, world_size=world.size)
+        for microbatch in batch.microbatches:
+            last = microbatch is batch.microbatches[-1]
+            with strategy.microbatch(last=last):
+                step.clock.enter("forward")
+                loss = _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
+                if last:
+                    step.read_memory("after_forward", strategy)
+                step.clock.enter("backward")
+                strategy.backward(loss)
+            step.loss += loss.detach()
+        step.read_memory("after_backward", strategy)
+        step.clock.enter("step")
+        loss_summed = collectives.sum_scalar_later(step.loss, "loss")  # beside the engine's step
+        step.grad_norm = strategy.step()
+        step.read_memory("after_step", strategy)
+        strategy.zero_grad()
+        loss_summed.wait()
+        if index in window_ends:
+            strategy.drain()
+            barrier()
+        step.read_memory("at_rest", strategy)
+        sent = [strategy.take_traffic(), collectives.take_traffic()]
+        step.end(batch.num_tokens, sent, strategy.shared_bytes)
+        unread.append(step)
+        if len(unread) > (world.device.type == "cuda"):  # [Note: one step late]
+            yield unread.popleft().record(config)
+    for step in unread:
+        yield step.record(config)
+
+
+def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: str) -> Tensor:
+    """A function of its own, so that the model's output dies before backward."""
+    microbatch = microbatch.to(world.device)
+    return loss_sum(strategy.model(**microbatch.inputs), microbatch.labels, task)
+
+
+class _Step:
+    """The meters of one step, and its numbers until somebody reads them."""
+
+    def __init__(self, world: World, index: int, *, reading_memory: bool):
+        self.lr = 0.0
+        self.loss = torch.zeros((), device=world.device)
+        self.grad_norm = self.loss
+        self._index = index
+        self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
+        self._wire = WireMeter(world.backend)
+        self._allocations = AllocationMeter(world.device)
+        self.clock = StepClock(world.device)
+
+    def read_memory(self, moment: str, strategy: Strategy) -> None:
+        """[Note: reading memory]"""
+        if self._memory is not None:
+            phase = self.clock.enter(None)
+            self._memory[moment] = bytes_by_kind(strategy.model_states())
+            self.clock.enter(phase)
+
+    def end(self, num_tokens: int, sent: list[Traffic], shared_bytes: int) -> None:
+        self.clock.stop()
+        self._num_tokens = num_tokens
+        self._peak_bytes = self._allocations.peak_bytes()
+        if self._peak_bytes is not None:
+            self._peak_bytes += shared_bytes
+        self._allocated_bytes = self._allocations.allocated_bytes()
+        self._wire_bytes = self._wire.sent_bytes()
+        self._traffic = added(sent)
+
+    def record(self, config: Config) -> StepRecord:
+        """Waits for the device to finish the step."""
+        seconds, phase_seconds = self.clock.read()
+        return StepRecord(
+            step=self._index,
+            warmup=self._index < config.train.warmup_steps,
+            samples_seen=(self._index + 1) * config.data.global_batch_size,
+            loss=self.loss.item(),
+            grad_norm=self.grad_norm.item(),
+            lr=self.lr,
+            num_tokens=self._num_tokens,
+            step_seconds=seconds,
+            phase_seconds=phase_seconds,
+            memory_bytes=self._memory,
+            peak_bytes=self._peak_bytes,
+            allocated_bytes=self._allocated_bytes,
+            traffic=self._traffic,
+            wire_bytes=self._wire_bytes,
+        )
