@@ -1,0 +1,43 @@
+"""Hydra loads launchers from here alone. Ours composes the points of a sweep and hands them to it.
+
+`task_function` is what `zeroexp.__main__` gave to Hydra: not the body of one job, as usual, but of
+the whole sweep, since only that knows which points are defined and what may run beside what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+TARGET = {"_target_": "hydra_plugins.zeroexp_launcher.ZeroexpLauncher"}
+ConfigStore.instance().store(group="hydra/launcher", name="zeroexp", node=TARGET)
+
+
+class ZeroexpLauncher(Launcher):
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """One return per point, as sweepers want it: its final loss, None where it has none."""
+        losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
+        return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
+
+    def _compose(self, overrides: list[str]) -> tuple[list[str], Any]:
+        """What makes this point differ from the sweep, and its config as plain values."""
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        keys = [str(key) for key in composed if key != "hydra"]
+        values = OmegaConf.to_container(OmegaConf.masked_copy(composed, keys), resolve=True)
+        asked = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        fixed = {word.get_key_element() for word in asked if not word.is_sweep_override()}
+        return [word for word in overrides if word.partition("=")[0] not in fixed], values

@@ -1,0 +1,109 @@
+"""slurm.conf, gres.conf and the nodes' hosts file of a cluster on one machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+SLURM_CONF = """\
+ClusterName=minicluster
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/logs/slurmctld.log
+SlurmdLogFile={folder}/logs/%n.log
+# Without cgroups: process trees by /proc, no binding, no memory accounting.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+PropagateResourceLimits=NONE
+MpiDefault=none
+# Nodes may claim more CPUs than this machine has.
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+# Short times, so that failures show within seconds.
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
+KillWait=5
+SlurmdTimeout=10
+MessageTimeout=5
+InactiveLimit=0
+MinJobAge=3600
+JobRequeue=1
+ReturnToService=2
+# Jobs of `high` evict those of `low`, which start again.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10 MaxTime=INFINITE
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
+"""
+
+# munged's second door: without AccountingStoragePass the clients of slurmdbd look for the system's socket.
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={dbd_port}
+AccountingStoragePass={folder}/munge.socket
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cluster pretends to be."""
+
+    nodes: int
+    cpus: int  # of one node
+    gpus: int  # of one node; names of /dev/null, so that Slurm has something to hand out
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"node{index}" for index in range(1, self.nodes + 1)]
+
+
+def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> None:
+    """Write slurm.conf, gres.conf and hosts into `folder`; `dbd_port` None means no accounting."""
+    ctld_port, *node_ports = free_ports(1 + shape.nodes)
+    text = SLURM_CONF.format(
+        host=socket.gethostname().partition(".")[0], ctld_port=ctld_port, folder=folder
+    )
+    if dbd_port is not None:
+        text += ACCOUNTING.format(dbd_port=dbd_port, folder=folder)
+    if shape.gpus:
+        text += "GresTypes=gpu\n"
+        for index in range(shape.gpus):
+            (folder / f"gpu{index}").symlink_to("/dev/null")
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{shape.gpus - 1}]\n")
+    text += "".join(
+        node_line(shape, *each) for each in zip(shape.node_names, node_ports, strict=True)
+    )
+    (folder / "slurm.conf").write_text(text)
+    hosts = "".join(f"127.0.0.1 {name}\n" for name in shape.node_names)
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "\n" + hosts)
+
+
+def node_line(shape: Shape, name: str, port: int) -> str:
+    gpus = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
+    resources = f"CPUs={shape.cpus} RealMemory={memory_mib()}{gpus}"
+    return f"NodeName={name} NodeAddr=127.0.0.1 Port={port} {resources} State=UNKNOWN\n"
+
+
+def free_ports(count: int) -> list[int]:
+    """All sockets are open at once, so that no port comes twice."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def memory_mib() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20

@@ -1,0 +1,72 @@
+"""The real Slurm of the tests: `with Minicluster(folder, "--nodes=4") as cluster`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MINICLUSTER = str(Path(__file__).parents[2] / "slurm" / "minicluster")
+
+
+def why_not() -> str | None:
+    """Why no cluster can be started here; None if one can."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    for program in ("slurmctld", "slurmd", "munged"):
+        if shutil.which(program, path=path) is None:
+            return f"{program} is not installed: apt-get install slurm-wlm munge"
+    if os.geteuid() != 0:
+        return "slurm/minicluster needs root"
+    unshare = subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True)
+    return "this container may make no namespaces" if unshare.returncode else None
+
+
+class Minicluster:
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder, self.flags = folder, flags
+        self.environment = dict(os.environ)
+
+    def __enter__(self) -> Minicluster:
+        export = self.command("up", *self.flags)
+        name, _, value = export.removeprefix("export ").strip().partition("=")
+        self.environment[name] = value
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.command("down")
+
+    def command(self, *words: str) -> str:
+        """One command of slurm/minicluster for this cluster."""
+        return self.run(MINICLUSTER, f"--folder={self.folder}", *words)
+
+    def run(self, *words: str, timeout_s: float = 60) -> str:
+        """Standard output of a command that sees this cluster; raises if it fails."""
+        done = subprocess.run(
+            words,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.folder.parent,
+        )
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def node_state(self, node: str) -> str:
+        return self.run(
+            "sinfo", "--noheader", f"--nodes={node}", "--partition=low", "--format=%T"
+        ).strip()
+
+    def job_state(self, job: str) -> str:
+        return self.run(
+            "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"
+        ).strip()
+
+    def wait_for(self, happened: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
+            time.sleep(0.1)

@@ -1,0 +1,193 @@
+"""The local cluster with real forked processes: endings, first causes, and nobody left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroexp import config as configs
+from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.local import LocalCluster, environment
+from zeroexp.config import Config
+
+RANK_MAIN = "tests.cluster.rank_mains:main"
+
+
+def make_job(folder: Path, *, world_size: int = 2, timeout_s: int = 60, device: str = "cpu") -> Job:
+    """Its ranks do what the function in rank_mains.py does that has the folder's name."""
+    config = Config(world_size=world_size)
+    config.cluster.timeout_s = timeout_s
+    config.cluster.device = device
+    folder.mkdir()
+    configs.save(config, folder / "config.yaml")
+    return Job(folder)
+
+
+@pytest.fixture(scope="module")
+def local():
+    with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
+        yield local
+
+
+def run(local: LocalCluster, job: Job) -> Outcome:
+    return local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+
+
+def cause_of(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.status == "failed" and outcome.cause is not None
+    return outcome.cause
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("pid*")]
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.02)
+
+
+def test_ranks_are_fresh_forks_of_one_server(local, tmp_path):
+    jobs = [make_job(tmp_path / f"say_who-{n}", world_size=n) for n in (1, 3)]
+    assert [run(local, job).status for job in jobs] == ["done", "done"]
+    facts = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*/rank*.json"))]
+    assert [(fact["rank"], fact["size"]) for fact in facts] == [(0, 1), (0, 3), (1, 3), (2, 3)]
+    assert len({fact["pid"] for fact in facts}) == 4
+    assert len({fact["server"] for fact in facts}) == 1
+    assert {fact["threads"] for fact in facts} == {1}
+
+
+def test_imports_of_ranks_start_no_thread():
+    """Forking would lose it. The kernel's list of threads also shows those of C++."""
+    program = "import zeroexp.rank, os; print(len(os.listdir('/proc/self/task')))"
+    variables = environment(Config().cluster)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "1", result.stderr
+
+
+def test_ranks_meet_without_a_port(local, tmp_path):
+    job = make_job(tmp_path / "meet")
+    assert run(local, job).status == "done"
+    met = [json.loads((job.folder / f"met{rank}.json").read_text()) for rank in (0, 1)]
+    assert met[0] == met[1] and len(set(met[0])) == 2
+
+
+def test_records_arrive_while_the_job_runs(local, tmp_path):
+    job = make_job(tmp_path / "write_lines", world_size=1)
+    (job.folder / "records.jsonl").write_text('{"step": "of an earlier attempt"}\n')
+    seen: list[tuple[int, float]] = []
+    local.run(
+        job,
+        on_record=lambda record: seen.append((record["step"], time.monotonic())),
+        on_event=lambda line: None,
+    )
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4]
+    assert seen[-1][1] > seen[0][1]
+
+
+def test_a_rank_that_raises_ends_the_others_and_names_the_cause(local, tmp_path):
+    job, next_job = make_job(tmp_path / "raise_on_rank_1"), make_job(tmp_path / "say_who")
+    began = time.monotonic()
+    cause = cause_of(run(local, job))
+    assert time.monotonic() - began < 4  # the other one ignores SIGTERM
+    assert (cause["rank"], cause["exception"]) == (1, "ArithmeticError")
+    assert cause["message"] == "the loss is not a number"
+    assert cause["log"].endswith("logs/rank1.log")
+    assert len(pids(job.folder)) == 2 and not any(is_alive(pid) for pid in pids(job.folder))
+    assert run(local, next_job).status == "done"
+
+
+def test_a_killed_rank_is_the_cause_and_not_what_its_peers_say(local, tmp_path):
+    job = make_job(tmp_path / "kill_rank_1")
+    cause = cause_of(run(local, job))
+    assert (cause["rank"], cause["exception"]) == (1, "SIGKILL")
+    assert "rank 1 was killed by SIGKILL" in cause["message"]
+    assert not any(is_alive(pid) for pid in pids(job.folder))
+
+
+def test_a_rank_that_exits_without_a_word(local, tmp_path):
+    job = make_job(tmp_path / "exit_silently", world_size=1)
+    assert cause_of(run(local, job))["exception"] == "exit code 7"
+
+
+def test_a_failure_of_an_earlier_attempt_is_forgotten(local, tmp_path):
+    job = make_job(tmp_path / "say_who", world_size=1)
+    (job.folder / "failure.json").write_text('{"message": "long ago"}')
+    assert run(local, job) == Outcome("done", None)
+
+
+def test_a_job_that_takes_too_long_is_stopped(local, tmp_path):
+    job = make_job(tmp_path / "hang", timeout_s=1)
+    assert run(local, job).status == "timed_out"
+    assert len(pids(job.folder)) == 2 and not any(is_alive(pid) for pid in pids(job.folder))
+
+
+def test_too_few_gpus_is_one_line_and_starts_nobody(local, tmp_path):
+    job = make_job(tmp_path / "say_who", world_size=64, device="cuda")
+    cause = cause_of(run(local, job))
+    assert "cluster.device=cuda: world_size=64 needs 64 GPUs" in cause["message"]
+    assert not list(job.folder.glob("rank*"))
+
+
+def test_a_lost_server_fails_its_job_and_is_replaced(local, tmp_path):
+    doomed, healthy = make_job(tmp_path / "kill_server"), make_job(tmp_path / "say_who")
+    events: list[str] = []
+    assert "code -9" in cause_of(run(local, doomed))["message"]
+    wait_until(lambda: not any(is_alive(pid) for pid in pids(doomed.folder)))
+    again = local.run(healthy, on_record=lambda record: None, on_event=events.append)
+    assert again.status == "done"
+    assert len(events) == 1 and "starting another" in events[0]
+
+
+def test_a_server_that_can_not_start_fails_its_job(tmp_path):
+    """It dies before it reads what was asked, which the socket reports in another way than its end."""
+    job = make_job(tmp_path / "say_who")
+    with LocalCluster(Config().cluster, rank_main="tests.cluster.no_such_module:main") as local:
+        assert "ended with code 1" in cause_of(run(local, job))["message"]
+
+
+SWEEP = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from pathlib import Path
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.local import LocalCluster, environment
+from zeroexp.config import Config
+with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") as local:
+    local.run(Job(Path(sys.argv[1])), on_record=print, on_event=print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_orphan_when_the_sweep_ends(tmp_path, number):
+    job = make_job(tmp_path / "hang")
+    sweep = subprocess.Popen(
+        [sys.executable, "-c", SWEEP, str(job.folder)], stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: len(pids(job.folder)) == 2, seconds=60)
+    ranks = pids(job.folder)
+    server = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    sweep.send_signal(number)
+    sweep.wait(10)
+    wait_until(lambda: not any(is_alive(pid) for pid in [server, *ranks]))

@@ -1,0 +1,163 @@
+"""Whole sweeps on a real Slurm, from the command line: the mission's headline, and all that one does with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.minicluster import Minicluster, why_not
+from zeroexp.cluster.follow import slurm_id
+from zeroexp.cluster.job import Job
+from zeroexp.tracking.files import read_json, read_records
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("model=tiny", "data=synthetic", "data.global_batch_size=4", "data.seq_len=32"),
+    *("train.warmup_steps=1", "train.steps=2", "cluster=slurm", "cluster.device=cpu"),
+    *("cluster.slurm.ranks_per_node=1", "cluster.slurm.cpus_per_rank=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
+    with Minicluster(tmp_path_factory.mktemp("slurm") / "cluster", "--nodes=4") as started:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        started.environment["PYTHONPATH"] = path
+        yield started
+
+
+def test_a_sweep_over_world_sizes(cluster: Minicluster, tmp_path: Path) -> None:
+    done = run(cluster, tmp_path, "zeroexp", "strategy=zero3", "-m", "world_size=1,2,4", *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = {job.config.world_size: job for job in jobs(tmp_path)}
+    assert sorted(found) == [1, 2, 4]
+    for world_size, job in found.items():
+        submitted = read_json(job.folder / "slurm.json")
+        assert submitted is not None
+        assert (submitted["nodes"], submitted["ranks_per_node"]) == (world_size, 1)
+        assert submitted["node_list"].startswith("node")
+        assert len(list((job.folder / "logs").glob("rank*.log"))) == world_size
+    losses = {n: [record.loss for record in read_records(job.folder)] for n, job in found.items()}
+    assert len(losses[1]) == 3
+    for world_size in (2, 4):  # sums in another order: equal to rounding
+        assert losses[world_size] == pytest.approx(losses[1], rel=1e-5)
+    assert set(in_mlflow(tmp_path).values()) == {"FINISHED"}
+
+
+def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
+    """The second point fails, before a rank starts, until it is repaired."""
+    gate = f"test $SLURM_JOB_NUM_NODES = 1 || test -e {tmp_path}/repaired || exit 3"
+    settings = [f"cluster.slurm.setup=['{gate}']", "cluster.wait=false", "world_size=1,2"]
+    done = run(cluster, tmp_path, "zeroexp", *settings, *SMALL)
+    assert done.returncode == 0, done.stderr
+    first, second = jobs(tmp_path)
+    sweep = str(first.folder.parent)
+    assert f"python -m zeroexp.watch {os.path.relpath(sweep, tmp_path)}" in done.stdout
+
+    watched = run(cluster, tmp_path, "zeroexp.watch", sweep)
+    assert watched.returncode == 1, watched.stderr
+    assert [first.state["status"], second.state["status"]] == ["done", "failed"]
+    assert "Slurm says FAILED" in second.state["reason"]
+    assert in_mlflow(tmp_path) == {first.name: "FINISHED", second.name: "FAILED"}
+
+    (tmp_path / "repaired").touch()
+    before = slurm_id(first)
+    again = run(cluster, tmp_path, "zeroexp.watch", sweep, "--rerun", "failed")
+    assert again.returncode == 0, again.stderr
+    followed = run(cluster, tmp_path, "zeroexp.watch", sweep)
+    assert followed.returncode == 0, followed.stderr
+    assert second.state["status"] == "done"
+    assert slurm_id(first) == before, "what had ended well was left alone"
+    assert in_mlflow(tmp_path) == {first.name: "FINISHED", second.name: "FINISHED"}
+    assert run(cluster, tmp_path, "zeroexp.sync", sweep).returncode == 0
+    assert in_mlflow(tmp_path) == {first.name: "FINISHED", second.name: "FINISHED"}
+
+
+@pytest.mark.parametrize("how", ["ctrl_c", "watch"])
+def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how: str) -> None:
+    long = [*SMALL, "train.steps=100000", "world_size=2", f"cluster.wait={how == 'ctrl_c'}"]
+    if how == "watch":
+        assert run(cluster, tmp_path, "zeroexp", *long).returncode == 0
+        (job,) = jobs(tmp_path)
+        cancelled = run(cluster, tmp_path, "zeroexp.watch", str(job.folder.parent), "--cancel")
+        assert cancelled.returncode == 1
+        assert f"Slurm job {slurm_id(job)}" in cancelled.stdout
+    else:
+        sweep = start(cluster, tmp_path, "zeroexp", *long)
+        cluster.wait_for(
+            lambda: any(job.state["status"] == "running" for job in jobs(tmp_path)), 60
+        )
+        sweep.send_signal(signal.SIGINT)
+        sweep.communicate(timeout=60)
+        assert sweep.returncode == 130
+        (job,) = jobs(tmp_path)
+    assert job.state["status"] == "cancelled"
+    cluster.wait_for(lambda: cluster.job_state(str(slurm_id(job))) == "CANCELLED", 15)
+    assert in_mlflow(tmp_path) == ({job.name: "KILLED"} if how == "watch" else {})
+
+
+def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -> None:
+    settings = [word for word in SMALL if word != "cluster=slurm" and "slurm" not in word]
+    site = ["cluster.slurm.cpus_per_rank=1", "tracking=files", "world_size=1"]
+    done = run(cluster, tmp_path, "zeroexp", "-m", "cluster=local,slurm", *settings, *site)
+    assert done.returncode == 0, done.stderr
+    found = {job.config.cluster.kind: job for job in jobs(tmp_path)}
+    assert {kind: slurm_id(job) is not None for kind, job in found.items()} == {
+        "local": False,
+        "slurm": True,
+    }
+    local, slurm = ([r.loss for r in read_records(found[k].folder)] for k in ("local", "slurm"))
+    assert local == slurm, "the same ranks do the same sums"
+
+
+def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Path) -> None:
+    before = cluster.run("squeue", "--noheader", "--states=all")
+    done = run(cluster, tmp_path, "zeroexp", "world_size=2", "cluster.dry_run=true", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2\n" in done.stdout
+    assert "srun " in done.stdout
+    assert cluster.run("squeue", "--noheader", "--states=all") == before
+
+
+def run(cluster: Minicluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    process = start(cluster, folder, *words)
+    out, err = process.communicate(timeout=180)
+    assert "Traceback" not in err, err
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def start(cluster: Minicluster, folder: Path, module: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env=cluster.environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def jobs(folder: Path) -> list[Job]:
+    return [Job(path.parent) for path in sorted(folder.glob("outputs/*/*/config.yaml"))]
+
+
+def in_mlflow(folder: Path) -> dict[str, str]:
+    """Status of every run that MLflow knows, by name."""
+    database = folder / "outputs" / "mlflow.db"
+    if not database.exists():
+        return {}
+    with closing(sqlite3.connect(database)) as store:
+        return dict(store.execute("select name, status from runs"))

@@ -1,0 +1,223 @@
+"""What is made of Slurm's words, and what is asked of it: without a Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroexp.cluster import slurm_state
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm import Shape, SlurmCluster
+from zeroexp.cluster.slurm_state import Sighting, conclude
+from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
+from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.tracking import failure
+from zeroexp.tracking.files import write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "most", "shape"),
+    [
+        (1, 8, Shape(1, 1)),
+        (8, 8, Shape(1, 8)),
+        (12, 8, Shape(2, 6)),
+        (9, 4, Shape(3, 3)),
+        (5, 4, Shape(5, 1)),
+    ],
+)
+def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(
+    world_size: int, most: int, shape: Shape
+) -> None:
+    assert Shape.of(world_size, most) == shape
+
+
+SEEN = {
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "PENDING": "pending",
+    "REQUEUED": "pending",
+    "TIMEOUT": "timed_out",
+    "CANCELLED": "cancelled",
+    "NODE_FAIL": "failed",
+    "PREEMPTED": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "FAILED": "failed",
+    "COMPLETED": "failed",  # and left no result
+}
+
+
+@pytest.mark.parametrize(("word", "status"), SEEN.items())
+def test_every_word_of_slurm_has_a_status(tmp_path: Path, word: str, status: str) -> None:
+    job = make_job(tmp_path)
+    assert conclude(job, Sighting(word, "None", "node1", preempted=False))[0] == status
+
+
+def test_a_result_without_failure_is_done_also_when_slurm_forgot(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    assert conclude(job, None)[0] == "failed"
+    write_json(tmp_path / "summary.json", {"world_size": 1})
+    assert conclude(job, None) == ("done", None)
+    assert conclude(job, Sighting("COMPLETED", "None", "node1", preempted=False)) == ("done", None)
+
+
+def test_the_first_cause_counts_unless_slurm_took_the_job_away(tmp_path: Path) -> None:
+    """Ranks that lost a peer on a crashed node raise too, and they raise a consequence."""
+    job = make_job(tmp_path)
+    failure.write_raised(tmp_path, 1, ArithmeticError("not a number"))
+    _, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=False))
+    assert reason is not None and "rank 1" in reason and "ArithmeticError: not a number" in reason
+    _, reason = conclude(job, Sighting("NODE_FAIL", "NodeDown", "node[1-2]", preempted=False))
+    assert reason == "node lost (node[1-2])"
+    _, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=True))
+    assert reason == "preempted by a job of higher priority (node[1-2])"
+
+
+def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
+    squeue = "7|PENDING|Resources||N/A|\n8|FAILED|NonZeroExitCode|n[1-2]|2026-01-01T00:00:00|\n"
+    assert slurm_state.parse(squeue, {"7", "8"}) == {
+        "7": Sighting("PENDING", "Resources", "", preempted=False),
+        "8": Sighting("FAILED", "NonZeroExitCode", "n[1-2]", preempted=True),
+    }
+    sacct = "8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
+    assert slurm_state.parse(sacct, {"8"}) == {"8": Sighting("CANCELLED", "None", "n1", False)}
+
+
+def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
+    site = SlurmConfig(ranks_per_node=4, cpus_per_rank=3, memory_gb=1.5, partition="gpu")
+    site.setup, site.sbatch = ["module load cuda"], {"reservation": "mine"}
+    job = make_job(tmp_path / "run", ClusterConfig(device="cuda", timeout_s=90, slurm=site), 8)
+    text = SlurmCluster(job.config.cluster).script(job)
+    for line in (
+        *("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=3"),
+        *("--mem=1536M", "--time=2", "--partition=gpu", "--reservation=mine", "--no-requeue"),
+    ):
+        assert f"#SBATCH {line}\n" in text, line
+    assert text.index("module load cuda") < text.index("\nsrun ")
+    assert "--kill-on-bad-exit=1" in text
+
+
+def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
+    """Its first command: a dry run, on a machine that need not have Slurm."""
+    command = ["-m", "zeroexp", "--config-dir", str(ROOT / "slurm" / "site.example")]
+    settings = ["cluster=mysite", "cluster.dry_run=true", "world_size=12", "model=tiny"]
+    done = subprocess.run(
+        [sys.executable, *command, *settings],
+        cwd=tmp_path,
+        env=slurm_task(0),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("#SBATCH --partition=gpu\n", "#SBATCH --nodes=3\n", "module purge\n"):
+        assert line in done.stdout
+    example = (ROOT / "slurm" / "site.example" / "cluster" / "mysite.yaml").read_text()
+    settings = [line for line in example.partition("_self_")[2].splitlines() if ": " in line]
+    assert all("# ADAPT" in line or line.startswith("  setup:") for line in settings)
+
+
+def test_without_slurm_a_sweep_is_refused_in_one_line(tmp_path: Path) -> None:
+    empty = {**slurm_task(0), "PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "zeroexp", "cluster=slurm", "cluster.device=cpu"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=empty, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("zeroexp: cluster=slurm: there is no sbatch") and "minicluster" in line
+    assert not list(tmp_path.glob("outputs/*/config.yaml"))
+
+
+def test_of_one_name_only_as_many_as_may_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", ClusterConfig(device="cpu", slurm=SlurmConfig(max_running=2)))
+    text = SlurmCluster(job.config.cluster).script(job)
+    assert "--dependency=singleton\n" in text
+    assert f"--job-name={tmp_path.name}-0\n" in text
+    assert "--gpus-per-node" not in text
+
+
+def test_the_same_code_is_copied_once_and_changed_code_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / PACKAGE.name
+    package.mkdir()
+    (package / "train.py").write_text("SPEED = 1\n")
+    monkeypatch.setattr("zeroexp.cluster.snapshot.PACKAGE", package)
+    first = take_snapshot(tmp_path / "sweep")
+    assert take_snapshot(tmp_path / "sweep") == first
+    (package / "train.py").write_text("SPEED = 2\n")
+    second = take_snapshot(tmp_path / "sweep")
+    assert second != first
+    assert (first / PACKAGE.name / "train.py").read_text() == "SPEED = 1\n"
+    assert len(list((tmp_path / "sweep" / ".code").iterdir())) == 2
+
+
+RUN_TASK = "from pathlib import Path; from zeroexp.cluster.task import run_task; run_task({})"
+
+
+def test_a_task_costs_its_rank_next_to_nothing() -> None:
+    """It waits beside every rank, while that is measured."""
+    imports = (
+        "import sys, zeroexp.cluster.task; print(*{'torch', 'mlflow', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", imports], env=slurm_task(0), capture_output=True)
+    assert (done.returncode, done.stdout.strip()) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "exception"),
+    [("kill_rank_1", 137, "SIGKILL"), ("exit_silently", 7, "exit code 7")],
+)
+def test_a_task_says_how_its_rank_died(
+    tmp_path: Path, main: str, code: int, exception: str
+) -> None:
+    done = subprocess.run(task(tmp_path, main), env=slurm_task(1), timeout=60)
+    assert done.returncode == code
+    found = Job(tmp_path).failure
+    assert found is not None and (found["rank"], found["exception"]) == (1, exception)
+
+
+def test_a_rank_that_can_not_start_leaves_its_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(task(tmp_path, "no_such_function"), env=slurm_task(1), timeout=60)
+    assert done.returncode == 1
+    found = Job(tmp_path).failure
+    assert found is not None
+    assert "no_such_function" in Path(found["log"]).read_text()
+
+
+def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
+    running = subprocess.Popen(task(tmp_path, "hang"), env=slurm_task(0), start_new_session=True)
+    try:
+        while not (tmp_path / "pid0").exists():
+            assert running.poll() is None
+        os.killpg(running.pid, signal.SIGTERM)  # as Slurm does: the task and its children
+        assert running.wait(timeout=30) == 128 + signal.SIGTERM
+    finally:
+        running.kill()
+    assert Job(tmp_path).failure is None
+
+
+def task(folder: Path, main: str) -> list[str]:
+    arguments = f"Path({str(folder)!r}), 'tests.cluster.light_ranks:{main}', 'cpu', 30"
+    return [sys.executable, "-c", RUN_TASK.format(arguments)]
+
+
+def slurm_task(rank: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    place["ZEROEXP_HEARTBEAT"] = "127.0.0.1:1"  # where nobody listens: an early task calls again
+    return {**os.environ, **place, "PYTHONPATH": path}
+
+
+def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int = 1) -> Job:
+    folder.mkdir(exist_ok=True)
+    config = Config(cluster=cluster or ClusterConfig(), world_size=world_size)
+    save(config, folder / "config.yaml")
+    return Job(folder)

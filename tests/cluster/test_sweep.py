@@ -1,0 +1,270 @@
+"""Sweeps from the command line to the exit code, with real ranks on a tiny model; and which points there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.composing import composed
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.points import points_of
+from zeroexp.config import Config, StudyConfig
+from zeroexp.tracking.files import read_records, read_summary
+
+ROOT = Path(__file__).resolve().parents[2]
+# A second per point: a tiny model, three steps of two short samples.
+QUICK = [
+    *("model=tiny", "data.seq_len=32", "data.global_batch_size=2", "tracking=files"),
+    *("train.warmup_steps=1", "train.steps=2", "cluster.device=cpu"),
+]
+
+
+# ---- which points there are
+
+
+def points(config: Config, *overrides: str):
+    return points_of(overrides, asdict(config))
+
+
+def test_a_point_is_named_by_strategy_implementation_and_ranks():
+    (point,) = points(composed("world_size=1"))
+    assert point.name == "zero3-buffer-n1" and point.refusal is None
+
+
+def test_what_else_is_swept_is_in_the_name():
+    words = ["model=tiny", "strategy=zero3", "optimizer.lr=0.01", "data.path='a b/c.txt'"]
+    (point,) = points(composed("model=tiny"), *words)
+    assert point.name == "zero3-buffer-n2-tiny-lr0.01-path_a_b_c.txt_"
+
+
+def test_all_world_sizes_are_those_of_the_cluster():
+    config = composed("world_size=all", "cluster.world_sizes=[1,2,4]")
+    assert [point.config.world_size for point in points(config)] == [1, 2, 4]
+
+
+def test_an_undefined_point_keeps_its_reason():
+    (point,) = points(composed("strategy=zero1_allreduce", "strategy.implementation=torch"))
+    assert point.refusal is not None and "use zero1" in point.refusal
+
+
+def with_strategy(config: Config, stage: str, implementation: str) -> Config:
+    strategy = composed(f"strategy={stage}").strategy
+    return replace(config, strategy=replace(strategy, implementation=implementation))
+
+
+def test_a_study_is_the_points_that_match_one_of_its_rows():
+    study = StudyConfig(
+        include=[
+            {"strategy": ["ddp", "zero1"], "world_size": [2]},
+            {"strategy": ["zero3"], "strategy.implementation": ["tensor"]},
+        ]
+    )
+    config = replace(composed("world_size=all"), study=study)
+    names = [
+        point.name
+        for stage in ("ddp", "zero2", "zero3")
+        for implementation in ("buffer", "tensor")
+        for point in points(with_strategy(config, stage, implementation))
+    ]
+    assert names == ["ddp-buffer-n2", "ddp-tensor-n2", "zero3-tensor-n1", "zero3-tensor-n2"]
+
+
+def test_the_main_study_is_what_make_run_promises():
+    """Every stage by hand and by torch, and ZeRO-3 in all three layouts; loss must fall and curves agree."""
+    study = composed("study=compare")
+    assert (study.model.name, study.data.name, study.precision.name) == ("small", "offline", "fp32")
+    assert (study.world_size, study.train.warmup_steps, study.train.steps) == (2, 3, 20)
+    assert study.study.loss_must_fall and study.study.loss_agreement
+    names = [
+        point.name
+        for stage in ("ddp", "zero1", "zero1_allreduce", "zero2", "zero3")
+        for implementation in ("buffer", "torch", "parameter", "tensor")
+        for point in points(with_strategy(study, stage, implementation))
+    ]
+    assert names == [
+        *("ddp-buffer-n2", "ddp-torch-n2", "zero1-buffer-n2", "zero1-torch-n2"),
+        *("zero2-buffer-n2", "zero2-torch-n2", "zero3-buffer-n2", "zero3-torch-n2"),
+        *("zero3-parameter-n2", "zero3-tensor-n2"),
+    ]
+
+
+# ---- real sweeps
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "plugins")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "zeroexp", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def zeroexp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    process = start(folder, *words)
+    out, err = process.communicate(timeout=280)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def jobs(folder: Path) -> dict[str, Job]:
+    return {path.parent.name: Job(path.parent) for path in folder.glob("outputs/*/*/state.json")}
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {name: job.state["status"] for name, job in jobs(folder).items()}
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Two stages by two implementations by two world sizes, `-m` in the middle of the line."""
+    folder = tmp_path_factory.mktemp("matrix")
+    words = ["strategy=zero1_allreduce,zero3", "-m", "strategy.implementation=buffer,torch"]
+    return folder, zeroexp(folder, *words, "world_size=all", *QUICK)
+
+
+def test_every_defined_point_runs_and_the_others_are_skipped(matrix):
+    folder, done = matrix
+    assert done.returncode == 0, done.stderr
+    assert statuses(folder) == {
+        "zero1_allreduce-buffer-n1": "done",
+        "zero1_allreduce-buffer-n2": "done",
+        "zero1_allreduce-torch-n1": "skipped",
+        "zero1_allreduce-torch-n2": "skipped",
+        "zero3-buffer-n1": "done",
+        "zero3-buffer-n2": "done",
+        "zero3-torch-n1": "done",
+        "zero3-torch-n2": "done",
+    }
+    reason = jobs(folder)["zero1_allreduce-torch-n2"].state["reason"]
+    assert "use zero1" in reason and reason in done.stderr
+
+
+def test_points_of_a_sweep_train_alike_at_every_world_size(matrix):
+    folder, _ = matrix
+    curves = {
+        name: [record.loss for record in read_records(job.folder)]
+        for name, job in jobs(folder).items()
+        if job.state["status"] == "done"
+    }
+    reference = curves["zero3-buffer-n1"]
+    assert len(reference) == 3
+    for curve in curves.values():
+        assert curve == pytest.approx(reference, rel=1e-5)
+
+
+def test_the_table_has_a_row_per_point(matrix):
+    _, done = matrix
+    rows = re.findall(r"^(?:zero1_allreduce|zero3) .*$", done.stdout, flags=re.MULTILINE)
+    assert len(rows) == 8
+
+
+def test_a_run_folder_says_what_ran_where(matrix):
+    folder, _ = matrix
+    run = jobs(folder)["zero3-torch-n2"]
+    assert (run.config.strategy.implementation, run.config.world_size) == ("torch", 2)
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert "strategy=zero1_allreduce,zero3 -m" in environment["command"]
+    assert environment["versions"]["torch"] and environment["host"]
+    assert len(environment["git"]["commit"]) == 40
+    assert read_summary(run.folder) is not None
+    assert sorted(log.name for log in (run.folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+
+
+@pytest.mark.slow
+def test_the_whole_matrix_trains_alike(tmp_path):
+    """Every stage under every implementation at world sizes 1 and 2, two microbatches per rank at least."""
+    stages = "strategy=ddp,zero1,zero1_allreduce,zero2,zero3"
+    implementations = "strategy.implementation=parameter,tensor,buffer,torch"
+    words = ["-m", stages, implementations, "world_size=1,2", *QUICK, "data.global_batch_size=4"]
+    done = zeroexp(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    found = jobs(tmp_path)
+    skipped = {name for name, job in found.items() if job.state["status"] == "skipped"}
+    assert skipped == {"zero1_allreduce-torch-n1", "zero1_allreduce-torch-n2"}
+    curves = [[r.loss for r in read_records(found[name].folder)] for name in {*found} - skipped]
+    assert len(curves) == 38
+    for curve in curves:
+        assert curve == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
+    """Weights that can not be read are found by the ranks; the point before and after it run."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"not weights")
+    weights = f"model.weights=null,{tmp_path}/weights,null"
+    done = zeroexp(tmp_path, "-m", weights, "world_size=1", *QUICK)
+    assert done.returncode == 1
+    found = jobs(tmp_path)
+    (failed,) = [job for job in found.values() if job.state["status"] == "failed"]
+    assert list(statuses(tmp_path).values()).count("done") == 2
+    assert failed.failure is not None and failed.failure["rank"] == 0
+    assert failed.failure["exception"] in done.stderr and "rank0.log" in done.stderr
+
+    command = re.search(r"python -m zeroexp (--rerun \S+)", done.stdout)
+    assert command is not None
+    first_states = {name: job.state for name, job in found.items()}
+    again = zeroexp(tmp_path, *command[1].split())
+    assert again.returncode == 1
+    changed = [name for name, job in jobs(tmp_path).items() if job.state != first_states[name]]
+    assert changed == [failed.name]
+    assert (failed.folder / "earlier" / "1" / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("axis", "code", "verdict"),
+    [("world_size: '1,2'", 0, "agree"), ("optimizer.lr: '0.001,0.01'", 1, "DISAGREE")],
+)
+def test_a_study_says_whether_its_claim_holds(tmp_path, axis, code, verdict):
+    """World sizes train alike, learning rates do not; points outside of `include` are no part of it."""
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "study: {name: mine, loss_agreement: 1e-5, include: [{strategy: [zero2]}]}\n"
+        f"hydra: {{sweeper: {{params: {{strategy: 'zero2,zero3', {axis}}}}}}}\n"
+    )
+    done = zeroexp(tmp_path, "--config-dir", str(tmp_path), "study=mine", *QUICK)
+    assert done.returncode == code, done.stderr
+    assert f"2 loss curves {verdict}" in done.stdout
+    assert list(statuses(tmp_path).values()) == ["done", "done"]
+    assert all(job.folder.parent.name == "mine" for job in jobs(tmp_path).values())
+    assert all(job.config.strategy.name == "zero2" for job in jobs(tmp_path).values())
+
+
+def test_ctrl_c_cancels_what_has_not_ended(tmp_path):
+    process = start(tmp_path, "-m", "strategy=zero2,zero3", *QUICK, "train.steps=100000")
+    running = tmp_path / "outputs"
+    deadline = time.monotonic() + 60
+    while not list(running.glob("*/zero2-buffer-n2/records.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert statuses(tmp_path) == {"zero2-buffer-n2": "cancelled", "zero3-buffer-n2": "cancelled"}
+    assert "--rerun" in out
+
+
+def test_a_sweeper_that_learns_gets_the_losses(tmp_path):
+    """Not Hydra's own: it launches one point after another and needs each result for the next."""
+    done = zeroexp(tmp_path, "hydra/sweeper=halving", "world_size=1", *QUICK)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "halving.json").read_text())
+    assert len(told) == 3 and all(loss > 0 for _, loss in told)
+    losses = {
+        job.config.optimizer.lr: read_summary(job.folder).final_loss
+        for job in jobs(tmp_path).values()
+    }
+    assert dict(told) == losses
+    assert len(list((tmp_path / "outputs").glob("*/state.json"))) == 0

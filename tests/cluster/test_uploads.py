@@ -1,0 +1,68 @@
+"""What a sweep sends to MLflow and when, on a real store, and what becomes of a sweep whose store is away."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import record, write_run
+from zeroexp.cluster import uploads
+from zeroexp.cluster.uploads import Uploads
+from zeroexp.config import TrackingConfig
+from zeroexp.tracking.files import RecordWriter, write_json
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def ask(outputs: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+        return connection.execute(query).fetchall()
+
+
+def losses(outputs: Path) -> list[Any]:
+    return ask(outputs, "select step from metrics where key = 'loss' order by step")
+
+
+def test_a_run_is_there_from_its_start_followed_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "sweep" / "run", status="running", num_steps=0)
+    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
+    sent.begin(folder)
+    assert ask(tmp_path, "select name, status from runs") == [("run", "RUNNING")]
+    with RecordWriter(folder) as writer:
+        writer.write(record(0))
+        sent.look(folder)
+        assert losses(tmp_path) == [], "a short run is left alone"
+        monkeypatch.setattr(uploads, "SECONDS_BETWEEN_LOOKS", 0.0)
+        sent.look(folder)
+        sent.begin(folder)  # waits for the look
+        assert losses(tmp_path) == [(0,)]
+        writer.write(record(1))
+    write_json(folder / "state.json", {"status": "failed", "reason": "rank 1: boom"})
+    sent.send(folder)
+    assert losses(tmp_path) == [(0,), (1,)]
+    assert ask(tmp_path, "select status from runs") == [("FAILED",)]
+    sent.conclude()
+    printed = capsys.readouterr().out
+    assert f"--backend-store-uri sqlite:///{tmp_path}/mlflow.db" in printed
+    assert "memory by kind: http://127.0.0.1:5000/#/experiments/" in printed
+    assert not sent.failed
+
+
+def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # where a folder should be
+    folder = write_run(tmp_path / "sweep" / "run")
+    sent = Uploads(TrackingConfig(uri=f"sqlite:///{tmp_path}/file/mlflow.db"), tmp_path, "sweep")
+    sent.begin(folder)
+    assert sent.failed
+    sent.look(folder)
+    sent.send(folder)
+    sent.conclude()
+    assert capsys.readouterr().out.startswith("\nMLflow did not take the runs (")

@@ -1,0 +1,142 @@
+"""`python -m zeroexp`: one experiment or a sweep of them. The door to Hydra; behind it is zeroexp.cluster.sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from zeroexp.check.refusal import nearest
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.config import Config, ConfigError
+
+REFUSED, INTERRUPTED = 2, 130
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
+
+# Keys of others' vocabulary: unknown here, so that one may be added.
+FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
+
+# What OmegaConf complains of, and what to do about it.
+HINTS = {
+    "to Integer": "use a whole number",
+    "to Float": "use a number",
+    "valid bool": "use true or false",
+    "not in '": "`python -m zeroexp --cfg job` shows all keys",
+    "is not a subclass": "set one of its keys, or choose a group's option",
+    "": "zeroexp/config.py tells its type",
+}
+
+
+def main() -> int:
+    """Exit codes: 0 fine, 1 something failed, 2 refused before anything ran, 130 interrupted."""
+    arguments = sys.argv[1:]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Sweep(arguments) as sweep:
+        try:
+            _run(sweep, arguments)
+        except MISTAKES as error:
+            print(f"zeroexp: {explain(error)}", file=sys.stderr)
+            sweep.conclude()  # of points that a sweeper that learns had already run
+            return REFUSED
+        except KeyboardInterrupt:
+            sweep.conclude()
+            return INTERRUPTED
+        return sweep.conclude()
+
+
+def _run(sweep: Sweep, arguments: list[str]) -> None:
+    if "--rerun" in arguments:
+        if len(arguments) != 2 or not Path(arguments[-1]).is_dir():
+            raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
+        sweep.rerun(Path(arguments[-1]).resolve())
+    else:
+        _compose(sweep, arguments)
+
+
+def _compose(sweep: Sweep, arguments: list[str]) -> None:
+    """Hydra composes every point and hands them to `sweep.run` by our launcher."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised, not printed: `explain` does that
+    ConfigStore.instance().store(name="schema", node=Config)
+    # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
+    sys.argv[1:] = [word for word in arguments if word not in ("-m", "--multirun")]
+
+    def run_points(points: Any) -> Any:  # a function: Hydra asks which module it comes from
+        if not isinstance(points, list):
+            raise ConfigError("hydra.mode, hydra/launcher: not to be changed here; leave them out")
+        return sweep.run(points)
+
+    hydra.main(version_base="1.3", config_path=str(_conf()), config_name="config")(run_points)()
+
+
+def _conf() -> Path:
+    """The folder of YAML: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+# ---- a user's mistake in one line: key=value: what is wrong; what to do
+
+
+def explain(error: Exception) -> str:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {_first_line(error)}; write key=value, lists as key=[1,2]"
+    text = str(error)
+    if match := re.search(r"use \+(\S+?)=(.*)", text):
+        return _unknown_key(match[1], match[2])
+    if match := re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}"):
+        return _wrong_value(match[1], text, error.__cause__ or error)
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = [name for name in error.options or () if not name.startswith("_")]
+    return f"{group}={option}: unknown option; {nearest(option, options)}"
+
+
+def _unknown_key(key: str, value: str) -> str:
+    if key.startswith(FREE):
+        return f"{key}={value}: not there so far; use +{key}={value} to add it"
+    close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{key}={value}: unknown key; {meant}`python -m zeroexp --cfg job` shows them all"
+
+
+def _wrong_value(key: str, text: str, cause: BaseException) -> str:
+    """From `Error merging override key=value`, caused by what OmegaConf says of the value."""
+    override = re.search(r"override \+*(\S+=.*)", text)
+    said = _first_line(cause) if override else "; ".join(text.splitlines()[:2])
+    remedy = next((hint for word, hint in HINTS.items() if word in said), HINTS[""])
+    return f"{override[1] if override else key}: {said}; {remedy}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _keys(schema: type, parent: str = "") -> Iterator[str]:
+    """Every dotted key of the config, groups too."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        yield parent + item.name
+        if is_dataclass(hints[item.name]):
+            yield from _keys(hints[item.name], f"{parent}{item.name}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

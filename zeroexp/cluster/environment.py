@@ -1,0 +1,58 @@
+"""What a run's numbers depend on besides its config: versions, code, machine, command line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("zeroexp", "torch", "transformers", "datasets", "hydra-core", "mlflow")
+
+
+def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
+    """Content of environment.json; `device` is what was asked for (auto, cpu, cuda)."""
+    return {
+        "command": shlex.join(["python", "-m", "zeroexp", *arguments]),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "device": device,
+        "machine": {"platform": platform.platform(), "num_cpus": os.cpu_count()},
+        "git": _git(),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # zeroexp runs from a checkout without being installed
+            found[library] = "not installed"
+    return found
+
+
+@cache
+def _git() -> dict[str, Any] | None:
+    """Commit of the code that runs, and whether files differ from it; None where it is no checkout."""
+    if _ask_git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    dirty = bool(_ask_git("status", "--porcelain"))
+    return {"commit": _ask_git("rev-parse", "HEAD"), "dirty": dirty}
+
+
+def _ask_git(*words: str) -> str | None:
+    """What git prints; None where it refuses or is not there."""
+    code = Path(__file__).resolve().parents[2]
+    try:
+        answer = subprocess.run(["git", "-C", code, *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

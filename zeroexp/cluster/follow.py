@@ -1,0 +1,139 @@
+"""Follow Slurm jobs until each has ended: their state from Slurm, their steps from the files of their folders."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from zeroexp.cluster import slurm_state
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
+from zeroexp.cluster.tail import Tail
+from zeroexp.report.progress import Progress
+from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
+
+SLURM = "slurm.json"
+UNFINISHED = ("pending", "running")
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
+PAUSE_GROWTH = 1.1
+SECONDS_BETWEEN_LOOKS = 0.2  # at the files
+
+
+def slurm_id(job: Job) -> str | None:
+    """None where the run was never given to Slurm."""
+    submitted = read_json(job.folder / SLURM)
+    return submitted["job_id"] if submitted else None
+
+
+def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
+    """Those that were given to Slurm and have not ended for all we know, by Slurm's id."""
+    return {
+        job_id: job
+        for job in jobs
+        if job.state["status"] in UNFINISHED and (job_id := slurm_id(job)) is not None
+    }
+
+
+def refresh(jobs: Iterable[Job]) -> None:
+    """Bring state.json of these runs up to date, once. Raises SlurmSilent."""
+    open_jobs = unfinished(jobs)
+    if open_jobs:
+        seen = slurm_state.look(open_jobs)
+        for job_id, job in open_jobs.items():
+            _settle(job, seen.get(job_id))
+
+
+def cancel(jobs: Iterable[Job], reason: str) -> list[Job]:
+    """End what has not ended; returns what that was."""
+    open_jobs = unfinished(jobs)
+    slurm_state.cancel(open_jobs)
+    for job in open_jobs.values():
+        job.enter("cancelled", reason)
+    return list(open_jobs.values())
+
+
+def follow(
+    jobs: Mapping[int, Job],
+    progress: Progress,
+    *,
+    on_step: Callable[[Job], None],
+    on_end: Callable[[Job], None],
+) -> None:
+    """Return when all have ended. Keys are the points' numbers in `progress`; `on_end` comes once per run."""
+    followed = [_Followed(number, job, progress, on_step) for number, job in jobs.items()]
+    pause, silent = FIRST_PAUSE_SECONDS, False
+    while followed:
+        try:
+            seen = slurm_state.look(each.job_id for each in followed)
+        except SlurmSilent as error:
+            if not silent:
+                progress.note(f"waiting for Slurm, which does not answer: {error}")
+            silent = True
+        else:
+            silent = False
+            for each in [each for each in followed if each.advance(seen.get(each.job_id))]:
+                followed.remove(each)
+                on_end(each.job)
+        _show_steps(followed, pause)
+        pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
+
+
+class _Followed:
+    def __init__(
+        self, number: int, job: Job, progress: Progress, on_step: Callable[[Job], None]
+    ) -> None:
+        job_id = slurm_id(job)
+        assert job_id is not None, "only what was submitted can be followed"
+        self.job_id, self.job = job_id, job
+        self._number, self._progress, self._on_step = number, progress, on_step
+        self._records = Tail(job.folder / RECORDS)
+        self._started = False
+        self._waits_for: str | None = None
+
+    def advance(self, seen: Sighting | None) -> bool:
+        """Take in what Slurm says; True if the job has ended."""
+        status, reason = _settle(self.job, seen)
+        if status == "pending" and reason not in (None, "None", self._waits_for):
+            self._progress.note(f"{self.job.name}: waits in Slurm ({reason})")
+            self._waits_for = reason
+        if status == "running" and not self._started:
+            train = self.job.config.train
+            self._progress.start(self._number, self.job.name, train.warmup_steps + train.steps)
+            self._started = True
+        self.show_steps()
+        if status in UNFINISHED:
+            return False
+        self._progress.end(self._number, status, reason, self.job.name)
+        return True
+
+    def show_steps(self) -> None:
+        for line in self._records.new_lines() if self._started else ():
+            self._progress.step(self._number, step_record(json.loads(line)))
+            self._on_step(self.job)
+
+
+def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
+    status, reason = slurm_state.conclude(job, seen)
+    if seen and seen.nodes:
+        _note_nodes(job, seen.nodes)
+    known = job.state
+    if (status, reason) != (known["status"], known["reason"]):
+        job.enter(status, reason)
+    return status, reason
+
+
+def _note_nodes(job: Job, node_list: str) -> None:
+    """Which nodes it had, in slurm.json: a slow one is found by comparing runs."""
+    submitted = read_json(job.folder / SLURM)
+    if submitted and submitted.get("node_list") != node_list:
+        write_json(job.folder / SLURM, {**submitted, "node_list": node_list})
+
+
+def _show_steps(followed: list[_Followed], seconds: float) -> None:
+    """For this long; a question to Slurm costs all its users, a look at our files costs nobody."""
+    deadline = time.monotonic() + seconds
+    while followed and time.monotonic() < deadline:
+        for each in followed:
+            each.show_steps()
+        time.sleep(SECONDS_BETWEEN_LOOKS)

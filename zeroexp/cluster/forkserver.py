@@ -1,0 +1,139 @@
+"""A process that imports what ranks need once, then forks the ranks of every run from itself.
+
+    sweep  ── {"folder", "world_size", "device", "timeout_seconds"} ──▶  server  ── fork ──▶  rank 0 .. N-1
+           ◀────────────────────── {"ended"} ──────────────────────           ◀─ pidfds ──
+
+The server never makes a thread, a process group or a CUDA context, which do not survive a fork: a rank starts as if it
+had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the socket closes,
+the server ends its ranks and itself; when the server dies, the kernel kills its ranks. No orphan either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from zeroexp.cluster.job import Ending
+from zeroexp.cluster.supervise import Rank, end, supervise
+from zeroexp.tracking import failure
+from zeroexp.world import Place, environment
+
+PACKET_BYTES = 1 << 16
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@dataclass(frozen=True)
+class RankCode:
+    """What ranks run: that of `zeroexp.rank`, or a test's own."""
+
+    prepare: Callable[[Path], None]  # (folder), in the server: imports whatever `main` will
+    main: Callable[..., None]  # (folder, *, device), in every rank
+
+
+@dataclass(frozen=True)
+class Request:
+    folder: str
+    world_size: int
+    device: str  # auto | cpu | cuda
+    timeout_seconds: float
+
+
+def serve(control: socket.socket, code: RankCode) -> None:
+    """Answer requests until the other side closes."""
+    while packet := control.recv(PACKET_BYTES):
+        request = Request(**json.loads(packet))
+        ended = _run(request, control, code)
+        with contextlib.suppress(BrokenPipeError):  # cancelled: nobody waits for the answer
+            control.send(json.dumps({"ended": ended}).encode())
+
+
+def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
+    folder = Path(request.folder)
+    failure.forget(folder)
+    code.prepare(folder)
+    gc.freeze()  # else a rank's first collection copies the page of every object imported here
+    device = _device(request)
+    if device is None:
+        failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
+        return "failed"
+    # Ranks meet in a file: nobody can take it between choosing and using it, as happens to free ports.
+    with tempfile.TemporaryDirectory(prefix="zeroexp-") as meeting:
+        server, rendezvous = os.getpid(), f"file://{meeting}/ranks"
+        ranks: list[Rank] = []
+        for rank in range(request.world_size):
+            place = Place(rank, request.world_size, local_rank=rank)
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _be_rank(server, place, rendezvous, lambda: code.main(folder, device=device))
+            os.setpgid(pid, pid)  # the child does it too: whoever comes first
+            ranks.append(Rank(rank, pid, os.pidfd_open(pid)))
+        try:
+            return supervise(ranks, folder, control, request.timeout_seconds)
+        finally:
+            end(ranks)
+
+
+def _device(request: Request) -> str | None:
+    """cpu or cuda; None where there are too few GPUs. Counting them makes no CUDA context."""
+    if request.device == "cpu":
+        return "cpu"
+    if torch.cuda.device_count() >= request.world_size:
+        return "cuda"
+    return "cpu" if request.device == "auto" else None
+
+
+def _too_few_gpus(world_size: int) -> str:
+    return (
+        f"cluster.device=cuda: world_size={world_size} needs {world_size} GPUs, this machine has "
+        f"{torch.cuda.device_count()}; use cluster.device=cpu or a smaller world_size"
+    )
+
+
+def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]) -> NoReturn:
+    """In the child: never comes back into the server's code, whatever happens."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it died before the kernel knew that we want to die with it
+            raise SystemExit(1)
+        os.setpgid(0, 0)
+        os.environ.update(environment(place), ZEROEXP_RENDEZVOUS=rendezvous)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """`python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`"""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    module_name, _, function = sys.argv[2].partition(":")
+    module = importlib.import_module(module_name)
+    serve(control, RankCode(module.prepare, getattr(module, function)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The tasks of one Slurm job notice the loss of each other: a crashed node says nothing, and its peers would wait.
+
+    task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1
+
+Both ends send a beat three times per period and expect one within it. Who ends says so first, for whatever reason, so
+a connection that closes without a word is a loss too. The ranks take no part in it: they may compute for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+BEAT, BYE = b".", b"!"
+BEATS_PER_PERIOD = 3
+SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
+CALL_SECONDS = 5.0
+PACKET_BYTES = MAX_NAME_BYTES = 4096
+
+
+@dataclass
+class Peer:
+    socket: socket.socket
+    name: str  # "rank 1 on node2"
+    heard: float  # time.monotonic() of its last beat
+    left: bool = False
+
+
+class Heartbeat:
+    """Of one task; `address` is host:port of the task of rank 0. A context manager: leaving it says goodbye."""
+
+    def __init__(self, rank: int, world_size: int, address: str, period_seconds: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
+        self._period = period_seconds
+        self._peers: dict[socket.socket, Peer] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._calls = rank != 0
+        self._next_beat = self._next_call = 0.0
+        self._looked = time.monotonic()  # at the peers' silence
+        if rank == 0 and world_size > 1:
+            self._listen(int(port), world_size)
+
+    def wait(self, pid: int) -> str | None:
+        """Until this child has ended, or a peer is lost: in words, or None.
+
+        Slurm ends what is left of a job that lost a task, so a child that ended may have ended of a loss: a last look
+        at the peers tells.
+        """
+        child = os.pidfd_open(pid)
+        self._selector.register(child, selectors.EVENT_READ)
+        try:
+            while True:
+                ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
+                if child in ready:
+                    return self._hear([key.fileobj for key, _ in self._selector.select(0)])
+                if lost := self._hear(ready) or self._silent():
+                    return lost
+                self._speak()
+        finally:
+            self._selector.unregister(child)
+            os.close(child)
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for peer in self._peers.values():
+            self._send(peer, BYE)
+            peer.socket.close()
+        if self._listener:
+            self._listener.close()
+        self._selector.close()
+
+    def _listen(self, port: int, world_size: int) -> None:
+        try:
+            self._listener = socket.create_server(("", port), backlog=world_size)
+        except OSError as error:  # the job is worth more than its heartbeat
+            print(f"no heartbeat between tasks: port {port}: {error}", file=sys.stderr)
+            return
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _pause(self) -> float:
+        due = self._next_call if self._calls else self._next_beat
+        return max(0.0, due - time.monotonic())
+
+    def _hear(self, ready: Sequence[object]) -> str | None:
+        """Take in what has come; who hung up without a word, if anybody did."""
+        for each in ready:
+            if each is self._listener and self._listener:
+                self._meet(self._listener.accept()[0])
+            elif isinstance(each, socket.socket) and each in self._peers:
+                peer = self._peers[each]
+                if not self._read(peer):
+                    self._selector.unregister(each)
+                    if not peer.left:
+                        return f"{peer.name} is gone: its connection closed without a word"
+        return None
+
+    def _read(self, peer: Peer) -> bool:
+        """False where the connection is closed."""
+        try:
+            packet = peer.socket.recv(PACKET_BYTES)
+        except ConnectionError:
+            return False
+        if BYE in packet:
+            peer.left = True
+        peer.heard = time.monotonic()
+        return bool(packet)
+
+    def _silent(self) -> str | None:
+        now = time.monotonic()
+        if now - self._looked > self._period / 2:  # we slept ourselves: stopped, or short of CPU
+            for peer in self._peers.values():
+                peer.heard = now
+        self._looked = now
+        for peer in self._peers.values():
+            if not peer.left and now - peer.heard > self._period:
+                return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
+        return None
+
+    def _speak(self) -> None:
+        now = time.monotonic()
+        if self._calls and now >= self._next_call:
+            self._call()
+            self._next_call = now + SECONDS_BETWEEN_CALLS
+        if now >= self._next_beat:
+            for peer in self._peers.values():
+                self._send(peer, BEAT)
+            self._next_beat = now + self._period / BEATS_PER_PERIOD
+
+    def _call(self) -> None:
+        """Connect to the task of rank 0; it may not have started yet."""
+        try:
+            connection = socket.create_connection(self._hub, timeout=CALL_SECONDS)
+        except OSError:
+            return
+        self._calls = not self._meet(connection)
+
+    def _meet(self, connection: socket.socket) -> bool:
+        """Exchange names, each in one short line; False where somebody else is at the other end."""
+        connection.settimeout(CALL_SECONDS)
+        try:
+            connection.sendall(f"{self._me}\n".encode())
+            with connection.makefile("rb", buffering=0) as lines:
+                name = lines.readline(MAX_NAME_BYTES).decode(errors="replace").strip()
+        except OSError:
+            name = ""
+        if not name.startswith("rank "):
+            connection.close()
+            return False
+        self._peers[connection] = Peer(connection, name, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
+        return True
+
+    def _send(self, peer: Peer, word: bytes) -> None:
+        """What can not be sent needs no answer: the reading side tells of the loss."""
+        try:
+            peer.socket.sendall(word)
+        except OSError:
+            return

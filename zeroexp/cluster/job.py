@@ -1,0 +1,85 @@
+"""One run as a cluster sees it: a folder with a resolved config, and a state that outlives us.
+
+A `Job` holds nothing but its folder, so it can be pickled, sent to another machine, or made again
+from a path.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zeroexp.config import Config, load
+from zeroexp.tracking.files import read_json, write_json
+
+Ending = Literal["done", "failed", "timed_out", "cancelled"]
+Status = Literal["pending", "running", "done", "failed", "skipped", "timed_out", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended; `cause` is what the first failing rank wrote into failure.json."""
+
+    status: Ending
+    cause: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def config(self) -> Config:
+        """The resolved config of the run."""
+        return load(self.folder / "config.yaml")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """`status`, `reason` and one `<status>_at` (Unix seconds) per status passed through."""
+        return read_json(self.folder / "state.json") or {"status": "pending", "reason": None}
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        return read_json(self.folder / "summary.json")
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        return read_json(self.folder / "failure.json")
+
+    def enter(self, status: Status, reason: str | None = None) -> None:
+        """Write the next state; a reader sees the old or the new one, never half of it."""
+        passed = {key: value for key, value in self.state.items() if key.endswith("_at")}
+        state = {"status": status, "reason": reason, **passed, f"{status}_at": time.time()}
+        write_json(self.folder / "state.json", state)
+
+    def set_aside(self) -> None:
+        """Make room for another attempt: what this one left moves to earlier/<number>/."""
+        earlier = self.folder / "earlier"
+        earlier.mkdir(exist_ok=True)
+        attempt = earlier / str(len(list(earlier.iterdir())) + 1)
+        attempt.mkdir()
+        for name in (
+            "records.jsonl",
+            "summary.json",
+            "failure.json",
+            "state.json",
+            "slurm.json",
+            "logs",
+        ):
+            if (self.folder / name).exists():
+                (self.folder / name).rename(attempt / name)
+
+
+def first_cause(failure: dict[str, Any] | None) -> str | None:
+    """failure.json in one line."""
+    if failure is None:
+        return None
+    who = "" if failure["rank"] is None else f"rank {failure['rank']} on {failure['host']}: "
+    log = f" ({failure['log']})" if failure["log"] else ""
+    return f"{who}{failure['exception']}: {failure['message']}{log}"

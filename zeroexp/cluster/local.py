@@ -1,0 +1,132 @@
+"""This machine as a cluster: runs one job at a time, its ranks forked by a server that paid the imports once."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.tail import Tail
+from zeroexp.config import ClusterConfig
+from zeroexp.tracking import failure
+
+POLL_SECONDS = 0.05
+END_SECONDS = 5.0  # what the server may take to end its ranks and itself
+RANK_MAIN = "zeroexp.rank:main"
+
+
+class LocalCluster:
+    """A context manager: entering starts the server, leaving (also by Ctrl-C) ends it with all its ranks."""
+
+    def __init__(self, config: ClusterConfig, *, rank_main: str = RANK_MAIN) -> None:
+        self._config = config
+        self._rank_main = rank_main
+        self._server: _Server | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self._server = _Server(self._config, self._rank_main)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def run(
+        self,
+        job: Job,
+        *,
+        on_record: Callable[[dict[str, Any]], None],
+        on_event: Callable[[str], None],
+    ) -> Outcome:
+        """Run a job to its end. `on_record` gets each line of records.jsonl as it appears."""
+        assert self._server is not None, "use `with LocalCluster(...)`"
+        config = job.config
+        records = Tail(job.folder / "records.jsonl", skip=True)
+        if not self._server.alive():
+            on_event("the process that starts ranks has died; starting another")
+            self._server.close()
+            self._server = _Server(self._config, self._rank_main)
+        self._server.send(
+            folder=str(job.folder.resolve()),
+            world_size=config.world_size,
+            device=config.cluster.device,
+            timeout_seconds=config.cluster.timeout_s,
+        )
+        answer = None
+        while answer is None:
+            answer = self._server.receive(POLL_SECONDS)
+            for line in records.new_lines():
+                on_record(json.loads(line))
+        if "lost" in answer:
+            failure.write_unranked(job.folder, "ServerLost", answer["lost"])
+        return Outcome(answer["ended"], job.failure)
+
+
+class _Server:
+    def __init__(self, config: ClusterConfig, rank_main: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "zeroexp.cluster.forkserver", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, rank_main],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environment(config),
+            start_new_session=True,  # Ctrl-C is this process' business alone
+        )
+        theirs.close()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, **request: Any) -> None:
+        self._socket.send(json.dumps(request).encode())
+
+    def receive(self, timeout_seconds: float) -> dict[str, Any] | None:
+        """The answer, or None if there is none yet."""
+        ready, _, _ = select.select([self._socket], [], [], timeout_seconds)
+        if not ready:
+            return None
+        try:
+            packet = self._socket.recv(1 << 16)
+        except ConnectionResetError:  # it died before it read what was asked
+            packet = b""
+        return json.loads(packet) if packet else self._died()
+
+    def close(self) -> None:
+        """The server sees its socket close, kills its ranks and ends."""
+        self._socket.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it still imports, and has no ranks yet
+            self._process.kill()
+            self._process.wait()
+
+    def _died(self) -> dict[str, Any]:
+        code = self._process.wait()
+        return {"ended": "failed", "lost": f"the process that starts ranks ended with code {code}"}
+
+
+def environment(config: ClusterConfig) -> dict[str, str]:
+    """One numeric thread per rank (unless told otherwise), the same modules, and no thread in the server itself."""
+    threads = str(config.threads_per_rank)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking CUDA itself for its devices makes a context
+    }

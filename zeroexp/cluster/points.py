@@ -1,0 +1,66 @@
+"""From what the sweeper composed to the points that run: world sizes spread out, studies filtered, all checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroexp.check import check
+from zeroexp.check.refusal import value_of
+from zeroexp.config import Config, UndefinedCombination, from_mapping, resolve
+
+IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str  # of its folder, but for a number where two are alike
+    config: Config  # resolved
+    refusal: str | None  # why it is skipped
+
+
+def points_of(overrides: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
+    """The points that one set of overrides stands for: none outside its study, several for world_size=all.
+
+    `values` is the composed config. Raises ConfigError where a key or word is wrong by itself.
+    """
+    config = from_mapping(Config, values)
+    return [_point(overrides, one) for one in _world_sizes(config) if _in_study(one)]
+
+
+def _world_sizes(config: Config) -> Iterator[Config]:
+    if config.world_size != "all" or not config.cluster.world_sizes:
+        yield config
+    else:
+        for world_size in config.cluster.world_sizes:
+            yield replace(config, world_size=world_size)
+
+
+def _in_study(config: Config) -> bool:
+    """A point belongs to a study if it matches one of its rows; without a study every point counts."""
+    rows = config.study.include
+    return not rows or any(
+        all(value_of(config, key) in words for key, words in row.items()) for row in rows
+    )
+
+
+def _point(overrides: Sequence[str], config: Config) -> Point:
+    try:
+        check(config)
+        refusal = None
+    except UndefinedCombination as error:
+        refusal = str(error)
+    return Point(_name(overrides, config), resolve(config), refusal)
+
+
+def _name(overrides: Sequence[str], config: Config) -> str:
+    """zero3-buffer-n2, and what else was swept: zero3-buffer-n2-tiny-lr0.01."""
+    strategy = config.strategy
+    parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key not in IN_EVERY_NAME:
+            parts.append(key.rpartition(".")[2] + value if "." in key else value)
+    return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)

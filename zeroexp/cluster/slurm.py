@@ -1,0 +1,151 @@
+"""A Slurm cluster: one job per point, each with its own nodes, tasks and time. The only door to submitit.
+
+    sweep ── submit ──▶ sbatch: setup, then srun ──▶ task.run_task on every task ──▶ rank.main
+          ◀── files of the run folder, squeue, sacct (slurm_state.py, follow.py) ──
+
+submitit writes the batch file and carries the call; its results and its view of a job's state are not used, for they
+wait for ever where there is no accounting. Jobs are not requeued: a run that can not resume would begin again unseen.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from dataclasses import dataclass
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.local import RANK_MAIN
+from zeroexp.cluster.snapshot import take_snapshot
+from zeroexp.cluster.task import HEARTBEAT_AT, run_task
+from zeroexp.config import ClusterConfig, ConfigError
+from zeroexp.tracking.files import write_json
+
+# By job id, below the ports that systems hand out by themselves.
+NUM_PORTS = 10_000
+HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
+SIGNAL_SECONDS = 1  # before the time limit; submitit wants a signal, our tasks ignore it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one point takes: `nodes * ranks_per_node` is its world size."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, world_size: int, most_per_node: int) -> Shape:
+        """The fewest nodes that share the ranks evenly."""
+        nodes = -(-world_size // most_per_node)
+        while world_size % nodes:
+            nodes += 1
+        return cls(nodes, world_size // nodes)
+
+
+class _BatchFile(SlurmExecutor):
+    """submitit's, but for its refusal to write a batch file where there is no srun: a dry run needs none."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+    def text(self) -> str:
+        return self._make_submission_file_text(self._submitit_command_str, "dry_run")
+
+
+class SlurmCluster:
+    def __init__(self, config: ClusterConfig, *, rank_main: str = RANK_MAIN) -> None:
+        self._config = config
+        self._rank_main = rank_main
+        self._num_submitted = 0
+
+    def submit(self, job: Job) -> str:
+        """Hand a run folder to Slurm; returns the job id, which also stands in its slurm.json.
+
+        Raises ConfigError with sbatch's words where Slurm refuses.
+        """
+        world_size = job.config.world_size
+        executor = self._executor(job, world_size)
+        call = (run_task, job.folder.resolve(), self._rank_main, self._config.device)
+        call = (*call, self._config.heartbeat_s)
+        try:
+            job_id = executor.submit(*call).job_id
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise ConfigError(f"cluster.slurm: {_words_of_sbatch(error)}") from error
+        self._num_submitted += 1
+        shape = Shape.of(world_size, self._config.slurm.ranks_per_node)
+        content = {"job_id": job_id, "nodes": shape.nodes, "ranks_per_node": shape.ranks_per_node}
+        write_json(job.folder / "slurm.json", content)
+        return job_id
+
+    def script(self, job: Job) -> str:
+        """The batch file that `submit` would hand over."""
+        return self._executor(job, job.config.world_size).text()
+
+    def _executor(self, job: Job, world_size: int) -> _BatchFile:
+        config, site = self._config, self._config.slurm
+        shape = Shape.of(world_size, site.ranks_per_node)
+        executor = _BatchFile(job.folder.resolve() / "slurm", python=site.python)
+        executor.update_parameters(
+            job_name=self._job_name(job),
+            nodes=shape.nodes,
+            ntasks_per_node=shape.ranks_per_node,
+            gpus_per_node=shape.ranks_per_node if config.device == "cuda" else None,
+            cpus_per_task=site.cpus_per_rank,
+            mem=None if site.memory_gb is None else f"{math.ceil(site.memory_gb * 1024)}M",
+            time=math.ceil(config.timeout_s / 60),  # minutes
+            partition=site.partition,
+            account=site.account,
+            qos=site.qos,
+            constraint=site.constraint,
+            comment=job.name,
+            wckey=None,
+            dependency="singleton" if site.max_running else None,
+            signal_delay_s=SIGNAL_SECONDS,
+            setup=self._setup(job),
+            srun_args=["--kill-on-bad-exit=1", *site.srun],
+            additional_parameters={"no-requeue": True, **site.sbatch},
+        )
+        return executor
+
+    def _job_name(self, job: Job) -> str:
+        """With max_running, points share that many names, and of one name Slurm runs one job at a time."""
+        sweep, slots = job.folder.parent.name, self._config.slurm.max_running
+        return f"{sweep}-{self._num_submitted % slots}" if slots else f"{sweep}-{job.name}"
+
+    def _setup(self, job: Job) -> list[str]:
+        """Shell lines that run once per attempt, on the first node, before srun."""
+        threads = self._config.threads_per_rank
+        snapshot = str(take_snapshot(job.folder.parent.resolve()))
+        exports = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
+            "PYTHONSAFEPATH": "1",  # else `python -m` finds the edited tree before the snapshot
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": 1,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        first_node = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        return [
+            "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+            *(f"export {name}={shlex.quote(str(value))}" for name, value in exports.items()),
+            f"first_node={first_node}",
+            f"export ZEROEXP_RENDEZVOUS=tcp://$first_node:{_port(RENDEZVOUS_PORT)}",
+            f"export {HEARTBEAT_AT}=$first_node:{_port(HEARTBEAT_PORT)}",
+            *self._config.slurm.setup,
+        ]
+
+
+def _port(first: int) -> str:
+    """In shell: jobs that share a node have different ones."""
+    return f"$(({first} + SLURM_JOB_ID % {NUM_PORTS}))"
+
+
+def _words_of_sbatch(error: Exception) -> str:
+    """Its one line of complaint, out of what submitit says around it."""
+    lines = [line.strip() for line in str(error).splitlines() if "error:" in line]
+    return lines[-1] if lines else str(error).partition("\n")[0]

@@ -1,0 +1,125 @@
+"""What Slurm says of jobs: squeue, which always works and soon forgets; then sacct, which some sites have not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zeroexp.cluster.job import Job, Status, first_cause
+from zeroexp.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One job as Slurm sees it."""
+
+    word: str  # PENDING, RUNNING, ...; man squeue, "JOB STATE CODES"
+    reason: str  # why it waits or ended
+    nodes: str  # node[1-2]
+    preempted: bool  # asked to make room; a job that obeys ends as FAILED
+
+
+def require_slurm() -> None:
+    """Raises ConfigError where nothing can be submitted."""
+    if shutil.which("sbatch") is None:
+        remedy = (
+            "use a login node, cluster.dry_run=true, or a Slurm of your own (slurm/minicluster)"
+        )
+        raise ConfigError(f"cluster=slurm: there is no sbatch on this machine; {remedy}")
+
+
+class SlurmSilent(Exception):
+    """Slurm does not answer now; what it would say is unknown."""
+
+
+def look(job_ids: Iterable[str]) -> dict[str, Sighting]:
+    """Jobs that Slurm knows; one that is missing has been forgotten. Raises SlurmSilent."""
+    wanted = set(job_ids)
+    seen = ask_squeue(wanted)
+    if missing := wanted - set(seen):
+        seen |= ask_sacct(missing)
+    return seen
+
+
+def cancel(job_ids: Iterable[str]) -> None:
+    if ids := list(job_ids):
+        subprocess.run(["scancel", *ids], check=True, capture_output=True, timeout=60)
+
+
+def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
+    user = f"--user={os.getuid()}"  # all of ours: asking for a forgotten id alone would be an error
+    shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|"
+    asked = _ask("squeue", user, "--noheader", "--states=all", shown)
+    if asked.returncode:
+        raise SlurmSilent(asked.stderr.strip())
+    return parse(asked.stdout, wanted)
+
+
+def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
+    ids = f"--jobs={','.join(sorted(wanted))}"
+    shown = "--format=JobID,State,Reason,NodeList"
+    asked = _ask("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
+    if "accounting storage is disabled" in asked.stderr:
+        return {}
+    if asked.returncode:
+        raise SlurmSilent(asked.stderr.strip())
+    return parse(asked.stdout, wanted)
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise SlurmSilent(f"{command[0]} did not answer within {error.timeout:.0f} s") from error
+    except FileNotFoundError as error:
+        raise SlurmSilent(f"{command[0]} is not here; ask on a machine of the cluster") from error
+
+
+def parse(lines: str, wanted: set[str]) -> dict[str, Sighting]:
+    """Every field ends in a bar; of squeue's there are five, of sacct's four."""
+    seen: dict[str, Sighting] = {}
+    for line in lines.splitlines():
+        job_id, state, reason, nodes, *preempted = line.strip().rstrip("|").split("|")
+        word = state.split()[0]  # "CANCELLED by 1000"
+        if job_id in wanted:
+            seen[job_id] = Sighting(word, reason, nodes, preempted not in ([], ["N/A"]))
+    return seen
+
+
+RUNS = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "SUSPENDED", "RESIZING"}
+WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
+LOST = {
+    "NODE_FAIL": "node lost",
+    "BOOT_FAIL": "a node did not boot",
+    "PREEMPTED": "preempted by a job of higher priority",
+    "OUT_OF_MEMORY": "out of memory: Slurm's limit was reached",
+}
+
+
+def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
+    """Status and reason of a run from Slurm's word and the run's own files, which say more of a failure."""
+    if seen is None:
+        return _from_files(job, "Slurm has forgotten the job, and it left no result")
+    if seen.word in RUNS:
+        return "running", None
+    if seen.word in WAITS:
+        return "pending", seen.reason
+    if seen.word == "CANCELLED":
+        return "cancelled", "cancelled in Slurm"
+    if seen.word in ("TIMEOUT", "DEADLINE"):
+        return "timed_out", f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
+    if seen.preempted and seen.word == "FAILED":
+        return "failed", f"{LOST['PREEMPTED']} ({seen.nodes})"
+    if seen.word in LOST:
+        return "failed", f"{LOST[seen.word]} ({seen.nodes})"
+    return _from_files(job, f"Slurm says {seen.word} ({seen.reason}); see {job.folder / 'slurm'}")
+
+
+def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
+    os.listdir(job.folder)  # NFS remembers for a minute that a file was not there, unless one looks
+    if job.failure:
+        return "failed", first_cause(job.failure)
+    return ("done", None) if job.summary else ("failed", otherwise)

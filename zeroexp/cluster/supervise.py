@@ -1,0 +1,80 @@
+"""The processes of one job, from their forking to the last of them gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroexp.cluster.job import Ending
+from zeroexp.tracking import failure
+
+GRACE_SECONDS = 2.0  # from SIGTERM to SIGKILL
+
+
+@dataclass
+class Rank:
+    """One forked process, the leader of a process group of its own."""
+
+    rank: int
+    pid: int
+    pidfd: int
+    status: int | None = None  # exit code, or minus the signal; None while it lives
+
+    def fileno(self) -> int:
+        return self.pidfd
+
+    def reap(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def signal(self, number: int) -> None:
+        """To the rank and whatever it started itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def supervise(
+    ranks: list[Rank], folder: Path, control: socket.socket, timeout_seconds: float
+) -> Ending:
+    """Wait until all ranks are done, one failed, time is over, or the sweep hung up."""
+    deadline = time.monotonic() + timeout_seconds
+    while alive := _alive(ranks):
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([control, *alive], [], [], left)
+        if not ready:
+            return "timed_out"
+        if control in ready:
+            return "cancelled"
+        ended = [rank for rank in alive if rank in ready]
+        failed = [(status, rank.rank) for rank in ended if (status := rank.reap()) != 0]
+        if failed:
+            status, rank = min(failed)  # a killed one (status < 0) before those that lost it
+            failure.write_died(folder, rank, status)
+            return "failed"
+    return "done"
+
+
+def end(ranks: list[Rank]) -> None:
+    for rank in _alive(ranks):
+        rank.signal(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (alive := _alive(ranks)) and time.monotonic() < deadline:
+        ready, _, _ = select.select(alive, [], [], deadline - time.monotonic())
+        for rank in ready:
+            rank.reap()
+    for rank in _alive(ranks):
+        rank.signal(signal.SIGKILL)
+        rank.reap()
+    for rank in ranks:
+        os.close(rank.pidfd)
+
+
+def _alive(ranks: list[Rank]) -> list[Rank]:
+    return [rank for rank in ranks if rank.status is None]

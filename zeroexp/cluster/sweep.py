@@ -1,0 +1,238 @@
+"""A sweep from composed points to an exit code: what the launcher does.
+
+Exit codes: 0 all that is defined ran and a study's claims hold; 1 something failed; 2 (ConfigError, raised) refused
+before anything ran. A sweep is also one point, and with a sweeper that learns (Optuna) many batches of points.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from zeroexp.cluster.environment import environment
+from zeroexp.cluster.follow import UNFINISHED, refresh
+from zeroexp.cluster.job import Job, first_cause
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.cluster.points import Point, points_of
+from zeroexp.cluster.queue import Queue, stop
+from zeroexp.cluster.slurm_state import require_slurm
+from zeroexp.cluster.uploads import Uploads
+from zeroexp.config import ClusterConfig, ConfigError, save
+from zeroexp.report.agreement import judge
+from zeroexp.report.progress import Progress
+from zeroexp.report.table import show
+from zeroexp.tracking.files import read_records, step_record, write_json
+from zeroexp.tracking.mlflow import store_uri
+from zeroexp.tracking.run import Run, read_run
+
+FINE = ("done", "skipped")
+
+
+class Sweep:
+    """Points come in batches (`run`) and are summed up at the end (`conclude`). A context manager."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """`arguments` are those of the command line, for the record."""
+        self._arguments = arguments
+        self._jobs: list[Job] = []
+        self._folder: Path | None = None
+        self._uploads: Uploads | None = None
+        self._clusters: dict[str, LocalCluster] = {}
+        self._queue = Queue()
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Sweep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    # ---- what the launcher calls
+
+    def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[float | None]:
+        """Run (overrides, composed config) pairs; returns the final loss of each, None where there is none.
+
+        Raises ConfigError, before anything runs, where a word is wrong or no point is left to run.
+        """
+        points = [points_of(overrides, values) for overrides, values in batch]
+        self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
+        jobs = [[self._admit(point) for point in one] for one in points]
+        self._execute([job for one in jobs for job in one])
+        return [_final_loss(one) for one in jobs]
+
+    def rerun(self, folder: Path) -> None:
+        """Run again, in their folders, the points of an earlier sweep that did not come to their end."""
+        found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
+        self._jobs = sorted(found, key=lambda job: job.state["pending_at"])
+        refresh(self._jobs)
+        again = [job for job in self._jobs if _ended(job) and job.state["status"] not in FINE]
+        if not again:
+            raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
+        self._folder = folder
+        for job in again:
+            job.set_aside()
+            job.enter("pending")
+        self._execute(again)
+
+    def conclude(self) -> int:
+        """Print what the sweep found; returns the exit code. Nothing where nothing ran (--cfg, --info)."""
+        if not self._jobs:
+            return 0
+        runs = [read_run(job.folder) for job in self._jobs]
+        show(runs)
+        holds = self._verdict()
+        if self._uploads:
+            self._uploads.conclude()
+        self._tell_of_queued(runs)
+        failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
+        if failed and self._folder:
+            folder = os.path.relpath(self._folder)
+            print(
+                f"\n{failed} of {len(runs)} points did not come to their end; run them again with"
+            )
+            print(f"  python -m zeroexp --rerun {folder}")
+        return int(failed > 0 or not holds or bool(self._uploads and self._uploads.failed))
+
+    # ---- the steps of a batch
+
+    def _refuse(self, points: Sequence[Point], study: str | None) -> None:
+        """What concerns the sweep as a whole; `zeroexp.check` has seen each point by itself."""
+        if not points:
+            remedy = "leave what it compares to the study, or extend study.include"
+            raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+        if not self._jobs and all(point.refusal for point in points):
+            raise ConfigError(points[0].refusal)
+        for point in points:
+            store_uri(point.config.tracking.uri, Path(point.config.outputs))
+            if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
+                require_slurm()
+
+    def _admit(self, point: Point) -> Job:
+        """The point's folder with all that is known before it runs."""
+        if self._folder is None:
+            self._folder = _sweep_folder(point)
+        job = Job(_new_folder(self._folder, point.name))
+        self._jobs.append(job)
+        save(point.config, job.folder / "config.yaml")
+        device = point.config.cluster.device
+        write_json(job.folder / "environment.json", environment(self._arguments, device))
+        job.enter("pending")
+        if point.refusal:
+            job.enter("skipped", point.refusal)
+        return job
+
+    def _execute(self, jobs: Sequence[Job]) -> None:
+        """Slurm's points are queued first, and run beside those of this machine."""
+        open_jobs = {n: job for n, job in enumerate(jobs, start=1) if not _ended(job)}
+        queued = {n: job for n, job in open_jobs.items() if job.config.cluster.kind == "slurm"}
+        try:
+            for job in queued.values():
+                self._queue.submit(job)
+            with Progress(len(jobs)) as progress:
+                for number, job in enumerate(jobs, start=1):
+                    if number not in queued:
+                        self._run_one(number, job, progress)
+                self._follow(queued, progress)
+        finally:
+            stop(jobs)
+
+    def _follow(self, queued: dict[int, Job], progress: Progress) -> None:
+        for job in queued.values():
+            if job.config.cluster.wait and not _ended(job):
+                self._open_uploads(job)
+        self._queue.follow(queued, progress, on_step=self._look, on_end=self._send)
+
+    def _run_one(self, number: int, job: Job, progress: Progress) -> None:
+        if job.state["status"] == "skipped":
+            progress.end(number, "skipped", job.state["reason"], job.name)
+            return
+        config = job.config
+        cluster = self._cluster(config.cluster)
+        self._open_uploads(job)
+        progress.start(number, job.name, config.train.warmup_steps + config.train.steps)
+        job.enter("running")
+        if self._uploads:
+            self._uploads.begin(job.folder)
+
+        def on_record(row: dict[str, Any]) -> None:
+            progress.step(number, step_record(row))
+            self._look(job)
+
+        outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
+        job.enter(outcome.status, first_cause(outcome.cause))
+        progress.end(number, outcome.status, job.state["reason"])
+        self._send(job)
+
+    def _cluster(self, config: ClusterConfig) -> LocalCluster:
+        """Opened at its first point and kept: a fork-server pays imports once."""
+        key = repr(config)
+        if key not in self._clusters:
+            self._clusters[key] = self._exits.enter_context(LocalCluster(config))
+        return self._clusters[key]
+
+    def _open_uploads(self, job: Job) -> None:
+        """After the cluster, whose fork-server is then already forked: opening starts a thread."""
+        config = job.config
+        if self._uploads is None and config.tracking.mlflow:
+            self._uploads = Uploads(config.tracking, Path(config.outputs), job.folder.parent.name)
+
+    def _look(self, job: Job) -> None:
+        if self._uploads:
+            self._uploads.look(job.folder)
+
+    def _send(self, job: Job) -> None:
+        if self._uploads:
+            self._uploads.send(job.folder)
+
+    # ---- the end
+
+    def _tell_of_queued(self, runs: Sequence[Run]) -> None:
+        queued = sum(run.status in UNFINISHED for run in runs)
+        if queued and self._folder:
+            print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
+            print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
+
+    def _verdict(self) -> bool:
+        """Whether the claims of the study hold; prints it in words."""
+        done = [job for job in self._jobs if job.state["status"] == "done"]
+        if not done:
+            return True
+        study = done[0].config.study
+        if study.loss_agreement is None and not study.loss_must_fall:
+            return True
+        curves = {job.name: [record.loss for record in read_records(job.folder)] for job in done}
+        verdict = judge(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
+        print("\n" + "\n".join(verdict.lines()))
+        return verdict.holds
+
+
+def _ended(job: Job) -> bool:
+    return job.state["status"] not in UNFINISHED
+
+
+def _sweep_folder(point: Point) -> Path:
+    name = point.config.study.name or time.strftime("%Y-%m-%d_%H-%M-%S")
+    return _new_folder(Path(point.config.outputs).resolve(), name)
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """<parent>/<name>, or with the first free number; nobody else gets the same one."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _final_loss(jobs: Sequence[Job]) -> float | None:
+    """Of the last job, which with world_size=all has the most ranks."""
+    summary = read_run(jobs[-1].folder).summary if jobs else None
+    return summary.final_loss if summary else None

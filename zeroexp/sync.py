@@ -1,0 +1,59 @@
+"""`python -m zeroexp.sync outputs/<sweep>`: send MLflow what the folders of a sweep's runs hold.
+
+Compute nodes write files and nothing else: whoever sees those files and the store sends. Sending again changes
+nothing, so it may be called at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from zeroexp.cluster.follow import refresh
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import SlurmSilent
+from zeroexp.cluster.uploads import Uploads
+from zeroexp.config import ConfigError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweep", type=Path, help="folder of the sweep")
+    folder = parser.parse_args().sweep.resolve()
+    jobs = [Job(path.parent) for path in sorted(folder.glob("*/config.yaml"))]
+    try:
+        if not jobs:
+            raise ConfigError(f"{folder}: no run in there; give a sweep's folder, outputs/<sweep>")
+        refresh(jobs)
+        return 0 if sync(jobs, open_uploads(jobs)) else 1
+    except (ConfigError, SlurmSilent) as error:
+        print(f"zeroexp: {error}", file=sys.stderr)
+        return 2
+
+
+def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
+    """The store of a sweep's runs; None where none is tracked by MLflow."""
+    for job in jobs:
+        tracking = job.config.tracking
+        if tracking.mlflow and job.state["status"] != "skipped":
+            return Uploads(tracking, job.folder.parents[1], job.folder.parent.name)
+    return None
+
+
+def sync(jobs: Iterable[Job], uploads: Uploads | None) -> bool:
+    """Send every run that is tracked; False where the store failed."""
+    if uploads is None:
+        return True
+    for job in jobs:
+        if job.config.tracking.mlflow and job.state["status"] != "skipped":
+            uploads.send(job.folder)
+    uploads.conclude()
+    return not uploads.failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

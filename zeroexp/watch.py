@@ -1,0 +1,96 @@
+"""`python -m zeroexp.watch outputs/<sweep>`: what became of a sweep on Slurm, live, at any time.
+
+    python -m zeroexp.watch outputs/<sweep>                  follow it to its end; Ctrl-C leaves the jobs alone
+    python -m zeroexp.watch outputs/<sweep> --once           show it as it is now
+    python -m zeroexp.watch outputs/<sweep> --cancel         cancel all that has not ended
+    python -m zeroexp.watch outputs/<sweep> --rerun failed   submit again what did not come to its end
+
+Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import SlurmSilent
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.cluster.uploads import Uploads
+from zeroexp.config import ConfigError
+from zeroexp.report.progress import Progress
+from zeroexp.report.table import show
+from zeroexp.sync import open_uploads, sync
+from zeroexp.tracking.run import read_run
+
+FINE = ("done", "skipped", "pending", "running")
+EVERYTHING_FINE, SOMETHING_FAILED, WRONG = 0, 1, 2
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        return watch(arguments)
+    except (ConfigError, SlurmSilent) as error:
+        print(f"zeroexp: {error}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        print("left; the jobs go on", file=sys.stderr)
+        return EVERYTHING_FINE
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweep", type=Path, help="folder of the sweep")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--once", action="store_true", help="do not follow")
+    action.add_argument("--cancel", action="store_true", help="cancel what has not ended")
+    action.add_argument("--rerun", choices=["failed"], help="submit again what failed")
+    return parser.parse_args()
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    if arguments.rerun:
+        with Sweep(sys.argv[1:]) as sweep:
+            sweep.rerun(arguments.sweep.resolve())
+            return sweep.conclude()
+    jobs = jobs_of(arguments.sweep)
+    refresh(jobs)
+    if arguments.cancel:
+        for job in cancel(jobs, "cancelled by watch --cancel"):
+            print(f"cancelled {job.name} (Slurm job {slurm_id(job)})")
+    uploads = open_uploads(jobs)
+    if not (arguments.cancel or arguments.once):
+        follow_all(jobs, uploads)
+    show([read_run(job.folder) for job in jobs])
+    sync(jobs, uploads)
+    failed = [job for job in jobs if job.state["status"] not in FINE]
+    return SOMETHING_FAILED if failed else EVERYTHING_FINE
+
+
+def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
+    waiting = set(unfinished(jobs).values())
+    numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
+    with Progress(len(jobs)) as progress:
+        follow(
+            numbered,
+            progress,
+            on_step=lambda job: uploads.look(job.folder) if uploads else None,
+            on_end=lambda job: uploads.send(job.folder) if uploads else None,
+        )
+
+
+def jobs_of(sweep: Path) -> list[Job]:
+    """In the order in which they were submitted. Raises ConfigError."""
+    jobs = [Job(path.parent) for path in sweep.glob("*/config.yaml")]
+    if not jobs:
+        raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")
+    return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
