@@ -1,0 +1,16 @@
+"""How fast every engine is, at which memory and traffic, in one interleaved run.
+
+    run.py      the parent: starts the ranks of all engines of a comparison, wakes them in turn, writes rows
+    ranks.py    the processes: one group of ranks per engine, long-lived, blocked on a pipe while others are timed
+    engines.py  what is compared, each engine at its best settings; peers.py: those that zeroexp does not ship
+    links.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
+    table.py    rows -> docs/benchmarks.md
+    targets.py  what we aim at, beside what was measured
+    check.py    rows against the stored ratios: what got worse
+    gpu.py      one GPU, self-contained
+
+[Note: a turn] An engine may leave an all-gather in flight at the end of a step, which whoever runs next would pay.
+So a turn is several steps between two barriers, with everything drained at both ends; engines take turns within a
+round, in an order drawn anew for each round, so that a disturbance of the machine hits all of them alike. Numbers are
+medians over turns, ratios are ratios of medians of one comparison.
+"""

@@ -1,0 +1,177 @@
+"""What is compared: name -> stage, bytes of theory and how to build it. Every engine has fused AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from benchmarks import peers
+from zeroexp.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    Row,
+    StrategyConfig,
+)
+from zeroexp.measure.record import Traffic
+from zeroexp.models.build import BuiltModel, build_model
+from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.unit import Dtypes
+from zeroexp.strategies.build import build_strategy
+from zeroexp.strategies.sharded import DTYPES, Options, Sharded
+from zeroexp.world import World
+
+SEQ_LEN = 128
+CONF = Path(__file__).resolve().parent.parent / "conf" / "model"
+
+# Smaller than the shipped ones: one million parameters, where latency is all there is.
+MILLION = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+
+PRECISIONS = {
+    "fp32": PrecisionConfig(),
+    "bf16_master": PrecisionConfig("bf16_master", compute="bfloat16"),
+}
+
+
+class Timed(Protocol):
+    """The part of strategies.base.Strategy that a timed step uses."""
+
+    model: nn.Module
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]: ...
+    def backward(self, loss: Tensor) -> None: ...
+    def step(self) -> Tensor: ...
+    def zero_grad(self) -> None: ...
+    def drain(self) -> None: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def take_traffic(self) -> Traffic: ...
+
+
+Build = Callable[[Config, BuiltModel, World], Timed]
+
+
+@dataclass(frozen=True)
+class Engine:
+    stage: str
+    settings: dict[str, Any] | None = None  # of StrategyConfig; None: built by `build`
+    build: Build = build_strategy
+    # Bytes a rank must send in a step in units of parameter bytes x (N-1)/N. None: our collectives count them.
+    theory: float | None = None
+
+
+def _over_sockets(config: Config, model: BuiltModel, world: World) -> Timed:
+    """Our engine as between hosts, although its ranks share one: with the transport its peers have."""
+    precision = config.precision
+    return Sharded(
+        model.module,
+        blocks=model.blocks,
+        stage=STAGES[config.strategy.name],
+        param_groups=parameter_groups(model.module, config.optimizer),
+        optimizer_factory=optimizer_factory(config.optimizer),
+        world=world,
+        dtypes=Dtypes(
+            *(DTYPES[d] for d in (precision.compute, precision.reduce, precision.master))
+        ),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        options=Options(transport="gloo"),
+    )
+
+
+def _ours(stage: str, implementation: str) -> Engine:
+    return Engine(stage, {"implementation": implementation})
+
+
+ENGINES: dict[str, Engine] = {
+    "limit": Engine("limit", build=peers.Limit, theory=0),
+    "plain": Engine("plain", build=peers.Plain, theory=0),  # one rank only
+    "ddp": Engine("ddp", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=2),
+    "zero_redundancy": Engine(
+        "zero1", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=3
+    ),
+    "fsdp2_no_reshard": Engine("zero2", {"implementation": "torch"}, theory=2),
+    "fsdp2": Engine("zero3", {"implementation": "torch"}, theory=3),
+    "deepspeed2": Engine("zero2", build=peers.deepspeed(stage=2), theory=2),
+    "deepspeed3": Engine("zero3", build=peers.deepspeed(stage=3), theory=3),
+    **{
+        f"{stage}_{implementation}": _ours(stage, implementation)
+        for implementation in ("buffer", "tensor", "parameter")
+        for stage in ("ddp", "zero1", "zero2", "zero3")
+        if implementation == "buffer" or stage != "ddp"
+    },
+    "zero2_buffer_sockets": Engine("zero2", {"implementation": "buffer"}, build=_over_sockets),
+    "zero3_buffer_sockets": Engine("zero3", {"implementation": "buffer"}, build=_over_sockets),
+}
+
+
+def engines_for(world_size: int) -> list[str]:
+    """Those that are installed and mean something at this world size."""
+    missing = set() if peers.has_deepspeed() else {"deepspeed2", "deepspeed3"}
+    return [
+        name for name in ENGINES if name not in missing | ({"plain"} if world_size > 1 else set())
+    ]
+
+
+def build_engine(
+    name: str,
+    model: ModelConfig,
+    *,
+    precision: str,
+    world: World,
+    clip: bool = False,
+    compiled: bool = False,
+) -> Timed:
+    """The engine around a fresh model on the world's device; `compiled`: torch.compile of each block's forward."""
+    engine = ENGINES[name]
+    config = _config(engine, model, precision, clip)
+    built = build_model(model, seed=0, device=world.device)
+    if compiled:
+        for block in map(built.module.get_submodule, built.blocks):
+            block.forward = torch.compile(block.forward)
+    return engine.build(config, built, world)
+
+
+def model_config(name: str) -> ModelConfig:
+    if name == "million":
+        tiny = model_config("tiny")
+        return replace(tiny, name=name, hf_config={**tiny.hf_config, **MILLION})
+    return ModelConfig(**yaml.safe_load((CONF / f"{name}.yaml").read_text()))
+
+
+def parameter_bytes(model: str, precision: str) -> int:
+    built = build_model(model_config(model), seed=0, device="meta")
+    dtype = getattr(torch, PRECISIONS[precision].compute)
+    return sum(parameter.numel() for parameter in built.module.parameters()) * dtype.itemsize
+
+
+def _config(engine: Engine, model: ModelConfig, precision: str, clip: bool) -> Config:
+    return Config(
+        model=model,
+        data=DataConfig(kind="synthetic", seq_len=SEQ_LEN),
+        strategy=_strategy(engine, PRECISIONS[precision]),
+        precision=PRECISIONS[precision],
+        optimizer=OptimizerConfig(fused=True, max_grad_norm=1.0 if clip else None),
+    )
+
+
+def _strategy(engine: Engine, precision: PrecisionConfig) -> StrategyConfig:
+    if engine.settings is None:
+        return StrategyConfig()
+    stage = STAGES[engine.stage]
+    return StrategyConfig(
+        name=engine.stage,
+        parameters=Row(stage.parameters.value, precision.compute),
+        gradients=Row(stage.gradients.value, precision.reduce),
+        optimizer=Row(stage.optimizer.value, precision.master),
+        **engine.settings,
+    )

@@ -1,0 +1,201 @@
+"""The processes of one engine: ranks that wait on a pipe, take a turn when woken, and answer what it cost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
+from benchmarks.links import Link
+from zeroexp import world as worlds
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.traffic import WireMeter
+from zeroexp.models.loss import loss_sum
+
+START_SECONDS = 300  # to import, build and join
+TURN_SECONDS = 600
+# Forked once for all ranks, after the imports and before any thread: a rank then starts in milliseconds.
+CONTEXT = get_context("forkserver")
+
+
+class RankFailed(RuntimeError):
+    """A rank of the engine raised, died, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    engine: str
+    model: str
+    precision: str
+    world_size: int
+    clip: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of one rank cost; bytes are per step, but for the peak."""
+
+    step_seconds: float
+    peak_bytes: int | None
+    allocated_bytes: int | None
+    wire_bytes: int | None
+    form_bytes: int | None  # what our collectives counted; None where the engine does not count
+
+
+class Ranks:
+    """The parent's handle: one process per rank, alive until `stop`."""
+
+    def __init__(self, spec: Spec, link: Link) -> None:
+        self.spec = spec
+        self._folder = tempfile.TemporaryDirectory(prefix="zeroexp-bench-")
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(spec.world_size):
+            ours, theirs = CONTEXT.Pipe()
+            place = Place(rank, rendezvous, link.namespace_of(rank), link.interface_of(rank))
+            process = CONTEXT.Process(target=_serve, args=(spec, place, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait_until_ready(self) -> None:
+        self._answers(START_SECONDS)
+
+    def turn(self, num_steps: int) -> list[Turn]:
+        """One Turn per rank."""
+        for pipe in self._pipes:
+            pipe.send(num_steps)
+        return self._answers(TURN_SECONDS)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def _answers(self, seconds: float) -> list:
+        deadline = time.monotonic() + seconds
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise RankFailed(f"{self.spec}: rank {rank} did not answer in {seconds:.0f} s")
+            try:
+                answer = pipe.recv()
+            except EOFError as error:
+                raise RankFailed(f"{self.spec}: rank {rank} died without a word") from error
+            if isinstance(answer, str):
+                raise RankFailed(f"{self.spec}: rank {rank} raised\n{answer}")
+            answers.append(answer)
+        return answers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs and how it meets the others."""
+
+    rank: int
+    rendezvous: str
+    namespace: str | None  # of the network; None: the machine's own
+    interface: str
+
+
+def _serve(spec: Spec, place: Place, pipe: Connection) -> None:
+    """What a rank process does: build, say so, then answer each number of steps with a Turn."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines that log to stdout
+    try:
+        if place.namespace is not None:
+            Link.enter(place.namespace)
+        os.environ.update(
+            RANK=str(place.rank),
+            LOCAL_RANK=str(place.rank),
+            WORLD_SIZE=str(spec.world_size),
+            ZEROEXP_RENDEZVOUS=place.rendezvous,
+            GLOO_SOCKET_IFNAME=place.interface,
+        )
+        torch.set_num_threads(1)
+        count_cpu_allocations()
+        runner = _Runner(spec)
+        pipe.send(None)
+        with contextlib.suppress(EOFError):  # the parent closed the pipe: the end
+            while True:
+                pipe.send(runner.turn(pipe.recv()))
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+class _Runner:
+    def __init__(self, spec: Spec) -> None:
+        self._world = worlds.join(timeout_seconds=TURN_SECONDS)
+        self._strategy: Timed = build_engine(
+            spec.engine,
+            model_config(spec.model),
+            precision=spec.precision,
+            world=self._world,
+            clip=spec.clip,
+        )
+        words = model_config(spec.model).hf_config["vocab_size"]
+        generator = torch.Generator().manual_seed(self._world.rank)
+        self._tokens = torch.randint(words, (1, SEQ_LEN + 1), generator=generator)
+        self._num_valid = SEQ_LEN * self._world.size
+
+    def turn(self, num_steps: int) -> Turn:
+        """[Note: a turn] of the package: drained and barriered at both ends."""
+        gc.collect()
+        gc.disable()  # a collection in somebody's turn would be his bad luck
+        self._strategy.drain()
+        worlds.barrier()
+        self._take_form_bytes()
+        memory, wire = AllocationMeter(self._world.device), WireMeter(self._world.backend)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._step()
+        self._strategy.drain()
+        worlds.barrier()
+        seconds = time.perf_counter() - start
+        gc.enable()
+        return Turn(
+            step_seconds=seconds / num_steps,
+            peak_bytes=_plus(memory.peak_bytes(), self._strategy.shared_bytes),
+            allocated_bytes=_per(num_steps, memory.allocated_bytes()),
+            wire_bytes=_per(num_steps, wire.sent_bytes()),
+            form_bytes=_per(num_steps, self._take_form_bytes()),
+        )
+
+    def _step(self) -> None:
+        strategy = self._strategy
+        with strategy.microbatch(last=True):
+            strategy.backward(self._loss())
+        strategy.step()
+        strategy.zero_grad()
+
+    def _loss(self) -> Tensor:
+        """A function of its own, so that the model's output dies before backward."""
+        output = self._strategy.model(input_ids=self._tokens[:, :-1])
+        return loss_sum(output, self._tokens[:, 1:], "causal") / self._num_valid
+
+    def _take_form_bytes(self) -> int:
+        return sum(self._strategy.take_traffic().bytes_by_kind.values())
+
+
+def _plus(num_bytes: int | None, outside_of_torch: int) -> int | None:
+    return None if num_bytes is None else num_bytes + outside_of_torch
+
+
+def _per(num_steps: int, num_bytes: int | None) -> int | None:
+    return None if num_bytes is None else round(num_bytes / num_steps)

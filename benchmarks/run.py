@@ -1,0 +1,247 @@
+"""python -m benchmarks.run: time all engines in turn, write outputs/bench/latest.json and docs/benchmarks.md.
+
+--quick                    one comparison: 24M, two ranks, loopback, within three minutes
+--only NAME [NAME ...]     comparisons by name (--list prints them)
+--engines NAME [...]       instead of all; `limit` and `ddp`, which ratios refer to, are always there
+--write FILE               the page whose table is replaced
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+from benchmarks import table
+from benchmarks.engines import ENGINES, engines_for, parameter_bytes
+from benchmarks.links import SHAPES, Link, open_link, why_not_shaped
+from benchmarks.ranks import CONTEXT, RankFailed, Ranks, Spec, Turn
+
+LATEST = Path("outputs/bench/latest.json")
+REFERENCES = ("limit", "ddp")  # in every group: ratios refer to them
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Engines timed in turn under one set of circumstances."""
+
+    name: str
+    model: str
+    world_size: int = 2
+    link: str = "loopback"
+    precision: str = "fp32"
+    clip: bool = False
+    num_steps: int = 5  # of a turn
+    num_rounds: int = 7
+    engines: tuple[str, ...] = ()  # () = all that are installed
+
+
+OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
+PEERS = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2", "deepspeed2", "deepspeed3")
+COMPARISONS = [
+    Comparison("quick", "small", num_rounds=3),
+    Comparison("small", "small", num_rounds=9),
+    Comparison("small_4_ranks", "small", world_size=4, num_rounds=5),
+    Comparison("small_bf16", "small", precision="bf16_master", engines=OURS),
+    Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
+    Comparison("million_4_ranks", "million", world_size=4, num_steps=20),
+    Comparison("small_alone", "small", world_size=1, engines=("plain", *OURS)),
+    Comparison("135m", "smollm2_135m", num_rounds=4, engines=(*PEERS, *OURS)),
+    Comparison("small_1gbit", "small", link="1gbit", num_rounds=3, engines=(*PEERS, *OURS)),
+    Comparison("small_200mbit", "small", link="200mbit", num_rounds=2, engines=(*PEERS, *OURS)),
+]
+
+
+def main() -> int:
+    args = _arguments()
+    if args.list:
+        print("\n".join(str(comparison) for comparison in COMPARISONS))
+        return 0
+    CONTEXT.set_forkserver_preload(["benchmarks.ranks", "transformers.models.llama"])
+    rows: list[dict[str, Any]] = []
+    for comparison in _chosen(args):
+        rows += compare(comparison)
+        LATEST.parent.mkdir(parents=True, exist_ok=True)
+        LATEST.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table.markdown(rows))
+    if args.write is not None:
+        table.replace_in(args.write, rows)
+    return 0
+
+
+def compare(comparison: Comparison) -> list[dict[str, Any]]:
+    """Rows of all engines of the comparison, in groups that fit into memory together."""
+    if comparison.link in SHAPES and (reason := why_not_shaped()):
+        print(f"{comparison.name}: skipped, {reason}", file=sys.stderr)
+        return []
+    rows: dict[str, dict[str, Any]] = {}
+    for group in _groups(comparison):
+        print(f"{comparison.name}: {' '.join(group)}", file=sys.stderr, flush=True)
+        for row in _compare_group(comparison, group):
+            rows.setdefault(row["engine"], row)  # of a reference the first group counts
+    return list(rows.values())
+
+
+def _compare_group(comparison: Comparison, group: Sequence[str]) -> list[dict[str, Any]]:
+    load_before = os.getloadavg()[0]
+    with open_link(comparison.link) as link, _running(comparison, group, link) as engines:
+        turns = _take_turns(comparison, engines)
+        capacity = link.payload_bytes_per_second
+    rows = [_row(comparison, engine, turns[engine]) for engine in turns]
+    for row in rows:
+        row["load_before"] = load_before
+        _add_ratios(row, {other["engine"]: other for other in rows}, capacity)
+    return rows
+
+
+@contextlib.contextmanager
+def _running(
+    comparison: Comparison, group: Sequence[str], link: Link
+) -> Iterator[dict[str, Ranks]]:
+    """The ranks of every engine that starts; one that does not is named and left out."""
+    started: dict[str, Ranks] = {}
+    try:
+        for engine in group:
+            spec = Spec(
+                engine,
+                comparison.model,
+                comparison.precision,
+                comparison.world_size,
+                comparison.clip,
+            )
+            ranks = Ranks(spec, link)
+            try:
+                ranks.wait_until_ready()
+            except RankFailed as failure:
+                ranks.stop()
+                if engine in REFERENCES:
+                    raise
+                print(failure, file=sys.stderr)
+                continue
+            started[engine] = ranks
+        yield started
+    finally:
+        for ranks in started.values():
+            ranks.stop()
+
+
+def _take_turns(comparison: Comparison, engines: dict[str, Ranks]) -> dict[str, list[list[Turn]]]:
+    """engine -> one list per round of one Turn per rank. See [Note: a turn] of the package."""
+    turns: dict[str, list[list[Turn]]] = {engine: [] for engine in engines}
+    order = list(engines)
+    shuffle = random.Random(0).shuffle
+    for engine in order:
+        engines[engine].turn(2 if comparison.link == "loopback" else 1)  # warm-up
+    for number in range(comparison.num_rounds):
+        start = time.monotonic()
+        shuffle(order)
+        for engine in order:
+            turns[engine].append(engines[engine].turn(comparison.num_steps))
+        took = time.monotonic() - start
+        print(f"  round {number + 1}/{comparison.num_rounds}: {took:.0f} s", file=sys.stderr)
+    return turns
+
+
+def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[str, Any]:
+    """What a comparison learnt about one engine. Bytes: the fullest rank's peak, the mean of what ranks sent."""
+    seconds = [max(turn.step_seconds for turn in ranks) for ranks in rounds]
+    last = rounds[-1]
+    lower, _, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    return {
+        "comparison": comparison.name,
+        "engine": engine,
+        "stage": ENGINES[engine].stage,
+        "model": comparison.model,
+        "world_size": comparison.world_size,
+        "link": comparison.link,
+        "precision": comparison.precision,
+        "clip": comparison.clip,
+        "step_seconds": statistics.median(seconds),
+        "step_seconds_quartiles": [lower, upper],
+        "num_turns": len(seconds),
+        "peak_bytes": _of_ranks(max, [turn.peak_bytes for turn in last]),
+        "allocated_bytes": _of_ranks(max, [turn.allocated_bytes for turn in last]),
+        "wire_bytes": _of_ranks(statistics.mean, [turn.wire_bytes for turn in last]),
+        "form_bytes": _form_bytes(comparison, engine, last),
+    }
+
+
+def _form_bytes(comparison: Comparison, engine: str, ranks: list[Turn]) -> float | None:
+    theory = ENGINES[engine].theory
+    if theory is None:
+        return _of_ranks(statistics.mean, [turn.form_bytes for turn in ranks])
+    num_bytes = parameter_bytes(comparison.model, comparison.precision)
+    return theory * num_bytes * (comparison.world_size - 1) / comparison.world_size
+
+
+def _of_ranks(choose: Any, values: list[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return choose(known) if len(known) == len(values) else None
+
+
+def _add_ratios(row: dict[str, Any], others: dict[str, dict[str, Any]], capacity: float | None):
+    """On a shaped link physics allows no less than the time its form takes to send."""
+    limit = others["limit"]["step_seconds"]
+    if capacity is not None and row["form_bytes"]:
+        limit = max(limit, row["form_bytes"] / capacity)
+    row["ratio_to_limit"] = row["step_seconds"] / limit
+    row["ratio_to_ddp"] = row["step_seconds"] / others["ddp"]["step_seconds"]
+
+
+def _groups(comparison: Comparison) -> list[list[str]]:
+    """The engines cut into groups that fit into free memory beside the two references."""
+    there = engines_for(comparison.world_size)
+    engines = [e for e in comparison.engines or there if e in there and e not in REFERENCES]
+    states = 4 * parameter_bytes(comparison.model, "fp32")  # weights, gradients, two moments
+    each = comparison.world_size * (0.85 * states + 150 * MiB)
+    fit = max(1, int(0.85 * _available_bytes() / each) - len(REFERENCES))
+    return [[*REFERENCES, *engines[i : i + fit]] for i in range(0, max(1, len(engines)), fit)]
+
+
+def _available_bytes() -> int:
+    words = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index("MemAvailable:") + 1]) * 1024
+
+
+def _chosen(args: argparse.Namespace) -> list[Comparison]:
+    names = (
+        ["quick"] if args.quick else args.only or [c.name for c in COMPARISONS if c.name != "quick"]
+    )
+    known = {comparison.name: comparison for comparison in COMPARISONS}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"--only {' '.join(unknown)}: no such comparison, use {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    if args.engines:
+        chosen = [replace(comparison, engines=tuple(args.engines)) for comparison in chosen]
+    if args.rounds:
+        chosen = [replace(comparison, num_rounds=args.rounds) for comparison in chosen]
+    return chosen
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=[])
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--write", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Rows -> the tables of docs/benchmarks.md, between its two markers."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks import targets
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MB = 1e6
+HEAD = """\
+| engine | stage | step, ms | quartiles | / limit | / DDP | peak, MB | allocated a step, MB | sent, MB | form, MB |
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One table per comparison, under a line that says where and when."""
+    parts = [_circumstances(rows)]
+    for name, comparison in groupby(rows, key=lambda row: row["comparison"]):
+        engines = list(comparison)
+        first = engines[0]
+        clipped = ", gradients clipped" if first["clip"] else ""
+        parts.append(
+            f"### {name}: {first['model']}, {first['world_size']} ranks, {first['link']}, "
+            f"{first['precision']}{clipped}"
+        )
+        parts.append("\n".join([HEAD, *(_line(row) for row in engines)]))
+    return "\n\n".join([*parts, "### Against the targets", targets.markdown(rows)])
+
+
+def replace_in(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace what is between the markers of the page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{page}: no lines {BEGIN} and {END} to write between")
+    page.write_text(f"{before}{BEGIN}\n{markdown(rows)}\n{END}{after}")
+
+
+def _circumstances(rows: list[dict[str, Any]]) -> str:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    loads = [row["load_before"] for row in rows]
+    turns = sorted({row["num_turns"] for row in rows})
+    return (
+        f"Measured on {today}: {_processor()}, {os.cpu_count()} cores, one thread per rank; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}. "
+        f"Medians of {turns[0]}–{turns[-1]} turns; load average before each comparison "
+        f"{min(loads):.1f}–{max(loads):.1f}."
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _line(row: dict[str, Any]) -> str:
+    low, high = row["step_seconds_quartiles"]
+    cells = [
+        row["engine"],
+        row["stage"],
+        f"{1e3 * row['step_seconds']:.0f}",
+        f"{1e3 * low:.0f}–{1e3 * high:.0f}",
+        f"{row['ratio_to_limit']:.2f}",
+        f"{row['ratio_to_ddp']:.2f}",
+        *(
+            _megabytes(row[key])
+            for key in ("peak_bytes", "allocated_bytes", "wire_bytes", "form_bytes")
+        ),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / MB:.0f}"

@@ -1,0 +1,34 @@
+"""A whole run on a GPU: forked after the imports, through NCCL, measured by events and CUDA's own counters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.test_rank import make_job, run
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.config import Config
+from zeroexp.tracking.files import read_records
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
+]
+
+
+def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(tmp_path):
+    losses = {}
+    with LocalCluster(Config().cluster) as local:
+        for device in ("cpu", "cuda"):
+            job = make_job(tmp_path / device, world_size=1, cluster__device=device)
+            outcome = run(local, job)
+            assert outcome.status == "done", outcome.cause
+            records = read_records(job.folder)
+            losses[device] = [record.loss for record in records]
+    # Matrix products are summed in another order: a few rounding errors of float32 in each step.
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
+    for record in records:
+        assert record.step_seconds == pytest.approx(sum(record.phase_seconds.values()))
+        assert min(record.phase_seconds.values()) > 0
+        assert record.peak_bytes is not None and record.peak_bytes > 0
+        assert record.wire_bytes is None  # what NCCL sends passes no socket

@@ -1,0 +1,162 @@
+"""The benchmark on a model of a millisecond: it measures what it says, and fails when a number got worse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import check, run, table
+from benchmarks.engines import ENGINES, engines_for, parameter_bytes
+from benchmarks.gpu import Case
+from benchmarks.links import SHAPES, why_not_shaped
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = {
+    *("engine", "stage", "model", "world_size", "link", "precision", "step_seconds"),
+    *("ratio_to_limit", "ratio_to_ddp", "peak_bytes", "wire_bytes", "form_bytes"),
+}
+ENGINES_TRIED = ("zero1_buffer", "zero2_buffer_sockets", "zero3_buffer_sockets", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    comparison = run.Comparison("t", "tiny", num_steps=2, num_rounds=2, engines=ENGINES_TRIED)
+    return run.compare(comparison)
+
+
+def test_rows_have_the_promised_keys(rows):
+    assert [row["engine"] for row in rows] == ["limit", "ddp", *ENGINES_TRIED]
+    assert all(row.keys() >= KEYS and row["step_seconds"] > 0 for row in rows)
+
+
+def test_bytes_on_the_wire_are_what_theory_says(rows):
+    """Two ranks: DDP and ZeRO-2 send each parameter once (2 P (N-1)/N = P); barriers and counts are the slack."""
+    sent = {row["engine"]: row["wire_bytes"] for row in rows}
+    whole = parameter_bytes("tiny", "fp32")
+    assert sent["limit"] < 0.01 * whole
+    assert sent["ddp"] == pytest.approx(whole, rel=0.03)
+    assert sent["zero2_buffer_sockets"] == pytest.approx(whole, rel=0.03)
+    # gloo's reduce-scatter is an all-reduce inside: P instead of P/2, beside one all-gather or two of P/2 each.
+    assert 1.5 * whole < sent["fsdp2"] < 2.05 * whole
+
+
+def test_form_of_ours_is_counted_and_met(rows):
+    for row in rows:
+        if row["engine"].endswith("_sockets"):
+            assert row["wire_bytes"] == pytest.approx(row["form_bytes"], rel=0.03), row["engine"]
+
+
+def test_the_limit_does_the_work_of_one_share_and_is_the_reference(rows):
+    assert rows[0]["engine"] == "limit"
+    assert rows[0]["ratio_to_limit"] == 1
+    assert rows[1]["ratio_to_ddp"] == 1
+
+
+def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    table.replace_in(page, rows)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert all(f"| {row['engine']} |" in text for row in rows)
+
+
+def test_page_without_markers_is_refused(tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text("no place for numbers")
+    with pytest.raises(SystemExit, match="measured: begin"):
+        table.replace_in(page, [])
+
+
+def test_check_finds_what_got_worse_and_nothing_else(rows):
+    stored = check.ratios(rows)
+    assert check.regressions(stored, stored) == []
+    slower = json.loads(json.dumps(stored))
+    slower["t/zero3_buffer_sockets"]["ratio_to_limit"] *= 1.2
+    slower["t/zero1_buffer"]["peak_bytes"] *= 1.2
+    slower["t/zero2_buffer_sockets"]["peak_bytes"] *= 0.5
+    problems = check.regressions(slower, stored)
+    assert len(problems) == 2
+    assert "t/zero3_buffer_sockets: ratio_to_limit" in "\n".join(problems)
+    assert "t/zero1_buffer: peak_bytes" in "\n".join(problems)
+
+
+def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):
+    monkeypatch.setattr(run, "_available_bytes", lambda: 16 << 30)
+    comparison = run.Comparison("t", "smollm2_135m", engines=tuple(ENGINES))
+    groups = run._groups(comparison)
+    assert len(groups) > 1
+    assert all(group[:2] == ["limit", "ddp"] for group in groups)
+    measured = {engine for group in groups for engine in group}
+    assert measured == set(engines_for(world_size=2))
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+SLOW_LINK_THEN_KILLED = """
+import os, signal
+from benchmarks.links import open_link
+open_link("1gbit").__enter__()
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(why_not_shaped() is not None, reason=why_not_shaped() or "")
+class TestShapedLink:
+    def test_a_slow_link_takes_the_time_its_bytes_need(self):
+        comparison = run.Comparison("t", "tiny", link="200mbit", num_steps=5, num_rounds=1)
+        rows = run.compare(run.replace(comparison, engines=("zero2_buffer",)))
+        (ours,) = [row for row in rows if row["engine"] == "zero2_buffer"]
+        least = ours["wire_bytes"] / SHAPES["200mbit"].payload_bytes_per_second
+        # The bucket lets its first 256 kB through at once, in each of the five steps of 0.9 MB.
+        assert ours["step_seconds"] > 0.6 * least
+        assert "zeroexp" not in namespaces()
+
+    def test_it_is_removed_when_its_maker_is_killed(self):
+        killed = subprocess.run(
+            [sys.executable, "-c", SLOW_LINK_THEN_KILLED], cwd=ROOT, capture_output=True, text=True
+        )
+        assert killed.returncode == -signal.SIGKILL
+        name = f"zeroexp{killed.stdout.strip()}a"
+        deadline = time.monotonic() + 10
+        while name in namespaces() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert name not in namespaces()
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size"),
+    [
+        ("plain", 1),
+        ("zero3_buffer", 8),
+        pytest.param("zero3_buffer", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_gpu_benchmark_runs_its_code_on_a_cpu(engine, world_size):
+    case = Case(engine, "tiny", "cpu", world_size, batch_size=1, seq_len=16, num_steps=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["tokens_per_second"] > 0
+    assert 0 < row["host_share"] <= 1
