@@ -1,0 +1,170 @@
+"""The two rules of docs/architecture.md: imports run one way, and each outside library has one door."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.py")])
+
+# The written order: a module may import its own row's package and every row above it. The longest prefix counts.
+ORDER = [
+    {"zeroexp.config", "zeroexp.sharding.placement", "zeroexp.measure.record"},
+    {"zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.hub"},
+    {"zeroexp.world", "zeroexp.check"},
+    {"zeroexp.sharding", "zeroexp.measure"},
+    {"zeroexp.models", "zeroexp.data", "zeroexp.optim"},
+    {"zeroexp.strategies"},
+    {"zeroexp.train", "zeroexp.tracking"},
+    {"zeroexp.rank"},
+    {"zeroexp.report"},
+    {"zeroexp.cluster"},
+    {"zeroexp.sync"},
+    {"zeroexp.__main__", "zeroexp.watch", "hydra_plugins"},
+]
+
+DOORS = {
+    "hydra": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
+    "omegaconf": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
+    "submitit": {"zeroexp.cluster.slurm"},
+    "mlflow": {"zeroexp.tracking.mlflow"},
+    "transformers": {"zeroexp.models.huggingface"},
+    "datasets": {"zeroexp.data.text"},
+    "deepspeed": {"zeroexp.strategies.deepspeed"},
+}
+
+COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "monitored_barrier"),
+}
+MAY_COMMUNICATE = {
+    "zeroexp.sharding.collectives",
+    "zeroexp.sharding.shared_memory",  # how a collective moves bytes on one host
+    "zeroexp.world",
+}
+
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in the file, also those inside functions; relative ones made absolute."""
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+            module = f"{base}.{node.module or ''}".strip(".") if node.level else node.module or ""
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def row_of(module: str) -> tuple[int, str] | None:
+    matches = [
+        (len(prefix), index, prefix)
+        for index, row in enumerate(ORDER)
+        for prefix in row
+        if module == prefix or module.startswith(prefix + ".")
+    ]
+    if not matches:
+        return None
+    _, index, prefix = max(matches)
+    return index, prefix
+
+
+def test_every_module_has_a_place_in_the_order():
+    homeless = [module_name(path) for path in SOURCES if row_of(module_name(path)) is None]
+    assert homeless == ["zeroexp"], "the package itself imports nothing and has no row"
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for path in SOURCES:
+        mine = row_of(module_name(path))
+        for line, imported in imported_modules(path):
+            theirs = row_of(imported)
+            if mine and theirs and theirs[1] != mine[1] and theirs[0] >= mine[0]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_each_outside_library_has_one_door(library):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        for path in SOURCES
+        for line, imported in imported_modules(path)
+        if imported.split(".")[0] == library and module_name(path) not in DOORS[library]
+    ]
+    assert not wrong, f"{library} is imported by {sorted(DOORS[library])} alone:\n" + "\n".join(
+        wrong
+    )
+
+
+def test_collectives_are_called_in_one_file():
+    wrong = []
+    for path in SOURCES:
+        if module_name(path) in MAY_COMMUNICATE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            on_dist = isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
+            if on_dist and ast.unparse(node.value) in {"dist", "torch.distributed"}:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+        for line, imported in imported_modules(path):
+            module, _, name = imported.rpartition(".")
+            if module.startswith("torch.distributed") and name in COLLECTIVES:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} {imported}")
+    assert not wrong, f"collectives belong into {sorted(MAY_COMMUNICATE)}:\n" + "\n".join(wrong)
+
+
+def test_rank_variables_are_named_in_world_alone():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
+        for path in SOURCES
+        if module_name(path) != "zeroexp.world"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_yaml_is_data_without_targets():
+    files = sorted(ROOT.glob("conf/**/*.yaml"))
+    assert files
+    assert [path for path in files if "_target_" in path.read_text()] == []
+
+
+# None in sys.modules is how Python says "not installed": import raises, and find_spec finds nothing.
+IMPORT_WITHOUT_LIBRARIES = """
+import sys
+for library in ("hydra", "omegaconf", "mlflow", "datasets", "submitit", "deepspeed"):
+    sys.modules[library] = None
+import zeroexp.sharding, zeroexp.strategies.build, zeroexp.models.build, zeroexp.train
+"""
+
+
+def test_engine_imports_with_torch_and_transformers_alone():
+    subprocess.run(
+        [sys.executable, "-c", IMPORT_WITHOUT_LIBRARIES], cwd=ROOT, check=True, timeout=120
+    )
+
+
+def test_every_package_is_shipped():
+    """pyproject.toml lists packages by hand: a new folder must be added there."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {module_name(path.parent / "__init__.py") for path in SOURCES}
+    assert set(listed) - {"zeroexp.conf"} == folders
