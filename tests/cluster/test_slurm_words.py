@@ -53,6 +53,20 @@ SEEN = {
 }
 
 
+def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
+    """Its peers had not reached it yet; the lines are what srun of Slurm 22 printed of a killed task."""
+    job = make_job(tmp_path)
+    (job.folder / "slurm").mkdir()
+    (job.folder / "slurm" / "13_0_log.err").write_text(
+        "srun: error: node1: task 0: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=13.0\n"
+        "srun: error: node3: task 2: Exited with exit code 143\n"
+    )
+    status, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node1", preempted=False))
+    assert status == "failed"
+    assert reason == "rank 0 on node1: its task ended first (killed, says srun)"
+
+
 @pytest.mark.parametrize(("word", "status"), SEEN.items())
 def test_every_word_of_slurm_has_a_status(tmp_path: Path, word: str, status: str) -> None:
     job = make_job(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 from zeroexp.cluster.job import Job, Status, first_cause
 from zeroexp.config import ConfigError
+
+SRUN_WRITES = "slurm"  # in the run's folder
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,21 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
     return _from_files(job, f"Slurm says {seen.word} ({seen.reason}); see {job.folder / 'slurm'}")
 
 
+# srun: error: node1: task 0: Killed
+OF_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+
+
 def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
     os.listdir(job.folder)  # NFS remembers for a minute that a file was not there, unless one looks
     if job.failure:
         return "failed", first_cause(job.failure)
-    return ("done", None) if job.summary else ("failed", otherwise)
+    return ("done", None) if job.summary else ("failed", _first_of_srun(job) or otherwise)
+
+
+def _first_of_srun(job: Job) -> str | None:
+    """Which task srun saw end first and how, where neither it nor its peers could say so themselves."""
+    for errors in sorted((job.folder / SRUN_WRITES).glob("*_0_log.err"), key=os.path.getmtime):
+        if seen := OF_SRUN.search(errors.read_text(errors="replace")):
+            node, rank, how = seen.groups()
+            return f"rank {rank} on {node}: its task ended first ({how.lower()}, says srun)"
+    return None
