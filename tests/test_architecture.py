@@ -20,7 +20,7 @@ ORDER = [
     {"zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.hub"},
     {"zeroexp.world", "zeroexp.check"},
     {"zeroexp.sharding", "zeroexp.measure"},
-    {"zeroexp.models", "zeroexp.data", "zeroexp.optim"},
+    {"zeroexp.models", "zeroexp.data", "zeroexp.optim", "zeroexp.stop"},
     {"zeroexp.strategies"},
     {"zeroexp.train", "zeroexp.tracking"},
     {"zeroexp.rank"},

@@ -16,6 +16,8 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure.record import MOMENTS, StepRecord
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.stop import Stop
 from zeroexp.strategies.base import ModelStates
 from zeroexp.train import train
 from zeroexp.world import World
@@ -180,3 +182,34 @@ def test_every_rank_hands_on_the_global_loss(world, tmp_path):
     for rank in (0, 1):
         losses = [float(line) for line in (job.folder / f"losses{rank}").read_text().split()]
         assert losses == pytest.approx([record.loss for record in alone], rel=1e-6)
+
+
+def test_a_wish_of_one_rank_stops_all_after_the_same_step(tmp_path):
+    """Rank 1 is asked by a signal within step 1; rank 0 hears of it in the sum of the loss."""
+    job = make_job(tmp_path / "run")
+    with LocalCluster(Config().cluster, rank_main="tests.train_main:main_until_asked") as local:
+        outcome = local.run(job, on_record=print, on_event=print)
+    assert outcome.status == "done", outcome.cause
+    ended = [(job.folder / f"stopped{rank}").read_text() for rank in (0, 1)]
+    assert ended == ["[0, 1] agreed", "[0, 1] agreed"]
+
+
+def test_asking_costs_no_message_and_changes_no_bit(world, monkeypatch):
+    messages = []
+    whole = Collectives.sum_scalar_later
+
+    def counting(self, value, kind):
+        messages.append((kind, value.numel()))
+        return whole(self, value, kind)
+
+    monkeypatch.setattr(Collectives, "sum_scalar_later", counting)
+    config, stop = make_config(), Stop()
+    _, records = run(config, world)
+    assert messages == [("loss", 2)] * 4
+    strategy = PlainStrategy(Linear())
+    steps = train(strategy, Numbers(config), config=config, world=world, stop=stop)
+    asked = [next(steps)]
+    stop.asked = True
+    asked += steps
+    assert stop.agreed
+    assert [r.loss for r in asked] == [r.loss for r in records[:2]]

@@ -8,7 +8,7 @@ last warm-up step and the last step of all drain the engine and meet at a barrie
 counts. Without warm-up (or resumed behind it) that is the last step of all. In both the clock stands still meanwhile.
 
 [Note: one step late] On a GPU the host runs ahead of the device. A step's numbers are read there when the next step has
-been launched, so that reading never lets the device wait.
+been launched, so that reading never lets the device wait. A wish to stop is read with them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zeroexp.measure.traffic import WireMeter, added
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
 from zeroexp.sharding.collectives import Collectives
+from zeroexp.stop import Stop
 from zeroexp.strategies.base import Strategy
 from zeroexp.world import World, barrier
 
@@ -38,9 +39,18 @@ class Data(Protocol):
 
 
 def train(
-    strategy: Strategy, data: Data, *, config: Config, world: World, start_step: int = 0
+    strategy: Strategy,
+    data: Data,
+    *,
+    config: Config,
+    world: World,
+    start_step: int = 0,
+    stop: Stop | None = None,
 ) -> Iterator[StepRecord]:
-    """Train to the configured number of steps: one record per step, with the same loss on every rank."""
+    """Train to the configured number of steps, or until all ranks agree to stop: one record per step, with the same
+    loss on every rank.
+    """
+    stop = stop or Stop()
     num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
     num_steps = num_warmup + config.train.steps
     window_ends = {num_warmup - 1, num_steps - 1}
@@ -65,11 +75,13 @@ def train(
             step.loss += loss.detach()
         step.read_memory("after_backward", strategy)
         step.clock.enter("step")
-        loss_summed = collectives.sum_scalar_later(step.loss, "loss")  # beside the engine's step
+        if stop.asked:
+            step.wishes.fill_(1)
+        sums = collectives.sum_scalar_later(step.sums, "loss")  # beside the engine's step
         step.grad_norm = strategy.step()
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
-        loss_summed.wait()
+        sums.wait()
         if index in window_ends:
             strategy.drain()
             barrier()
@@ -78,7 +90,12 @@ def train(
         step.end(batch.num_tokens, sent, strategy.shared_bytes)
         unread.append(step)
         if len(unread) > (world.device.type == "cuda"):  # [Note: one step late]
-            yield unread.popleft().record(config)
+            done = unread.popleft()
+            record = done.record(config)
+            stop.agreed = done.num_wishes > 0
+            yield record
+            if stop.agreed:
+                break
     for step in unread:
         yield step.record(config)
 
@@ -94,7 +111,9 @@ class _Step:
 
     def __init__(self, world: World, index: int, *, reading_memory: bool):
         self.lr = 0.0
-        self.loss = torch.zeros((), device=world.device)
+        self.sums = torch.zeros(2, device=world.device)  # over ranks, in one message
+        self.loss, self.wishes = self.sums.unbind()
+        self.num_wishes = 0.0  # of ranks, to stop
         self.grad_norm = self.loss
         self._index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
@@ -122,11 +141,12 @@ class _Step:
     def record(self, config: Config) -> StepRecord:
         """Waits for the device to finish the step."""
         seconds, phase_seconds = self.clock.read()
+        loss, self.num_wishes = self.sums.tolist()
         return StepRecord(
             step=self._index,
             warmup=self._index < config.train.warmup_steps,
             samples_seen=(self._index + 1) * config.data.global_batch_size,
-            loss=self.loss.item(),
+            loss=loss,
             grad_norm=self.grad_norm.item(),
             lr=self.lr,
             num_tokens=self._num_tokens,
