@@ -16,7 +16,7 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
-    {"zeroexp.config", "zeroexp.sharding.placement", "zeroexp.measure.record"},
+    {"zeroexp.config", "zeroexp.network", "zeroexp.sharding.placement", "zeroexp.measure.record"},
     {"zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.hub"},
     {"zeroexp.world", "zeroexp.check"},
     {"zeroexp.sharding", "zeroexp.measure"},

@@ -1,38 +1,25 @@
-"""A local folder, a cached snapshot or a download: the one place that asks whether there is a network.
-
-The hub's own client retries for half a minute before it admits that a machine is offline.
-"""
+"""A local folder, a cached snapshot or a download: the one place that asks whether the hub can be reached."""
 
 from __future__ import annotations
 
 import functools
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from zeroexp.config import ConfigError
+from zeroexp.network import answers
 
-CONNECT_SECONDS = 3.0
 MODEL_FILES = ["*.safetensors", "*.json"]
 
 
 @functools.cache
 def online() -> bool:
-    """Whether the hub answers within seconds; proxies of the environment are used."""
+    """Whether the hub answers within seconds."""
     if constants.HF_HUB_OFFLINE:
         return False
-    try:
-        urllib.request.urlopen(
-            urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=CONNECT_SECONDS
-        ).close()
-    except urllib.error.HTTPError:
-        return True  # it answered, if not with what a browser wants
-    except (TimeoutError, urllib.error.URLError, ConnectionError):
-        return False
-    return True
+    return answers(constants.ENDPOINT)
 
 
 def model_folder(name: str) -> Path:

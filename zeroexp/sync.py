@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zeroexp.cluster.follow import refresh
@@ -44,14 +44,14 @@ def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
     return None
 
 
-def sync(jobs: Iterable[Job], uploads: Uploads | None) -> bool:
+def sync(jobs: Sequence[Job], uploads: Uploads | None) -> bool:
     """Send every run that is tracked; False where the store failed."""
     if uploads is None:
         return True
     for job in jobs:
         if job.config.tracking.mlflow and job.state["status"] != "skipped":
             uploads.send(job.folder)
-    uploads.conclude()
+    uploads.conclude(jobs[0].folder.parent)
     return not uploads.failed
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.minicluster import Minicluster, why_not
+from tests.mlflow_server import MlflowServer
 from zeroexp.cluster.follow import slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.tracking.files import read_json, read_records
@@ -86,6 +87,41 @@ def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
     assert in_mlflow(tmp_path) == {first.name: "FINISHED", second.name: "FINISHED"}
 
 
+def test_jobs_tell_a_server_of_their_steps(cluster: Minicluster, tmp_path: Path) -> None:
+    """By themselves; a server that is away is told of in a line, and filled by sync, in the same MLflow runs."""
+    (tmp_path / "server").mkdir()
+    server = MlflowServer(tmp_path / "server")
+    told = [*SMALL, f"tracking.uri={server.uri}", "world_size=2"]
+    done = run(cluster, tmp_path, "zeroexp", *told, "study.name=away")
+    assert done.returncode == 0, done.stderr
+    assert f"no server answers at {server.uri}); later:\n  python -m zeroexp.sync" in done.stdout
+    (away,) = jobs(tmp_path)
+    assert (away.folder / "logs" / "mlflow.log").read_text().count("\n") == 1
+    told += ["cluster.wait=false"]
+    endless = [*told, "train.steps=100000", "strategy=zero2"]
+    with server:
+        assert run(cluster, tmp_path, "zeroexp", *told, "strategy=zero1").returncode == 0
+        assert run(cluster, tmp_path, "zeroexp", *endless).returncode == 0
+        assert run(cluster, tmp_path, "zeroexp.sync", "outputs/away").returncode == 0
+        found = {job.config.strategy.name: job for job in jobs(tmp_path)}
+        assert server.statuses(away.name) == ["FINISHED"]
+        assert server.losses(away.name) == losses_of(away)
+
+        short, long = found["zero1"], found["zero2"]
+        cluster.wait_for(lambda: server.statuses(short.name) == ["FINISHED"], 60)
+        assert server.losses(short.name) == losses_of(short)
+        cluster.wait_for(lambda: len(server.losses(long.name)) > 20, 60)
+        assert server.statuses(long.name) == ["RUNNING"]
+        watched = run(cluster, tmp_path, "zeroexp.watch", str(long.folder.parent), "--cancel")
+        assert watched.returncode == 1, watched.stderr
+        assert server.statuses(long.name) == ["KILLED"]
+        cluster.wait_for(lambda: cluster.job_state(str(slurm_id(long))) == "CANCELLED", 15)
+        assert run(cluster, tmp_path, "zeroexp.sync", str(long.folder.parent)).returncode == 0
+        assert server.losses(long.name) == losses_of(long)
+        assert server.statuses(long.name) == ["KILLED"]
+    assert in_mlflow(tmp_path) == {}, "no database was opened"
+
+
 @pytest.mark.parametrize("how", ["ctrl_c", "watch"])
 def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how: str) -> None:
     long = [*SMALL, "train.steps=100000", "world_size=2", f"cluster.wait={how == 'ctrl_c'}"]
@@ -152,6 +188,10 @@ def start(cluster: Minicluster, folder: Path, module: str, *words: str) -> subpr
 
 def jobs(folder: Path) -> list[Job]:
     return [Job(path.parent) for path in sorted(folder.glob("outputs/*/*/config.yaml"))]
+
+
+def losses_of(job: Job) -> list[tuple[int, float]]:
+    return [(record.step, record.loss) for record in read_records(job.folder)]
 
 
 def in_mlflow(folder: Path) -> dict[str, str]:

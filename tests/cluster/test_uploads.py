@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
     sent.send(folder)
     assert losses(tmp_path) == [(0,), (1,)]
     assert ask(tmp_path, "select status from runs") == [("FAILED",)]
-    sent.conclude()
+    sent.conclude(folder.parent)
     printed = capsys.readouterr().out
     assert f"--backend-store-uri sqlite:///{tmp_path}/mlflow.db" in printed
     assert "memory by kind: http://127.0.0.1:5000/#/experiments/" in printed
@@ -64,5 +65,7 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     assert sent.failed
     sent.look(folder)
     sent.send(folder)
-    sent.conclude()
-    assert capsys.readouterr().out.startswith("\nMLflow did not take the runs (")
+    sent.conclude(folder.parent)
+    printed = capsys.readouterr().out
+    assert printed.startswith("\nMLflow did not take the runs (")
+    assert printed.endswith(f"python -m zeroexp.sync {os.path.relpath(folder.parent)}\n")

@@ -18,6 +18,7 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, run_task
@@ -71,7 +72,7 @@ class SlurmCluster:
         world_size = job.config.world_size
         executor = self._executor(job, world_size)
         call = (run_task, job.folder.resolve(), self._rank_main, self._config.device)
-        call = (*call, self._config.heartbeat_s)
+        call = (*call, self._config.heartbeat_s, sends_live(job.config.tracking))
         try:
             job_id = executor.submit(*call).job_id
         except (FailedJobError, FailedSubmissionError) as error:

@@ -86,7 +86,7 @@ class Sweep:
         show(runs)
         holds = self._verdict()
         if self._uploads:
-            self._uploads.conclude()
+            self._uploads.conclude(runs[0].folder.parent)
         self._tell_of_queued(runs)
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         if failed and self._folder:
@@ -95,7 +95,7 @@ class Sweep:
                 f"\n{failed} of {len(runs)} points did not come to their end; run them again with"
             )
             print(f"  python -m zeroexp --rerun {folder}")
-        return int(failed > 0 or not holds or bool(self._uploads and self._uploads.failed))
+        return int(failed > 0 or not holds)
 
     # ---- the steps of a batch
 

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
 from zeroexp.cluster.heartbeat import Heartbeat
+from zeroexp.cluster.live import sender
 from zeroexp.tracking import failure
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # host:port of the task of rank 0
@@ -24,10 +26,12 @@ SECONDS_BETWEEN_SIGNALS = 1.0  # Slurm's, from a task's child to the task
 SIGNALLED = 128  # exit codes of shells: this plus the signal
 
 
-def run_task(folder: Path, rank_main: str, device: str, heartbeat_s: float) -> None:
+def run_task(
+    folder: Path, rank_main: str, device: str, heartbeat_s: float, sends: bool = False
+) -> None:
     """Run one rank to its end, or until a task of another is lost. Raises SystemExit with its exit code.
 
-    `rank_main` is module:function, called with (folder, device=...).
+    `rank_main` is module:function, called with (folder, device=...); `sends`: rank 0's task tells MLflow.
     """
     ending = _Ending()
     # Slurm's own numbers: world.py, which knows them too, imports torch.
@@ -38,7 +42,8 @@ def run_task(folder: Path, rank_main: str, device: str, heartbeat_s: float) -> N
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:  # also what goes wrong before the rank opens its log itself
         child = subprocess.Popen(command, stdout=output, stderr=output)
-    with Heartbeat(rank, world_size, os.environ[HEARTBEAT_AT], heartbeat_s) as heartbeat:
+    beside = sender(folder) if sends and rank == 0 else nullcontext()
+    with beside, Heartbeat(rank, world_size, os.environ[HEARTBEAT_AT], heartbeat_s) as heartbeat:
         lost = heartbeat.wait(child.pid)
         if lost:
             failure.write_unranked(folder, "TaskLost", lost, over=not ending.asked)

@@ -2,7 +2,7 @@
 
 The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too, and the first
 point waits for both: what is left of either would fall into its measured steps. A store that is away costs no
-point: its complaint is told at the end, with the exit code of a failure, and the files of the runs hold everything.
+point: its complaint is told at the end, with the command that sends what the files of the runs hold.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class Uploads:
         """All that a run which has ended left behind."""
         self._attempt(lambda: self._tracker.log_run(folder))
 
-    def conclude(self) -> None:
-        """Print where to look, or what went wrong."""
+    def conclude(self, folder: Path) -> None:
+        """Print where to look, or what went wrong and how to send the sweep's folder again."""
         if self._error is not None:
             first = str(self._error).partition("\n")[0]
-            print(f"\nMLflow did not take the runs ({type(self._error).__name__}: {first}).")
+            print(f"\nMLflow did not take the runs ({type(self._error).__name__}: {first}); later:")
+            print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
             return
         print(f"\nMLflow: {self._tracker.ui_command()}")
         for title, url in self._opening.result():

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from zeroexp.config import ConfigError
+from zeroexp.measure.record import StepRecord
+from zeroexp.network import answers
 from zeroexp.tracking import entries, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.link import LINK, Link, attempt_of
@@ -36,6 +38,13 @@ DATABASES = ("postgresql", "mysql", "mssql")
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # the most that a server takes
 UI_PORT = 5000
+# MLflow's own patience is minutes: 7 retries of 120 s. What a store does not take now, it is sent later.
+CLIENT_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
 
 
 class MlflowTracker:
@@ -48,7 +57,7 @@ class MlflowTracker:
         self.uri = store_uri(uri, Path(outputs))
         self.experiment = experiment
         self._client: MlflowClient | None = None
-        self._num_sent: dict[str, int] = {}  # steps, by run id
+        self._sent_until: dict[str, float] = {}  # when the newest row sent was written, by run id
 
     def start_run(
         self, folder: Path, tags: Mapping[str, str] | None = None, *, pid: int | None = None
@@ -77,7 +86,7 @@ class MlflowTracker:
         self, folder: Path, status: str | None = None, tags: Mapping[str, str] | None = None
     ) -> str | None:
         """Send all that the folder holds; call it as often as you like, also while the run goes on: this object
-        remembers how many steps it has sent, and another one sends the same rows again.
+        remembers which steps it has sent, and another one sends the same rows again.
 
         `status` is one of state.json's words, by default the one that stands there; an ended status closes the
         run. Returns the id of the MLflow run, None for a skipped point, which never was a run.
@@ -88,17 +97,21 @@ class MlflowTracker:
             return None
         run_id = self.start_run(folder)
         ended = entries.ended(run, status, records)
-        new_records = records[self._num_sent.get(run_id, 0) :]
-        metrics = [e for at, record in new_records for e in entries.step_entries(at, record)]
-        if run.summary is not None:
-            metrics += entries.summary_entries(ended, run.summary)
+        summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
+        self.log_steps(run_id, records)
         self._send(
-            run_id, metrics, entries.params(run), {**entries.tags(run, status), **(tags or {})}
+            run_id, summary, entries.params(run), {**entries.tags(run, status), **(tags or {})}
         )
-        self._num_sent[run_id] = len(records)
         if entries.MLFLOW_STATUS[status] != entries.RUNNING:
             self._close(folder, run_id, entries.MLFLOW_STATUS[status], ended)
         return run_id
+
+    def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
+        """Send the steps among these (Unix seconds of writing, record) that this object has not sent yet."""
+        sent_until = self._sent_until.get(run_id, 0.0)
+        new = [(at, record) for at, record in records if at > sent_until]
+        self._send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
+        self._sent_until[run_id] = max([sent_until, *(at for at, _ in new)])
 
     def close_stale(self, outputs: Path) -> list[Path]:
         """Close every run below `outputs` that has ended, or whose process has died, without MLflow knowing.
@@ -247,11 +260,15 @@ def _database(uri: str) -> Path:
 
 
 def _open_client(uri: str) -> MlflowClient:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    if uri.startswith(SERVERS) and not answers(uri):
+        raise ConnectionError(f"no server answers at {uri}")
+    for name, value in CLIENT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     for chatter in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(chatter).setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a warning for each retry
     return MlflowClient(uri)
 
 

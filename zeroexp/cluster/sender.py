@@ -1,0 +1,91 @@
+"""`python -m zeroexp.cluster.sender <run folder> <seconds>`: what live.py starts, on the first node of a job.
+
+Sends the run to its MLflow server until standard input closes, then what is left, for as many seconds at most. The
+files hold everything, so what the server does not take now is sent by whoever watches or syncs, to the same MLflow run:
+a server that is away costs one line in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from zeroexp.cluster.tail import Tail
+from zeroexp.config import load
+from zeroexp.measure.record import StepRecord
+from zeroexp.tracking.failure import FAILURE
+from zeroexp.tracking.files import RECORDS, SUMMARY, step_record
+from zeroexp.tracking.mlflow import MlflowTracker
+
+NICENESS = 19
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 15.0  # between two batches
+PAUSE_GROWTH = 1.5
+
+
+class Sender:
+    def __init__(self, folder: Path) -> None:
+        tracking = load(folder / "config.yaml").tracking
+        self._folder = folder
+        self._tracker = MlflowTracker(tracking.uri, tracking.experiment, folder.parents[1])
+        self._tail = Tail(folder / RECORDS)
+        self._unsent: list[tuple[float, StepRecord]] = []
+        self._run_id: str | None = None
+        self._warned = False
+
+    def send(self) -> None:
+        self._try(self._send_steps)
+
+    def finish(self) -> None:
+        """Also close the run if it came to its end; how else it ended is Slurm's to tell, to who watches or syncs."""
+        self._try(self._send_steps)
+        if (self._folder / SUMMARY).exists() and not (self._folder / FAILURE).exists():
+            self._try(lambda: self._tracker.log_run(self._folder, "done"))
+
+    def _send_steps(self) -> None:
+        rows = [json.loads(line) for line in self._tail.new_lines()]
+        self._unsent += [(row["written_at"], step_record(row)) for row in rows]
+        if self._run_id is None:  # params and tags too
+            self._run_id = self._tracker.log_run(self._folder, "running")
+            assert self._run_id is not None, "a skipped point has no job"
+        self._tracker.log_steps(self._run_id, self._unsent)
+        self._unsent = []
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a server or the network may raise
+            if not self._warned:
+                first = str(error).partition("\n")[0]
+                print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
+            self._warned = True
+
+
+def main() -> None:
+    folder, end_seconds = Path(sys.argv[1]), int(sys.argv[2])
+    os.nice(NICENESS)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # Slurm's, to all of a job; our task tells us when
+    over = threading.Event()
+    threading.Thread(target=_await_the_end, args=(over, end_seconds), daemon=True).start()
+    sender, pause = Sender(folder), FIRST_PAUSE_SECONDS
+    sender.send()
+    while not over.wait(pause):
+        sender.send()
+        pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
+    sender.finish()
+
+
+def _await_the_end(over: threading.Event, end_seconds: int) -> None:
+    """From when the task hangs up, whatever the network does, this process has `end_seconds` to live."""
+    os.read(0, 1)
+    signal.alarm(end_seconds)
+    over.set()
+
+
+if __name__ == "__main__":
+    main()
