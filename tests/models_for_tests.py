@@ -4,6 +4,7 @@ toy        tied embedding and head; odd sizes; dimensions smaller than the world
            parameter group); frozen parameters; a parameter that nobody uses
 reused     toy with one block that runs twice in every forward
 llama, gpt2, mixtral    of transformers
+dropout    gpt2 with dropout: what it computes depends on the random state
 moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
 """
 
@@ -81,7 +82,7 @@ def _toy(order: tuple[int, ...]) -> BuiltModel:
         return BuiltModel(Toy(order=order), ["blocks.0", "blocks.1", "blocks.2"])
 
 
-def _configured(family: str, **settings: int | bool) -> BuiltModel:
+def _configured(family: str, **settings: float) -> BuiltModel:
     key = "moe" if family == "moe" else "hf_config"
     return build_model(ModelConfig(family=family, **{key: settings}), seed=1)
 
@@ -156,6 +157,7 @@ MODELS: dict[str, TestModel] = {
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "llama": TestModel(_llama),
     "gpt2": TestModel(_gpt2),
+    "dropout": TestModel(partial(_gpt2, resid_pdrop=0.5)),
     "mixtral": TestModel(_mixtral),
     "moe_one_rank": TestModel(_moe, _skip_on_one_rank, skips=True),
     "moe_all_ranks": TestModel(_moe, _skip_on_all_ranks, skips=True),

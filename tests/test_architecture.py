@@ -22,7 +22,7 @@ ORDER = [
     {"zeroexp.sharding", "zeroexp.measure"},
     {"zeroexp.models", "zeroexp.data", "zeroexp.optim", "zeroexp.stop"},
     {"zeroexp.strategies"},
-    {"zeroexp.train", "zeroexp.tracking"},
+    {"zeroexp.train", "zeroexp.tracking", "zeroexp.checkpoint"},
     {"zeroexp.rank"},
     {"zeroexp.report"},
     {"zeroexp.cluster"},
@@ -37,6 +37,7 @@ DOORS = {
     "mlflow": {"zeroexp.tracking.mlflow"},
     "transformers": {"zeroexp.models.huggingface"},
     "datasets": {"zeroexp.data.text"},
+    "xxhash": {"zeroexp.checkpoint.manifest"},
     "deepspeed": {"zeroexp.strategies.deepspeed"},
 }
 

@@ -120,6 +120,14 @@ class TrainConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """Saved beside training into <run>/checkpoint, for `resume`; see docs/checkpoints.md."""
+
+    every: int | None = None  # steps between two checkpoints, and one at the end; None = none
+    keep: int = 2  # the newest so many stay
+
+
+@dataclass
 class SlurmConfig:
     """What a site's Slurm is asked for. None: the site's own default."""
 
@@ -184,8 +192,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
+    resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
     outputs: str = "outputs"  # root folder of all runs
 
 

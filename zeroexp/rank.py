@@ -12,12 +12,17 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from zeroexp import config as configs
 from zeroexp import world as worlds
+from zeroexp.checkpoint.folders import newest
+from zeroexp.checkpoint.load import Shapes, load
+from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
 from zeroexp.measure.memory import compile_allocator, count_cpu_allocations
@@ -26,9 +31,10 @@ from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.tracking import failure
-from zeroexp.tracking.files import RecordWriter, write_summary
+from zeroexp.tracking.files import RecordWriter, drop_records, read_records, write_summary
 from zeroexp.train import train
 from zeroexp.world import World
 
@@ -69,11 +75,7 @@ def _run(folder: Path, device: str | None) -> None:
         if uncounted := count_cpu_allocations():
             print(uncounted)
     with worlds.joined(device=device) as world:
-        records = _train(config, world, folder)
-        mine = summarise_rank(world.rank, records)
-        all_ranks = worlds.gather(mine)
-        if world.rank == 0:
-            write_summary(folder, summarise(records, all_ranks))
+        _train(config, world, folder)
 
 
 def keep_freed_memory() -> None:
@@ -94,26 +96,69 @@ def _device(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _train(config: Config, world: World, folder: Path) -> list[StepRecord]:
+def _train(config: Config, world: World, folder: Path) -> None:
     began = time.perf_counter()
     data = build_data(config.data, config.model, config.train.seed)
     model = build_model(
         config.model, seed=config.train.seed, device=world.device, vocab_size=data.vocab_size
     )
+    shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     if config.train.activation_checkpointing:
         checkpoint_blocks(model.module, model.blocks)
     strategy = build_strategy(config, model, world)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
-    steps = train(strategy, data, config=config, world=world)
-    if world.rank != 0:
-        return list(steps)
-    records = []
-    with RecordWriter(folder) as writer:
+    saver = Saver(folder, strategy, config, world)
+    start_step = _resume(config, folder, strategy, shapes, world)
+    steps = train(
+        strategy, data, config=config, world=world, start_step=start_step, pause=saver.due
+    )
+    records = _drain(steps, saver, world, folder, start_step)
+    if records:  # else the run was over, but for the end of its process
+        _summarise(folder, world, records)
+        if config.checkpoint.every is not None:  # after the summary, which a run that is over needs
+            saver.save_now(config.train.warmup_steps + config.train.steps)
+    saver.close()
+
+
+def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
+    """Take up the newest checkpoint of this very run, else the one it was told to; returns the steps done."""
+    # As rank 0 sees it: on a network's file system another rank may see it later.
+    checkpoint = worlds.gather(newest(folder) or config.resume)[0]
+    if checkpoint is None:
+        return 0
+    began = time.perf_counter()
+    steps_done = load(Path(checkpoint), strategy, shapes, world).step
+    seconds = time.perf_counter() - began
+    print(f"rank {world.rank}: {checkpoint}, {steps_done} steps done, loaded in {seconds:.2f} s")
+    return steps_done
+
+
+def _drain(
+    steps: Iterator[StepRecord], saver: Saver, world: World, folder: Path, start_step: int
+) -> list[StepRecord]:
+    """Every record is written down before the checkpoint that follows its step can be whole."""
+    records: list[StepRecord] = []
+    with ExitStack() as stack:
+        writer = None
+        if world.rank == 0:
+            drop_records(folder, from_step=start_step)
+            writer = stack.enter_context(RecordWriter(folder))
         for record in steps:
-            writer.write(record)
+            record.saving_seconds = saver.take_blocked_seconds()
+            if writer:
+                writer.write(record)
             records.append(record)
+            if saver.due(record.step + 1):
+                saver.save(record.step + 1)
     return records
+
+
+def _summarise(folder: Path, world: World, records: list[StepRecord]) -> None:
+    """Of memory and traffic since the last resume, which is all that every rank knows; of times and losses all."""
+    all_ranks = worlds.gather(summarise_rank(world.rank, records))
+    if world.rank == 0:
+        write_summary(folder, summarise(read_records(folder), all_ranks))
 
 
 def _send_output_to(log: Path) -> None:

@@ -14,7 +14,7 @@ been launched, so that reading never lets the device wait. A wish to stop is rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -46,9 +46,14 @@ def train(
     world: World,
     start_step: int = 0,
     stop: Stop | None = None,
+    pause: Callable[[int], bool] = lambda steps_done: False,
 ) -> Iterator[StepRecord]:
     """Train to the configured number of steps, or until all ranks agree to stop: one record per step, with the same
     loss on every rank.
+
+    `pause` is asked between two steps, on every rank, with the number of steps done. Where it says yes, whoever takes
+    the records finds the engine as it is after the step of the record just taken, and may save it. So it is when the
+    last record has been taken.
     """
     stop = stop or Stop()
     num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
@@ -89,13 +94,14 @@ def train(
         sent = [strategy.take_traffic(), collectives.take_traffic()]
         step.end(batch.num_tokens, sent, strategy.shared_bytes)
         unread.append(step)
-        if len(unread) > (world.device.type == "cuda"):  # [Note: one step late]
+        most_unread = 0 if pause(index + 1) else int(world.device.type == "cuda")
+        while len(unread) > most_unread:  # [Note: one step late]
             done = unread.popleft()
             record = done.record(config)
-            stop.agreed = done.num_wishes > 0
+            stop.agreed = stop.agreed or done.num_wishes > 0
             yield record
-            if stop.agreed:
-                break
+        if stop.agreed:
+            break
     for step in unread:
         yield step.record(config)
 

@@ -57,6 +57,8 @@ AT_LEAST = {
     "train.seed": 0,
     "train.warmup_steps": 0,
     "train.steps": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
     "cluster.threads_per_rank": 1,
     "cluster.timeout_s": 1,
     "cluster.heartbeat_s": 1,

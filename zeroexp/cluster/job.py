@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroexp.checkpoint.folders import newest, step_of
 from zeroexp.config import Config, load
-from zeroexp.tracking.files import read_json, write_json
+from zeroexp.tracking.files import drop_records, read_json, write_json
 
 Ending = Literal["done", "failed", "timed_out", "cancelled"]
 Status = Literal["pending", "running", "done", "failed", "skipped", "timed_out", "cancelled"]
@@ -59,19 +60,24 @@ class Job:
         write_json(self.folder / "state.json", state)
 
     def set_aside(self) -> None:
-        """Make room for another attempt: what this one left moves to earlier/<number>/."""
+        """Make room for another attempt: what this one left moves to earlier/<number>/.
+
+        Not what a checkpoint goes on from: the steps before it stay, those behind it will be run again.
+        """
+        moved = ["failure.json", "state.json", "slurm.json", "logs"]
+        checkpoint = newest(self.folder)
+        steps_done = step_of(checkpoint) if checkpoint else 0
+        if steps_done < self.config.train.warmup_steps + self.config.train.steps:
+            moved.append("summary.json")
+        if checkpoint:
+            drop_records(self.folder, from_step=steps_done)
+        else:
+            moved.append("records.jsonl")
         earlier = self.folder / "earlier"
         earlier.mkdir(exist_ok=True)
         attempt = earlier / str(len(list(earlier.iterdir())) + 1)
         attempt.mkdir()
-        for name in (
-            "records.jsonl",
-            "summary.json",
-            "failure.json",
-            "state.json",
-            "slurm.json",
-            "logs",
-        ):
+        for name in moved:
             if (self.folder / name).exists():
                 (self.folder / name).rename(attempt / name)
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from zeroexp.check import check
 from zeroexp.check.refusal import value_of
+from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import Config, UndefinedCombination, from_mapping, resolve
 
 IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
+TOO_LONG_FOR_A_NAME = ("resume",)
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ def _in_study(config: Config) -> bool:
 
 
 def _point(overrides: Sequence[str], config: Config) -> Point:
+    refusal = None
     try:
         check(config)
-        refusal = None
+        config = replace(config, resume=resolve_resume(config))
     except UndefinedCombination as error:
         refusal = str(error)
     return Point(_name(overrides, config), resolve(config), refusal)
@@ -61,6 +64,6 @@ def _name(overrides: Sequence[str], config: Config) -> str:
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if key not in IN_EVERY_NAME:
+        if key not in (*IN_EVERY_NAME, *TOO_LONG_FOR_A_NAME):
             parts.append(key.rpartition(".")[2] + value if "." in key else value)
     return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)

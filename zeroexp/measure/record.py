@@ -47,6 +47,9 @@ class StepRecord:
     wire_bytes: int | None = (
         None  # payload this rank's TCP connections carried; None where it cannot be known
     )
+    saving_seconds: float = (
+        0.0  # stood still before this step to copy a checkpoint: in no other time
+    )
 
 
 @dataclass
@@ -92,10 +95,11 @@ class RunSummary:
     step_seconds_median: float
     step_seconds_p95: float
     phase_seconds_median: dict[str, float]  # forward | backward | step
-    tokens_per_second: float  # valid tokens of all ranks over the sum of step times
+    tokens_per_second: float  # valid tokens of all ranks over the sum of step and saving times
     memory: MemorySummary
     # Handed to other ranks, over the wire or in memory they share. None where neither engine nor kernel tells.
     sent_bytes_per_step: Spread | None
     wire_bytes_per_step: Spread | None  # what TCP carried of it; None where it cannot be known
     sent_bytes_by_kind: dict[str, float]  # of the rank that sends most
     calls_by_kind: dict[str, float]  # of the same rank
+    saving_seconds: float = 0.0  # in which the measured steps stood still for checkpoints

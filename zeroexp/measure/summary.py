@@ -41,6 +41,7 @@ def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) ->
     """`records` are rank 0's, `per_rank` one entry of every rank in any order."""
     steps = measured(records)
     seconds = [r.step_seconds for r in steps]
+    saving_seconds = sum(r.saving_seconds for r in steps)
     ranks = sorted(per_rank, key=lambda r: r.rank)
     counted = [sum(r.sent_bytes_by_kind.values()) for r in ranks]
     busiest = ranks[counted.index(max(counted))]
@@ -56,12 +57,13 @@ def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) ->
             phase: median(r.phase_seconds.get(phase, 0.0) for r in steps)
             for phase in steps[0].phase_seconds
         },
-        tokens_per_second=sum(r.num_tokens for r in steps) / sum(seconds),
+        tokens_per_second=sum(r.num_tokens for r in steps) / (sum(seconds) + saving_seconds),
         memory=_memory(ranks),
         sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
         wire_bytes_per_step=_spread_if_known([r.wire_bytes for r in ranks]),
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
+        saving_seconds=saving_seconds,
     )
 
 

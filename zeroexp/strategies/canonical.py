@@ -54,9 +54,12 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def empty_moment(moment: CanonicalTensor, parameter: Tensor) -> Tensor:
-    """Memory for a moment as torch.optim would make it: like the parameter, or one number."""
+    """Memory for a moment as torch.optim would make it: like the parameter, or one number.
+
+    In the parameter's dtype, whatever it was saved in: taken up by plain bf16, an fp32 moment is rounded once.
+    """
     if moment.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=moment.dtype, requires_grad=False)
+        return torch.zeros_like(parameter, requires_grad=False)
     return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
 
 

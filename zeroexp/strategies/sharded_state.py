@@ -62,7 +62,7 @@ def load_canonical(
                     fill(weight.detach().view(-1), canonical, start=span.start, name=name)
                 elif tensors.trainable:
                     of_elements = canonical.shape == tuple(shape)
-                    moment = torch.zeros_like(weight, dtype=canonical.dtype, requires_grad=False)
+                    moment = torch.zeros_like(weight, requires_grad=False)
                     moment = moment if of_elements else empty_moment(canonical, weight)
                     start = span.start if of_elements else 0
                     fill(moment.view(-1), canonical, start=start, name=f"{name}.{key}")

@@ -1,8 +1,8 @@
 """The files of a run: records.jsonl grows while rank 0 trains, summary.json appears when it has ended.
 
 A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed in
-the middle of a line leaves a torn one, and a resumed run repeats steps after its checkpoint: readers drop the torn
-line and believe the later of two lines about one step.
+the middle of a line leaves a torn one, which readers drop; of two lines about one step they believe the later. A run
+that goes on from its checkpoint first drops the lines of the steps that it repeats.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ class RecordWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / RECORDS
-        if path.exists():
-            _drop_torn_line(path)
-        self._file = path.open("a", buffering=1)
+        drop_records(folder)
+        self._file = (folder / RECORDS).open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
         self._file.write(json.dumps({**asdict(record), "written_at": time.time()}) + "\n")
@@ -66,6 +64,24 @@ def read_records(folder: Path) -> list[StepRecord]:
     return [record for _, record in read_timed_records(folder)]
 
 
+def drop_records(folder: Path, *, from_step: int | None = None) -> None:
+    """Drop a torn last line and the lines of these steps; the file is another one then, for whoever follows it."""
+    path = folder / RECORDS
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _is_before(line, from_step)]
+    if len(kept) < len(lines):
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_bytes(b"".join(kept))
+        beside.replace(path)
+
+
+def _is_before(line: bytes, step: int | None) -> bool:
+    return step is None or json.loads(line)["step"] < step
+
+
 def write_summary(folder: Path, summary: RunSummary) -> None:
     write_json(folder / SUMMARY, asdict(summary))
 
@@ -92,11 +108,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
-
-
-def _drop_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def step_record(row: dict[str, Any]) -> StepRecord:

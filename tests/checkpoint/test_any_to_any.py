@@ -1,0 +1,94 @@
+"""Every engine saves, and every engine loads what each family saved, at other world sizes: the state bit for bit.
+
+The model has all that can go wrong: tied weights, odd sizes, dimensions smaller than the world, frozen parameters, and
+one that nobody uses, of which some engines have moments and others none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.saving import FAMILIES, checkpoint, load_each, train_and_save
+from tests.engines import ENGINES, Engine
+from tests.oracle import Recipe, assembled
+from tests.ranks import Ranks
+
+TWO_STEPS = Recipe(steps=2)
+State = dict[str, dict[str, Tensor]]
+Save = Callable[[Engine, int], tuple[Path, State]]
+
+
+@pytest.fixture(scope="module")
+def save(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """(checkpoint, state) of an engine at a world size; each is saved once."""
+    known: dict[str, tuple[Path, State]] = {}
+
+    def saved(engine: Engine, world_size: int) -> tuple[Path, State]:
+        key = f"{engine} {world_size}"
+        if key not in known:
+            run = tmp_path_factory.mktemp("run")
+            recipe = replace(TWO_STEPS, world_size=world_size)
+            answers = ranks(train_and_save, recipe, engine.make, run, world_size=world_size)
+            known[key] = checkpoint(run, 2), assembled([state for _, state in answers])
+        return known[key]
+
+    return saved
+
+
+def require_same(loaded: State, saved: State) -> None:
+    assert loaded.keys() == saved.keys()
+    for name, tensors in saved.items():
+        assert loaded[name].keys() == tensors.keys(), name
+        for key, tensor in tensors.items():
+            assert loaded[name][key].dtype == tensor.dtype, f"{name}.{key}"
+            assert torch.equal(loaded[name][key], tensor), f"{name}.{key}"
+
+
+def check(
+    ranks: Ranks, save: Save, engine: Engine, world_size: int, sources: list[tuple[Engine, int]]
+) -> None:
+    saved = [save(*source) for source in sources]
+    recipe = replace(TWO_STEPS, world_size=world_size)
+    answers = ranks(
+        load_each, recipe, engine.make, [path for path, _ in saved], world_size=world_size
+    )
+    for number, (_, state) in enumerate(saved):
+        require_same(assembled([loaded[number] for loaded in answers]), state)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_loads_what_it_saved_itself(ranks, save, name):
+    for world_size in (1, 2, 3):
+        check(ranks, save, ENGINES[name], world_size, [(ENGINES[name], world_size)])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_loads_what_each_family_saved(ranks, save, name):
+    """Each family at another world size, and not at that of the engine that loads."""
+    target = 1 + list(ENGINES).index(name) % 3
+    sources = [(family, 1 + (target + i) % 3) for i, family in enumerate(FAMILIES.values())]
+    check(ranks, save, ENGINES[name], target, sources)
+
+
+ALL_PAIRS = list(product(ENGINES, (1, 2, 3), ENGINES, (1, 2, 3)))
+
+
+def test_random_pairs(ranks, save):
+    for source, saved_by, target, world_size in random.Random(0).sample(ALL_PAIRS, 12):
+        check(ranks, save, ENGINES[target], world_size, [(ENGINES[source], saved_by)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("name", ENGINES)
+def test_all_pairs(ranks, save, name, world_size):
+    sources = list(product(ENGINES.values(), (1, 2, 3)))
+    check(ranks, save, ENGINES[name], world_size, sources)

@@ -1,0 +1,58 @@
+"""Interrupted behind any step and resumed equals uninterrupted, bit for bit: loss, norm, weights, moments, dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.checkpoint.saving import checkpoint, resume, train_and_save
+from tests.engines import ENGINES
+from tests.oracle import Outcome, Recipe, assert_same, outcome_of
+
+EXACT = ["fsdp2", "zero3_buffer", "ddp", "ddp_zero_redundancy", "zero1_buffer", "zero2_parameter"]
+
+
+def check(ranks, engine, recipe, run, steps) -> None:
+    world_size = recipe.world_size
+    answers = ranks(train_and_save, recipe, engine.make, run, world_size=world_size)
+    whole = outcome_of(answers)
+    for step in steps:
+        answers = ranks(resume, recipe, engine.make, checkpoint(run, step), world_size=world_size)
+        rest = outcome_of([answer for answer, _ in answers])
+        assert rest.losses == whole.losses[step:] and rest.norms == whole.norms[step:]
+        assert_same(rest, Outcome(whole.losses[step:], whole.norms[step:], whole.state))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ENGINES)
+def test_after_every_step(ranks, tmp_path, name, world_size):
+    recipe = Recipe(world_size=world_size, fused=True, max_grad_norm=0.5)
+    check(ranks, ENGINES[name], recipe, tmp_path, [1, 2])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_dropout_goes_on_where_it_was(ranks, tmp_path, name):
+    """Every rank has random states of its own."""
+    check(ranks, ENGINES[name], Recipe(model="dropout"), tmp_path, [2])
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *[(name, p) for name in ("zero3_buffer", "zero1_buffer") for p in ("bf16", "bf16_master")],
+        *[("ddp", "bf16"), ("ddp_zero_redundancy", "autocast"), ("fsdp2", "bf16_master")],
+    ],
+)
+def test_in_every_precision(ranks, tmp_path, name, precision):
+    check(ranks, ENGINES[name], Recipe(precision=precision), tmp_path, [1])
+
+
+@pytest.mark.parametrize("name", ["zero2_parameter", "fsdp2", "ddp_zero_redundancy"])
+def test_with_momentum(ranks, tmp_path, name):
+    check(ranks, ENGINES[name], Recipe(optimizer="sgd"), tmp_path, [1])
+
+
+@pytest.mark.parametrize("model", ["gpt2", "moe_by_turns"])
+def test_other_models(ranks, tmp_path, model):
+    check(ranks, ENGINES["zero3_tensor"], replace(Recipe(), model=model), tmp_path, [1])

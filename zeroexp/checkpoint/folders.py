@@ -1,0 +1,116 @@
+"""The folders of checkpoints on disk: names, the rename that makes one whole, and what may be removed. No torch.
+
+[Note: attempts] A run may be tried again while ranks of an earlier attempt still live, on a node that was given up as
+lost. The newer attempt registers, then removes whatever is being written, then looks for the newest whole checkpoint.
+An older one finds at the rename either that it is outdated, or that its folder is gone: it can not commit any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError
+
+FOLDER = "checkpoint"  # inside of a run's
+ATTEMPT = ".attempt"
+WHOLE = re.compile(r"step-(\d{6,})")
+UNFINISHED = ".step-"  # how names of folders begin that are being written, or removed
+
+
+def newest(run: Path) -> Path | None:
+    """The whole checkpoint of most steps in a run folder."""
+    folders = whole(run)
+    return folders[-1] if folders else None
+
+
+def whole(run: Path) -> list[Path]:
+    """By steps. A folder without manifest is none of ours."""
+    found = [path for path in (run / FOLDER).glob("step-*") if WHOLE.fullmatch(path.name)]
+    return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    match = WHOLE.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
+
+
+def prepare(run: Path, attempt: int) -> None:
+    """Make this attempt the only one that may commit, and remove what earlier ones left unfinished.
+
+    Raises CheckpointError where a newer attempt is registered or the folder can not be written.
+    """
+    folder = run / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        _refuse_outdated(run, attempt)
+        write_durably(folder / f"{ATTEMPT}.{attempt}", str(attempt).encode())
+        (folder / f"{ATTEMPT}.{attempt}").replace(folder / ATTEMPT)
+        _sync(folder)
+        for path in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(path)
+    except OSError as error:
+        remedy = "make room there, or set outputs to a folder that can be written"
+        raise CheckpointError(f"{folder}: {error.strerror}; {remedy}") from error
+
+
+def unfinished(run: Path, step: int, attempt: int) -> Path:
+    """Where this attempt writes; its ranks share the folder."""
+    return run / FOLDER / f"{UNFINISHED}{step:06d}.{attempt}"
+
+
+def commit(run: Path, step: int, attempt: int) -> Path:
+    """One rename: from here on it is whole. Raises CheckpointError for an outdated attempt, OSError."""
+    source, target = unfinished(run, step, attempt), run / FOLDER / f"step-{step:06d}"
+    _sync(source)
+    _refuse_outdated(run, attempt)
+    if (
+        target / MANIFEST
+    ).is_file():  # this run was resumed from it and asked to save before any step
+        shutil.rmtree(source)
+    else:
+        source.rename(target)
+        _sync(target.parent)
+    return target
+
+
+def discard(run: Path, step: int, attempt: int) -> None:
+    """Of a save that failed: gives back its room on the disk."""
+    shutil.rmtree(unfinished(run, step, attempt), ignore_errors=True)
+
+
+def keep_newest(run: Path, count: int) -> None:
+    """Remove older ones. First renamed, so that nobody takes what is half removed for whole."""
+    for path in whole(run)[:-count]:
+        leaving = path.with_name(f".{path.name}.leaving")
+        with contextlib.suppress(OSError):  # it is in nobody's way; the next start tries again
+            path.rename(leaving)
+            shutil.rmtree(leaving)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _refuse_outdated(run: Path, attempt: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        registered = int((run / FOLDER / ATTEMPT).read_text())
+        if registered > attempt:
+            newer = f"attempt {registered} of this run has begun"
+            raise CheckpointError(f"{run}: {newer}, attempt {attempt} may save no more")
+
+
+def _sync(folder: Path) -> None:
+    """What was created or renamed in a folder survives a power cut only then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

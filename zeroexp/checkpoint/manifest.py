@@ -1,0 +1,172 @@
+"""manifest.json: what a checkpoint is. Plain data, no torch; reading it tells whether a checkpoint fits.
+
+[Note: hashes] XXH3 with 128 bits: it finds any damage of a disk or a copy, and runs at the speed of memory (20 GB/s of
+one core, with Python's lock released), so that checking never becomes the slow part; blake2b would, at 1 GB/s. It is no
+signature: who can write the files can write the manifest. Reading is safe all the same, for nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from zeroexp.config import ConfigError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
+FILE_NAME = re.compile(r"rank\d+\.bin")
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that can not be written or taken up: one line with the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Elements `start` to `start + numel` of a flattened tensor: so many bytes of `file` from `offset` on."""
+
+    file: str
+    offset: int
+    start: int
+    numel: int
+    hash: str  # [Note: hashes]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str  # a key of ITEM_BYTES
+    pieces: tuple[StoredPiece, ...]  # by start; together every element once
+
+    def num_bytes(self, piece: StoredPiece) -> int:
+        return piece.numel * ITEM_BYTES[self.dtype]
+
+
+# Parameter name -> "weight" and each optimizer moment; of random states rank -> whose.
+Stored = dict[str, dict[str, StoredTensor]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    versions: dict[str, str]
+    saved_at: float  # Unix seconds
+    config: dict[str, Any]  # resolved, of the run that saved
+    step: int  # steps done
+    samples_seen: int  # position in the data: the next batch begins here
+    world_size: int
+    state: Stored
+    rng: Stored  # by rank: "torch", "cuda", "python", "numpy"
+
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        for stored in (self.state, self.rng):
+            for name, entry in stored.items():
+                yield from ((f"{name}/{key}", tensor) for key, tensor in entry.items())
+
+    def file_bytes(self) -> dict[str, int]:
+        """The least size of each file: where its last piece ends."""
+        ends: dict[str, int] = {}
+        for _, tensor in self.tensors():
+            for piece in tensor.pieces:
+                end = piece.offset + tensor.num_bytes(piece)
+                ends[piece.file] = max(ends.get(piece.file, 0), end)
+        return ends
+
+
+def hash_of(parts: Iterable[bytes | memoryview]) -> str:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """With the hash of the rest, and pieces as rows: there are many."""
+    content = {"format": FORMAT, **asdict(manifest)}
+    content["state"], content["rng"] = _rows(manifest.state), _rows(manifest.rng)
+    return json.dumps({"hash": hash_of([_canonical(content)]), **content}).encode()
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises CheckpointError: missing, damaged, of a newer format, or no manifest at all."""
+    path = checkpoint / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; give another checkpoint") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged, no JSON; give another checkpoint") from error
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise CheckpointError(f"{path}: no manifest of zeroexp; give another checkpoint")
+    if content["format"] > FORMAT:
+        newer = f"written in format {content['format']}, this zeroexp reads up to {FORMAT}"
+        raise CheckpointError(f"{path}: {newer}; update zeroexp")
+    if content.pop("hash", None) != hash_of([_canonical(content)]):
+        raise CheckpointError(f"{path}: damaged, its hash differs; give another checkpoint")
+    try:
+        return _manifest(content)
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"no manifest of zeroexp ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{path}: {told}; give another checkpoint") from error
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _rows(stored: Stored) -> dict[str, Any]:
+    return {
+        name: {
+            key: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "pieces": [[p.file, p.offset, p.start, p.numel, p.hash] for p in tensor.pieces],
+            }
+            for key, tensor in entry.items()
+        }
+        for name, entry in stored.items()
+    }
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    content = {key: value for key, value in content.items() if key != "format"}
+    return Manifest(
+        **{**content, "state": _stored(content["state"]), "rng": _stored(content["rng"])}
+    )
+
+
+def _stored(rows: dict[str, Any]) -> Stored:
+    return {
+        name: {key: _tensor(f"{name}/{key}", row) for key, row in entry.items()}
+        for name, entry in rows.items()
+    }
+
+
+def _tensor(name: str, row: dict[str, Any]) -> StoredTensor:
+    pieces = tuple(StoredPiece(*piece) for piece in row["pieces"])
+    tensor = StoredTensor(tuple(row["shape"]), row["dtype"], pieces)
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    for piece in pieces:
+        if not FILE_NAME.fullmatch(piece.file) or piece.offset < 0 or piece.offset % item_bytes:
+            raise ValueError(f"{name}: a piece in {piece.file} at byte {piece.offset}")
+    require_whole(name, tensor)
+    return tensor
+
+
+def require_whole(name: str, tensor: StoredTensor) -> None:
+    """Raises ValueError unless the pieces, by start, are every element once."""
+    stop, numel = 0, 1
+    for size in tensor.shape:
+        numel *= size
+    for piece in tensor.pieces:
+        if piece.start != stop or piece.numel < 1:
+            raise ValueError(f"{name}: elements {stop} to {piece.start} of {numel} are in no piece")
+        stop += piece.numel
+    if stop != numel:
+        raise ValueError(f"{name}: {stop} of {numel} elements are in its pieces")

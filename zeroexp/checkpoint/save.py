@@ -1,0 +1,210 @@
+"""When a checkpoint is written: copied at the boundary between two steps, then written by a thread.
+
+    step k ── boundary: wait for the save before ─▶ copy pieces ── step k+1, k+2, ...
+                                                        └─▶ thread: write, hash, sync ─▶ rank 0: manifest, rename
+
+All ranks call the same verbs at the same boundaries. The thread's messages (plans and hashes, no tensor) go through a
+gloo group of their own, so that they never meet those of training.
+
+[Note: failed saves] A save that fails is told at once, in one line of the log and of checkpoints.jsonl, gives back its
+room on the disk, and leaves the older checkpoints as they are. Training goes on, since its state in memory is worth
+more than ever, and the next save tries again; a run whose last save failed ends as failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from zeroexp import __version__
+from zeroexp import world as worlds
+from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.manifest import CheckpointError, Manifest, Stored
+from zeroexp.checkpoint.planner import PiecePlanner
+from zeroexp.checkpoint.rng import random_states
+from zeroexp.checkpoint.staging import Flat, Staging
+from zeroexp.checkpoint.storage import RNG, STATE, PieceWriter, Target
+from zeroexp.config import Config
+from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
+from zeroexp.world import World
+
+LOG = "checkpoints.jsonl"
+
+
+@dataclass
+class Saved:
+    """A line of checkpoints.jsonl: one save as rank 0 saw it."""
+
+    step: int
+    num_bytes: int = 0  # of all ranks
+    blocked_seconds: float = 0.0  # training stood still: waiting for the save before, and copying
+    write_seconds: float = 0.0  # in the thread, beside training
+    error: str | None = None  # None: it is whole
+
+
+class Saver:
+    """Saves one run. Its thread is a daemon: a rank that fails does not wait for it."""
+
+    def __init__(
+        self, run: Path, strategy: Strategy, config: Config, world: World, *, attempt: int = 0
+    ) -> None:
+        """Raises CheckpointError, on all ranks, where the folder can not be written or `attempt` is outdated."""
+        self._run, self._strategy, self._config, self._world = run, strategy, config, world
+        self._attempt = attempt
+        self._staging = Staging(world.device)
+        self._group: dist.ProcessGroup | None = None  # made for the first save
+        self._writing: Future[Saved] | None = None
+        self._last: Saved | None = None
+        self._blocked_seconds = 0.0
+        self._prepared = False
+        if config.checkpoint.every is not None:
+            self._prepare()  # now, and not after the first steps
+
+    def due(self, steps_done: int) -> bool:
+        """Whether `checkpoint.every` asks for a save after so many steps; the end of training is not among them."""
+        every, train = self._config.checkpoint.every, self._config.train
+        last = train.warmup_steps + train.steps
+        return every is not None and steps_done % every == 0 and steps_done < last
+
+    def save(self, steps_done: int) -> None:
+        """Copy the state as it is after so many steps; returns when training may change it."""
+        began = time.perf_counter()
+        self._settle()
+        if self._last and self._last.step == steps_done and self._last.error is None:
+            return
+        if not self._prepared:
+            self._prepare()
+        if self._group is None:
+            self._group = worlds.background_group()
+        self._strategy.drain()
+        staged = self._staging.copy(self._flat_state())
+        blocked = time.perf_counter() - began
+        self._blocked_seconds += blocked
+        saved = Saved(steps_done, blocked_seconds=blocked)
+        self._writing = _in_background(lambda: self._write(staged, saved))
+
+    def save_now(self, steps_done: int) -> None:
+        """The same, but returns when it is whole on the disk. Raises CheckpointError where it is not."""
+        self.save(steps_done)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises CheckpointError where the last save failed."""
+        self._settle()
+        if self._last is not None and self._last.error is not None:
+            newest = folders.newest(self._run)
+            stands = f"the newest whole one is {newest}" if newest else "there is no other"
+            raise CheckpointError(f"{self._last.error}; {stands}")
+
+    def close(self) -> None:
+        """Every rank alike, when nothing is being written."""
+        assert self._writing is None, "finish first"
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def take_blocked_seconds(self) -> float:
+        """For how long training stood still since the last call."""
+        seconds, self._blocked_seconds = self._blocked_seconds, 0.0
+        return seconds
+
+    # -- how --------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        problem, self._prepared = None, True
+        if self._world.rank == 0:
+            try:
+                folders.prepare(self._run, self._attempt)
+            except CheckpointError as error:
+                problem = str(error)
+        for told in worlds.gather(problem):
+            if told:
+                raise CheckpointError(told)
+
+    def _flat_state(self) -> Flat:
+        flat = {
+            f"{STATE}/{name}/{key}": tensor
+            for name, tensors in self._strategy.state_dict().items()
+            for key, tensor in tensors.items()
+        }
+        for kind, state in random_states(self._world).items():
+            whole = CanonicalTensor(tuple(state.shape), state.dtype, [Piece(0, state)])
+            flat[f"{RNG}/{self._world.rank}/{kind}"] = whole
+        return flat
+
+    def _settle(self) -> None:
+        """Wait for the save before."""
+        if self._writing is not None:
+            self._last, self._writing = self._writing.result(), None
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _write(self, staged: Flat, saved: Saved) -> Saved:
+        """Never raises: what went wrong is in `error`, the same on every rank."""
+        began = time.perf_counter()
+        target = Target(self._run, saved.step, self._attempt, self._config.checkpoint.keep)
+        writer = PieceWriter(target, lambda state, rng: self._manifest(saved.step, state, rng))
+        state: dict[str, Any] = dict(staged)
+        try:
+            dcp.save(
+                state, storage_writer=writer, planner=PiecePlanner(), process_group=self._group
+            )
+        except BaseException as error:  # DCP's own is no Exception
+            saved.error = f"checkpoint of step {saved.step} failed: {_first(error)}"
+        saved.num_bytes, saved.write_seconds = writer.num_bytes, time.perf_counter() - began
+        if self._world.rank == 0:
+            self._tell(saved)
+        return saved
+
+    def _tell(self, saved: Saved) -> None:
+        if saved.error is not None:
+            print(saved.error, file=sys.stderr)
+            folders.discard(self._run, saved.step, self._attempt)
+        with contextlib.suppress(OSError), (self._run / LOG).open("a") as file:  # a full disk
+            file.write(json.dumps(asdict(saved)) + "\n")
+
+    def _manifest(self, steps_done: int, state: Stored, rng: Stored) -> Manifest:
+        versions = {"zeroexp": __version__, "torch": torch.__version__}
+        return Manifest(
+            versions={**versions, "python": platform.python_version()},
+            saved_at=time.time(),
+            config=asdict(self._config),
+            step=steps_done,
+            samples_seen=steps_done * self._config.data.global_batch_size,
+            world_size=self._world.size,
+            state=state,
+            rng=rng,
+        )
+
+
+def _in_background(action: Callable[[], Saved]) -> Future[Saved]:
+    future: Future[Saved] = Future()
+    threading.Thread(target=lambda: future.set_result(action()), daemon=True).start()
+    return future
+
+
+def _first(error: BaseException) -> str:
+    """The first cause in one line, with its rank."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    told = str(cause).partition("\n")[0]
+    return (
+        told
+        if isinstance(cause, CheckpointError)
+        else f"rank {rank}: {type(cause).__name__}: {told}"
+    )

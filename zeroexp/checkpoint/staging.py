@@ -1,0 +1,49 @@
+"""Copies of this rank's pieces in host memory, so that training changes the originals while the copies are written.
+
+The memory is taken once and used by every save: as much as the rank's share of weights and moments. On a machine with
+a GPU it is pinned, so that the copy runs at the speed of the bus.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroexp.strategies.base import CanonicalTensor, Piece
+
+ALIGNMENT = 64  # bytes; also in the files, so that any dtype can be viewed in a mapped one
+
+# Name in the checkpoint -> what this rank holds of it.
+Flat = dict[str, CanonicalTensor]
+
+
+class Staging:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Flat) -> Flat:
+        """The same with every piece copied. Valid until the next call, which overwrites the copies."""
+        sizes = [aligned(p.tensor.nbytes) for t in tensors.values() for p in t.pieces]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before, not beside, the larger one
+            pinned = self._device.type == "cuda"
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        rooms = iter(self._memory[: sum(sizes)].split(sizes) if sizes else ())
+        staged = {
+            name: CanonicalTensor(t.shape, t.dtype, [_copied(p, next(rooms)) for p in t.pieces])
+            for name, t in tensors.items()
+        }
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return staged
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copied(piece: Piece, room: Tensor) -> Piece:
+    copy = room[: piece.tensor.nbytes].view(piece.tensor.dtype)
+    copy.copy_(piece.tensor.detach(), non_blocking=True)
+    return Piece(piece.start, copy)
