@@ -146,6 +146,11 @@ def test_config_survives_its_file(option, tmp_path):
     assert load(tmp_path / "config.yaml") == config
 
 
+def test_data_from_a_path_are_not_said_to_come_from_the_hub():
+    assert resolve(composed("data=yelp")).data.source == "Yelp/yelp_review_full"
+    assert resolve(composed("data=yelp", "data.path=reviews.csv")).data.source is None
+
+
 def test_small_numbers_survive_the_file(tmp_path):
     """YAML 1.1 reads 1e-8, without a point, as a word."""
     config = composed("optimizer.eps=1e-8", "optimizer.lr=5e-5")

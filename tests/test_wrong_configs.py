@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.composing import composed
 from zeroexp import __main__ as zeroexp
+from zeroexp import hub
+from zeroexp.check.inputs import check_inputs
+from zeroexp.config import ConfigError
 
 # Command line -> parts of the one line it gets: key=value first, then what is wrong or what to do.
 WRONG = {
@@ -94,7 +101,11 @@ WRONG = {
     "data.vocab_size=50000": ("data.vocab_size=50000:", "use 2048"),
     "data=synthetic data.vocab_size=4096": ("data.vocab_size=4096:", "larger vocabulary"),
     "data.limit=10": ("data.limit=10:", "leave it null"),
+    "data.source=me/reviews": ("data.source=me/reviews:", "leave it null"),
+    "data=synthetic data.source=me/reviews": ("data.source=me/reviews:", "leave it null"),
+    "data=synthetic data.limit=10": ("data.limit=10:", "leave it null"),
     "data=synthetic data.path=.": ("data.path=.:", "leave it null"),
+    "model=moe_tiny model.weights=me/moe": ("model.weights=me/moe:", "leave it null"),
     # explicit settings that the chosen path would ignore
     "strategy.owners=greedy": ("strategy.owners=greedy:", "leave it null"),
     "strategy=zero2 strategy.prefetch=2": ("strategy.prefetch=2:", "leave it null"),
@@ -147,6 +158,94 @@ def test_mistake_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch, capsy
         assert part in told[0]
     assert told[0].startswith(f"zeroexp: {WRONG[line][0]}")
     assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+# As above, where the folder of the test holds an empty one and a text.
+UNREADABLE = {
+    "data.path=empty": ("data.path=empty:", "no file in it ends in .txt; add"),
+    "data=yelp_causal data.path=text.txt": ("data.path=text.txt:", "ends in .csv"),
+    "model.weights=./empty": ("model.weights=./empty:", "use a folder that holds"),
+    "data=yelp_causal data.source=me/reviews": ("data.source=me/reviews:", "set data.path"),
+    "model.weights=me/model": ("model.weights=me/model:", "fetch it first"),
+}
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_what_ranks_could_not_read_is_refused(line, tmp_path, offline, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
+    assert zeroexp.main() == zeroexp.REFUSED
+    (told,) = capsys.readouterr().err.splitlines()
+    begins, remedy = UNREADABLE[line]
+    assert told.startswith(f"zeroexp: {begins}") and remedy in told
+    assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+@pytest.mark.parametrize(
+    ("key", "shut"),
+    [
+        ("data.path", "folder"),
+        ("data.path", "folder/text.txt"),
+        ("model.weights", "folder"),
+        ("model.weights", "folder/model.safetensors"),
+    ],
+)
+def test_what_others_alone_may_read_is_refused(key, shut):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "folder"
+        folder.mkdir()
+        for file in ("model.safetensors", "text.txt"):
+            (folder / file).write_text("text")
+        Path(name).chmod(0o755)
+        (Path(name) / shut).chmod(0)
+        with not_root(), pytest.raises(ConfigError) as told:
+            check_inputs(composed(f"{key}={folder}"))
+        (Path(name) / shut).chmod(0o755)
+        check_inputs(composed(f"{key}={folder}"))
+    assert str(told.value).startswith(f"{key}={folder}: can not be read (Permission denied: ")
+    assert str(told.value).endswith("; make it readable, or choose another")
+
+
+@contextmanager
+def not_root():
+    """Root may read everything."""
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+@pytest.mark.parametrize("line", ["data.path=/on/the/nodes", "model.weights=me/model"])
+def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
+    config = composed("cluster=slurm", line)
+    check_inputs(config)
+    with pytest.raises(ConfigError):
+        check_inputs(replace(config, cluster=composed().cluster))
+
+
+def test_what_was_fetched_before_needs_no_network(offline, tmp_path):
+    for folder in ("hub/datasets--me--one", "datasets/me___two", "cache/packed"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "cache" / "packed" / "about.json").write_text('{"source": "me/three"}')
+    for name in ("one", "two", "three"):
+        check_inputs(composed("data=yelp_causal", f"data.source=me/{name}"))
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """No network, and none of this machine's caches."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
+    hub.online.cache_clear()
+    yield
+    hub.online.cache_clear()
 
 
 def test_cuda_on_a_machine_without(tmp_path, monkeypatch, capsys):

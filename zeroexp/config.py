@@ -200,8 +200,12 @@ class Config:
 
 
 def resolve(config: Config) -> Config:
-    """A copy in which every setting that has an effect and was left open holds its default."""
+    """A copy in which every setting that has an effect and was left open holds its default, and the hub's id of data
+    that are read from data.path is null.
+    """
     config = deepcopy(config)
+    if config.data.path is not None:
+        config.data.source = None
     strategy = config.strategy
     if strategy.implementation != "torch":
         for key, default in _engine_defaults(strategy).items():

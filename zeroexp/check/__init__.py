@@ -1,7 +1,8 @@
 """What is refused before any rank starts, in one line with key, value and remedy.
 
 `single` are rules about one key, whose breach ends a whole sweep (ConfigError); `strategy`, `data` and `fit` are rules
-about several, whose breach skips the point (UndefinedCombination). No torch.
+about several, whose breach skips the point (UndefinedCombination); `inputs` looks for what the points that are left
+will read. No torch.
 """
 
 from __future__ import annotations

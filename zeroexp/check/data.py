@@ -71,4 +71,10 @@ def source(config: Config) -> None:
             without_effect(config, key, f"data.kind={config.data.kind} reads no reviews")
 
 
-RULES = (task, labels, length, vocabulary, source)
+def weights(config: Config) -> None:
+    if config.model.family in ("mlp", "moe"):
+        why = f"model.family={config.model.family} starts from train.seed"
+        without_effect(config, "model.weights", why)
+
+
+RULES = (task, labels, length, vocabulary, source, weights)

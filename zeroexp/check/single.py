@@ -1,8 +1,6 @@
-"""Rules about one key at a time: words, ranges, files. Breaking one is a ConfigError."""
+"""Rules about one key at a time: words, ranges. Breaking one is a ConfigError."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from zeroexp.check.refusal import nearest, value_of, wrong
 from zeroexp.config import IMPLEMENTATIONS, Config
@@ -114,14 +112,6 @@ def bucket(config: Config) -> None:
         wrong("strategy.bucket_mb", size, "not available yet", remedy)
 
 
-def paths(config: Config) -> None:
-    weights, data = config.model.weights, config.data.path
-    if weights and weights[0] in "./~" and not Path(weights).expanduser().exists():
-        wrong("model.weights", weights, "no such folder", "use one that exists, a hub id, or null")
-    if data and not Path(data).expanduser().exists():
-        wrong("data.path", data, "no such file or folder", "use one that exists, or null")
-
-
 def study(config: Config) -> None:
     """Every key of an include row exists."""
     for row in config.study.include:
@@ -129,4 +119,4 @@ def study(config: Config) -> None:
             value_of(config, key)
 
 
-RULES = (words, ranges, betas, world_sizes, bucket, paths, study)
+RULES = (words, ranges, betas, world_sizes, bucket, study)

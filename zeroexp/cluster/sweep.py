@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from zeroexp.check.inputs import check_inputs
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import UNFINISHED, refresh
 from zeroexp.cluster.job import Job, first_cause
@@ -110,6 +111,8 @@ class Sweep:
             store_uri(point.config.tracking.uri, Path(point.config.outputs))
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
+            if not point.refusal:
+                check_inputs(point.config)
 
     def _admit(self, point: Point) -> Job:
         """The point's folder with all that is known before it runs."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -25,12 +24,7 @@ import torch
 from filelock import FileLock
 
 from zeroexp.data import Microbatch, Samples
-
-
-def cache_root() -> Path:
-    """$ZEROEXP_CACHE, else zeroexp/ in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ZEROEXP_CACHE") or Path(home) / "zeroexp")
+from zeroexp.inputs import cache_root
 
 
 def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
+from zeroexp.inputs import data_files
 
 CORPUS = Path(__file__).parent / "corpus"
 SHIPPED_WORDS = 2048  # of corpus/tokenizer.json
@@ -63,17 +64,7 @@ def text_files(config: DataConfig) -> list[Path]:
     """The local files that will be read, sorted; none where the source is the hub. Raises ConfigError."""
     if config.path is None:
         return [CORPUS / "python_reference.txt"] if config.kind == "text" else []
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise ConfigError(f"data.path={config.path}: no such file or folder; give one that exists")
-    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    kinds = (
-        (".txt",) if config.kind == "text" else (".csv", ".parquet", ".json", ".jsonl", ".arrow")
-    )
-    files = [file for file in found if file.suffix in kinds]
-    if not files:
-        raise ConfigError(f"data.path={config.path}: no file in it ends in {', '.join(kinds)}")
-    return files
+    return data_files(config)
 
 
 def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:

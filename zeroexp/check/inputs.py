@@ -1,0 +1,84 @@
+"""What a point reads from outside: looked at once per sweep, before a rank starts, and not with the other rules, since
+it costs looks at disk and network.
+
+Ranks of this machine see what we see. Slurm's nodes may see other folders and another network, so that of theirs only
+what is here too can be wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from zeroexp.check.refusal import wrong
+from zeroexp.config import Config, DataConfig
+from zeroexp.inputs import data_files
+
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_inputs(config: Config) -> None:
+    """Raises ConfigError for data or weights that its ranks could not read."""
+    here = config.cluster.kind == "local"
+    data, weights = config.data, config.model.weights
+    if data.path:
+        _readable("data.path", data.path, lambda: _data(data.path, data.kind, here))
+    elif data.kind == "reviews" and here:
+        _source(str(data.source))
+    if weights:
+        _readable("model.weights", weights, lambda: _weights(weights, here))
+
+
+def _readable(key: str, value: str, look: Callable[[], None]) -> None:
+    try:
+        look()
+    except OSError as error:
+        remedy = "make it readable, or choose another"
+        wrong(key, value, f"can not be read ({error.strerror}: {error.filename})", remedy)
+
+
+@cache
+def _data(path: str, kind: str, here: bool) -> None:
+    place = Path(path).expanduser()
+    if here or place.exists():
+        _open_folder(place)
+        for file in data_files(DataConfig(path=path, kind=kind)):
+            file.open("rb").close()
+
+
+def _open_folder(path: Path) -> None:
+    """A search through a folder that is shut finds nothing and says nothing."""
+    if path.is_dir():
+        os.scandir(path).close()
+
+
+@cache
+def _source(source: str) -> None:
+    # Here and not above: the hub's client takes half a second to import, and most points need none of it.
+    from zeroexp import hub
+
+    if not Path(source).exists() and not hub.has_dataset(source) and not hub.online():
+        problem = "not in a cache of this machine, and the hub can not be reached"
+        remedy = "set data.path to a file or folder with columns text and label"
+        wrong("data.source", source, problem, remedy)
+
+
+@cache
+def _weights(weights: str, here: bool) -> None:
+    folder = Path(weights).expanduser()
+    if folder.exists():
+        _open_folder(folder)
+        files = [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
+        if not files:
+            problem = f"no file in it ends in {' or '.join(name[1:] for name in WEIGHTS)}"
+            wrong("model.weights", weights, problem, "use a folder that holds a model")
+        for file in files:
+            file.open("rb").close()
+    elif here and weights[0] in "./~":
+        wrong("model.weights", weights, "no such folder", "use one that exists, a hub id, or null")
+    elif here:
+        from zeroexp import hub
+
+        hub.require_model(weights)
