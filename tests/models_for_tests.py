@@ -3,8 +3,8 @@
 toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
            parameter group); frozen parameters; a parameter that nobody uses
 reused     toy with one block that runs twice in every forward
+dropout    toy that computes by its random state
 llama, gpt2, mixtral    of transformers
-dropout    gpt2 with dropout: what it computes depends on the random state
 moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
 """
 
@@ -41,7 +41,9 @@ class ToyBlock(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self, *, depth: int = 3, order: tuple[int, ...] = (0, 1, 2)) -> None:
+    def __init__(
+        self, *, depth: int = 3, order: tuple[int, ...] = (0, 1, 2), dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(ToyBlock() for _ in range(depth))
@@ -50,6 +52,7 @@ class Toy(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         self.order = order
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[batch, seq] int64 -> logits [batch, seq, VOCABULARY]."""
@@ -57,7 +60,7 @@ class Toy(nn.Module):
         x = x + x.cumsum(1) / SEQ_LEN
         for index in self.order:
             x = self.blocks[index](x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.dropout(x)))
 
 
 Prepare = Callable[[nn.Module, int, int, int], None]  # (model, step, microbatch, rank)
@@ -76,13 +79,14 @@ class TestModel:
     skips: bool = False  # trainable parameters may get no gradient
 
 
-def _toy(order: tuple[int, ...]) -> BuiltModel:
+def _toy(order: tuple[int, ...], dropout: float = 0.0) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return BuiltModel(Toy(order=order), ["blocks.0", "blocks.1", "blocks.2"])
+        module = Toy(order=order, dropout=dropout)
+        return BuiltModel(module, ["blocks.0", "blocks.1", "blocks.2"])
 
 
-def _configured(family: str, **settings: float) -> BuiltModel:
+def _configured(family: str, **settings: int | bool) -> BuiltModel:
     key = "moe" if family == "moe" else "hf_config"
     return build_model(ModelConfig(family=family, **{key: settings}), seed=1)
 
@@ -155,9 +159,9 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
+    "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),
     "llama": TestModel(_llama),
     "gpt2": TestModel(_gpt2),
-    "dropout": TestModel(partial(_gpt2, resid_pdrop=0.5)),
     "mixtral": TestModel(_mixtral),
     "moe_one_rank": TestModel(_moe, _skip_on_one_rank, skips=True),
     "moe_all_ranks": TestModel(_moe, _skip_on_all_ranks, skips=True),

@@ -150,10 +150,13 @@ class TorchFSDP2:
             fill(tensor.view(-1), canonical, name=name)
 
     def _start(self, tensor: DTensor) -> int:
-        """First flat element of this rank's shard: torch.chunk's rule, the last ranks may get less or nothing."""
+        """First flat element of this rank's shard: torch.chunk's rule, the last ranks may get less or nothing.
+
+        By arithmetic alone: a slice of the tensor would communicate, and ranks without rows do not ask.
+        """
         num_rows = tensor.shape[0]
         rows_per_rank = -(-num_rows // self._world.size)
-        row_numel = tensor[:1].numel() if num_rows else 0
+        row_numel = tensor.numel() // num_rows if num_rows else 0
         return min(self._world.rank * rows_per_rank, num_rows) * row_numel
 
 

@@ -1,0 +1,132 @@
+"""The manifest as plain data: written and read again, and every way in which it can be no manifest."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroexp.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    hash_of,
+    read_manifest,
+    require_whole,
+    to_json,
+)
+from zeroexp.config import Config
+
+PIECES = (StoredPiece("rank0.bin", 0, 0, 4, "ab"), StoredPiece("rank1.bin", 64, 4, 2, "cd"))
+WEIGHT = StoredTensor((2, 3), "bfloat16", PIECES)
+MADE = Manifest(
+    versions={"torch": "2.13"},
+    saved_at=1.5,
+    config=asdict(Config()),
+    step=20,
+    samples_seen=240,
+    world_size=2,
+    state={"a.b": {"weight": WEIGHT, "step": StoredTensor((), "float32", PIECES[:0])}},
+    rng={},
+)
+STEP = StoredTensor((), "float32", (StoredPiece("rank0.bin", 128, 0, 1, "ef"),))
+MADE = replace(MADE, state={"a.b": {"weight": WEIGHT, "step": STEP}, "empty": {}})
+
+
+def test_what_is_written_is_read(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(to_json(MADE))
+    assert read_manifest(tmp_path) == MADE
+
+
+def test_file_sizes_follow_from_pieces():
+    assert MADE.file_bytes() == {"rank0.bin": 132, "rank1.bin": 68}
+
+
+def refused(folder: Path, content: bytes | dict[str, Any]) -> str:
+    """One line that names the file and says what to do."""
+    if isinstance(content, dict):
+        rest = {key: value for key, value in content.items() if key != "hash"}
+        canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+        content = json.dumps({**rest, "hash": hash_of([canonical])}).encode()
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(folder)
+    line = str(caught.value)
+    assert line.startswith(str(folder / MANIFEST)) and "\n" not in line and "; " in line
+    return line
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**json.loads(to_json(MADE)), **values}
+
+
+def test_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="No such file"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format(tmp_path):
+    line = refused(tmp_path, changed(format=2))
+    assert "format 2, this zeroexp reads up to 1; update zeroexp" in line
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b'{"a": 1}', b'{"format": "x"}']
+)
+def test_no_manifest_at_all(tmp_path, content):
+    assert re.search("damaged|no manifest", refused(tmp_path, content))
+
+
+@given(st.integers(0, len(to_json(MADE)) - 1), st.integers(1, 255))
+def test_any_changed_byte_is_found(tmp_path_factory, position, change):
+    content = bytearray(to_json(MADE))
+    content[position] ^= change
+    refused(tmp_path_factory.getbasetemp(), bytes(content))
+
+
+@pytest.mark.parametrize("file", ["../../etc/passwd", "/etc/passwd", "rank0.bin/x", "other.bin"])
+def test_files_outside_of_the_folder_are_never_opened(tmp_path, file):
+    pieces = [[file, 0, 0, 6, "ab"]]
+    state = {"a": {"weight": {"shape": [2, 3], "dtype": "float32", "pieces": pieces}}}
+    assert "a piece in" in refused(tmp_path, changed(state=state))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pieces"),
+    [
+        ([6], "float31", [["rank0.bin", 0, 0, 6, ""]]),
+        ([6], "float32", [["rank0.bin", 2, 0, 6, ""]]),  # not where a number can begin
+        ([6], "float32", [["rank0.bin", -4, 0, 6, ""]]),
+        ([6], "float32", [["rank0.bin", 0, 0, 6]]),
+        ([6], "float32", None),
+        (None, "float32", []),
+    ],
+)
+def test_nonsense_with_a_right_hash(tmp_path, shape, dtype, pieces):
+    state = {"a": {"weight": {"shape": shape, "dtype": dtype, "pieces": pieces}}}
+    refused(tmp_path, changed(state=state))
+
+
+@given(st.lists(st.integers(1, 5), max_size=6), st.data())
+def test_pieces_are_every_element_once_or_refused(sizes, data):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pieces = tuple(
+        StoredPiece("rank0.bin", 0, start, size, "")
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    require_whole("a", StoredTensor((sum(sizes),), "uint8", pieces))
+    if pieces:
+        index = data.draw(st.integers(0, len(pieces) - 1))
+        missing = pieces[:index] + pieces[index + 1 :]
+        twice = (*pieces[:index], pieces[index], *pieces[index:])
+        for wrong in (missing, twice):
+            with pytest.raises(ValueError, match="elements"):
+                require_whole("a", StoredTensor((sum(sizes),), "uint8", wrong))

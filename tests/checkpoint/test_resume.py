@@ -1,0 +1,147 @@
+"""Which checkpoint `resume` means, and what the submitter refuses before a rank starts: one line each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_manifest import MADE
+from tests.composing import composed
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, to_json
+from zeroexp.checkpoint.resume import resolve_resume
+from zeroexp.cluster.points import points_of
+from zeroexp.config import Config, ConfigError, UndefinedCombination
+
+TINY = ("model=tiny", "train.steps=100")
+
+
+def write(run: Path, step: int, config: Config, **changes: object) -> Path:
+    folder = run / "checkpoint" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    manifest = replace(MADE, config=asdict(config), step=step, **changes)
+    assert isinstance(manifest, Manifest)
+    (folder / MANIFEST).write_bytes(to_json(manifest))
+    return folder
+
+
+def config_for(outputs: Path, *words: str) -> Config:
+    return replace(composed(*TINY, *words), outputs=str(outputs))
+
+
+def refused(config: Config, kind: type[ConfigError]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve_resume(config)
+    line = str(caught.value)
+    assert type(caught.value) is kind, line
+    assert "\n" not in line and "; " in line
+    return line
+
+
+def test_nothing_to_resume(tmp_path):
+    assert resolve_resume(config_for(tmp_path)) is None
+
+
+def test_a_run_means_its_newest_and_a_checkpoint_itself(tmp_path):
+    run = tmp_path / "sweep" / "run"
+    config = config_for(tmp_path)
+    older, newer = (write(run, step, config) for step in (20, 40))
+    assert resolve_resume(replace(config, resume=str(run))) == str(newer)
+    assert resolve_resume(replace(config, resume=str(older))) == str(older)
+
+
+def test_relative_to_where_the_command_is_given(tmp_path, monkeypatch):
+    config = config_for(tmp_path)
+    checkpoint = write(tmp_path / "sweep" / "run", 20, config)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_resume(replace(config, resume="sweep/run")) == str(checkpoint)
+
+
+def test_latest_is_the_newest_that_fits(tmp_path):
+    config = config_for(tmp_path, "resume=latest")
+    other = config_for(tmp_path, "model.hf_config.hidden_size=128")
+    fits = write(tmp_path / "a" / "run", 20, config)
+    write(tmp_path / "b" / "run", 40, other)
+    write(tmp_path / "c" / "run", 60, config).joinpath(MANIFEST).write_text("{")
+    assert resolve_resume(config) == str(fits)
+
+
+def test_latest_without_any(tmp_path):
+    line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
+    assert "there is none; use resume=null" in line
+
+
+def test_latest_without_one_that_fits(tmp_path):
+    write(tmp_path / "b" / "run", 40, config_for(tmp_path, "train.seed=1"))
+    line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
+    assert "train.seed is 1 in it, 0 here" in line
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_no_checkpoint_in_there(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    line = refused(config_for(tmp_path, f"resume={tmp_path / name}"), CheckpointError)
+    assert line.startswith(f"resume={tmp_path / name}: no whole checkpoint in there")
+
+
+def test_unfinished_is_not_there(tmp_path):
+    config = config_for(tmp_path)
+    write(tmp_path / "run", 20, config).rename(tmp_path / "run" / "checkpoint" / ".step-000020.0")
+    refused(replace(config, resume=str(tmp_path / "run")), CheckpointError)
+
+
+def test_damaged_foreign_and_newer(tmp_path):
+    config = config_for(tmp_path)
+    path = write(tmp_path / "run", 20, config) / MANIFEST
+    config = replace(config, resume=str(tmp_path / "run"))
+    whole = path.read_text()
+    for content, said in (
+        (whole[:-7], "damaged"),
+        (json.dumps({"model": "of somebody else"}), "no manifest of zeroexp"),
+        (whole.replace('"format": 1', '"format": 9'), "format 9, this zeroexp reads up to 1"),
+    ):
+        path.write_text(content)
+        assert said in refused(config, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.hf_config.vocab_size=4096", "model.hf_config.vocab_size is 4096 in it, 2048 here"),
+        ("model.hf_config.hidden_size=128", "model.hf_config.hidden_size is 128 in it, 64 here"),
+        ("data.seq_len=64", "data.seq_len is 64 in it, 128 here"),
+        ("data.global_batch_size=24", "data.global_batch_size is 24 in it, 12 here"),
+        ("train.seed=3", "train.seed is 3 in it, 0 here"),
+        ("optimizer=sgd", "optimizer.name is sgd in it, adamw here"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, word, said):
+    write(tmp_path / "run", 20, config_for(tmp_path, word))
+    line = refused(config_for(tmp_path, f"resume={tmp_path / 'run'}"), UndefinedCombination)
+    assert f"resume={tmp_path / 'run'}: {said}; use the same, or another checkpoint" == line
+
+
+def test_what_a_new_run_may_choose(tmp_path):
+    words = ["strategy=ddp", "strategy.implementation=torch", "world_size=3", "precision=bf16"]
+    words += ["optimizer.lr=1", "optimizer.schedule=cosine", "data.micro_batch_size=2"]
+    path = write(tmp_path / "run", 20, config_for(tmp_path, *words))
+    assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
+
+
+def test_nothing_left_to_train(tmp_path):
+    write(tmp_path / "run", 103, config_for(tmp_path))
+    line = refused(config_for(tmp_path, f"resume={tmp_path / 'run'}"), UndefinedCombination)
+    assert "103 steps are done, of 103 here; raise train.steps" in line
+
+
+def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):
+    path = write(tmp_path / "run", 20, config_for(tmp_path))
+    resume = f"resume={tmp_path / 'run'}"
+    (fits,) = points_of([resume], asdict(config_for(tmp_path, resume)))
+    assert fits.refusal is None and fits.config.resume == str(path)
+    assert fits.name == "zero3-buffer-n2"
+    (other,) = points_of([resume], asdict(config_for(tmp_path, resume, "train.seed=3")))
+    assert other.refusal is not None and "train.seed is 0 in it, 3 here" in other.refusal

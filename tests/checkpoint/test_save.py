@@ -1,0 +1,178 @@
+"""Saving: beside training, from copies, never the whole on one rank; and what becomes of a save that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.saving import checkpoint, config_of
+from tests.engines import ENGINES
+from tests.oracle import Make, Recipe, build_on_rank, run_steps
+from tests.plain_strategy import PlainStrategy
+from zeroexp import world as worlds
+from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.load import load
+from zeroexp.checkpoint.manifest import CheckpointError, read_manifest
+from zeroexp.checkpoint.save import LOG, Saver
+from zeroexp.checkpoint.staging import ALIGNMENT, Staging
+from zeroexp.strategies.base import CanonicalTensor, Piece
+from zeroexp.world import World
+
+RECIPE = Recipe(steps=1, world_size=1)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with worlds.joined() as world:
+        yield world
+
+
+@pytest.fixture
+def strategy() -> PlainStrategy:
+    return PlainStrategy(nn.Linear(3, 2))
+
+
+def log(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / LOG).read_text().splitlines()]
+
+
+def test_what_is_saved_is_the_state_when_save_was_called(world, strategy, tmp_path):
+    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+    strategy.model.weight.data.fill_(1.0)
+    saver.save(1)
+    strategy.model.weight.data.fill_(2.0)  # the next step, while the thread writes
+    saver.save(2)
+    strategy.model.weight.data.fill_(3.0)
+    saver.finish()
+    for step in (1, 2):
+        loaded = PlainStrategy(nn.Linear(3, 2))
+        shapes = {"weight": (2, 3), "bias": (2,)}
+        assert load(checkpoint(tmp_path, step), loaded, shapes, world).step == step
+        assert (loaded.model.weight == step).all()
+
+
+def test_the_manifest_tells_where_the_run_was(world, strategy, tmp_path):
+    config = config_of(RECIPE)
+    config.data.global_batch_size = 12
+    Saver(tmp_path, strategy, config, world).save_now(20)
+    manifest = read_manifest(checkpoint(tmp_path, 20))
+    assert (manifest.step, manifest.samples_seen, manifest.world_size) == (20, 240, 1)
+    assert manifest.config["data"]["global_batch_size"] == 12
+    assert manifest.versions["torch"] == torch.__version__
+    assert set(manifest.rng["0"]) == {"torch", "python", "numpy"}
+
+
+def test_each_save_is_told(world, strategy, tmp_path):
+    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+    saver.save_now(1)
+    (saved,) = log(tmp_path)
+    manifest = read_manifest(checkpoint(tmp_path, 1))
+    pieces = [(tensor, piece) for _, tensor in manifest.tensors() for piece in tensor.pieces]
+    assert saved["num_bytes"] == sum(tensor.num_bytes(piece) for tensor, piece in pieces)
+    assert saved["blocked_seconds"] > 0 and saved["write_seconds"] > 0 and saved["error"] is None
+    assert saver.take_blocked_seconds() == saved["blocked_seconds"]
+    assert saver.take_blocked_seconds() == 0
+
+
+def test_a_step_is_saved_once(world, strategy, tmp_path):
+    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+    saver.save(1)
+    saver.save_now(1)
+    assert len(log(tmp_path)) == 1
+
+
+def test_when_it_is_due(world, strategy, tmp_path):
+    config = config_of(RECIPE)
+    config.checkpoint.every = 3
+    config.train.warmup_steps, config.train.steps = 2, 7
+    saver = Saver(tmp_path, strategy, config, world)
+    assert [step for step in range(12) if step and saver.due(step)] == [3, 6]
+    config.checkpoint.every = None
+    assert not any(saver.due(step) for step in range(12))
+
+
+def test_off_it_leaves_nothing(world, strategy, tmp_path):
+    config = config_of(RECIPE)
+    config.checkpoint.every = None
+    Saver(tmp_path, strategy, config, world).finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_is_told_and_the_next_one_tries_again(world, strategy, tmp_path, capsys):
+    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+    saver.save_now(1)
+    (tmp_path / "checkpoint" / ".step-000002.0").touch()  # where a folder must be
+    with pytest.raises(CheckpointError) as caught:
+        saver.save_now(2)
+    line = str(caught.value)
+    assert re.match(r"checkpoint of step 2 failed: rank 0: FileExistsError: .*; the newest", line)
+    assert line.endswith(f"the newest whole one is {checkpoint(tmp_path, 1)}")
+    assert capsys.readouterr().err.count("\n") == 1
+    saver.save_now(3)
+    assert [saved["error"] is None for saved in log(tmp_path)] == [True, False, True]
+    assert [folders.step_of(path) for path in folders.whole(tmp_path)] == [1, 3]
+
+
+def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
+    old = Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
+    old.save_now(1)
+    new = Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=2)
+    with pytest.raises(CheckpointError, match=r"failed: .*attempt 2 of this run has begun"):
+        old.save_now(2)
+    with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
+        Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
+    new.save_now(2)
+    assert [folders.step_of(path) for path in folders.whole(tmp_path)] == [1, 2]
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+def pieces(*sizes: int) -> dict[str, CanonicalTensor]:
+    tensors = [torch.randn(size) for size in sizes]
+    return {
+        str(i): CanonicalTensor((len(t) + 4,), t.dtype, [Piece(4, t)])
+        for i, t in enumerate(tensors)
+    }
+
+
+def test_copies_lie_in_memory_that_is_taken_once():
+    staging = Staging(torch.device("cpu"))
+    places = set()
+    for _ in range(3):
+        state = pieces(5, 100, 1)
+        staged = staging.copy(state)
+        for name, tensor in state.items():
+            (copy,), (original,) = staged[name].pieces, tensor.pieces
+            assert copy.start == 4 and torch.equal(copy.tensor, original.tensor)
+            assert copy.tensor.data_ptr() != original.tensor.data_ptr()
+        places.add(staged["0"].pieces[0].tensor.data_ptr())
+        held = staged["0"].pieces[0].tensor.untyped_storage().nbytes()
+        assert held == ALIGNMENT + 448 + ALIGNMENT  # 400 bytes in whole lines of 64
+    assert len(places) == 1
+
+
+def bytes_written_and_mapped(world: World, make: Make, run: Path) -> tuple[int, int]:
+    """(bytes of this rank's file, bytes of the whole checkpoint)."""
+    recipe = Recipe(steps=1, world_size=world.size)
+    strategy = build_on_rank(world, recipe, make)
+    run_steps(strategy, world, recipe, range(1))
+    saver = Saver(run, strategy, config_of(recipe), world)
+    saver.save_now(1)
+    saver.close()
+    sizes = read_manifest(checkpoint(run, 1)).file_bytes()
+    return sizes[f"rank{world.rank}.bin"], sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3_buffer", "fsdp2"])
+def test_every_rank_writes_its_share(ranks, tmp_path, name):
+    """Replicated state too: no rank writes it all, and together they write it once."""
+    answers = ranks(bytes_written_and_mapped, ENGINES[name].make, tmp_path, world_size=3)
+    for mine, whole in answers:
+        assert whole / 4 < mine < whole / 2
