@@ -139,6 +139,8 @@ class SlurmConfig:
     qos: str | None = None
     constraint: str | None = None
     memory_gb: float | None = None  # of one node
+    max_requeues: int = 10  # times that one job may start again from its checkpoint, for any reason
+    save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
     python: str | None = (
         None  # command that starts Python on a node, e.g. in a container; None = ours
     )
@@ -159,6 +161,9 @@ class ClusterConfig:
         True  # slurm: False submits and returns; `python -m zeroexp.watch` shows what became of it
     )
     heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
+    requeue: bool | None = (
+        None  # slurm: start again what Slurm ended; None = where checkpoints are saved
+    )
     dry_run: bool = False  # slurm: print the sbatch files and submit nothing
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
@@ -204,6 +209,9 @@ def resolve(config: Config) -> Config:
     that are read from data.path is null.
     """
     config = deepcopy(config)
+    cluster = config.cluster
+    if cluster.requeue is None:
+        cluster.requeue = cluster.kind == "slurm" and config.checkpoint.every is not None
     if config.data.path is not None:
         config.data.source = None
     strategy = config.strategy

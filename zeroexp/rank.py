@@ -25,16 +25,17 @@ from zeroexp.checkpoint.load import Shapes, load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
-from zeroexp.measure.memory import compile_allocator, count_cpu_allocations
+from zeroexp.measure.memory import compile_allocator, count_cpu_allocations, most_held_bytes
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
-from zeroexp.tracking import failure
-from zeroexp.tracking.files import RecordWriter, drop_records, read_records, write_summary
+from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.files import RecordWriter, read_records, write_summary
 from zeroexp.train import train
 from zeroexp.world import World
 
@@ -59,23 +60,28 @@ def main(folder: Path, *, device: str | None = None) -> None:
     place = worlds.place_from_environment(os.environ)
     _send_output_to(failure.log_path(folder, place.rank))
     try:
-        _run(folder, device)
+        code = _run(folder, device)
     except Exception as error:
-        failure.write_raised(folder, place.rank, error)
+        failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())
         traceback.print_exc()
         raise SystemExit(1) from error
+    if code:
+        raise SystemExit(code)
 
 
-def _run(folder: Path, device: str | None) -> None:
+def _run(folder: Path, device: str | None) -> int:
+    """Returns the exit code."""
     config = configs.load(folder / "config.yaml")
-    device = device or _device(config)
+    device, stop = device or _device(config), Stop()
+    if config.cluster.requeue:
+        stop.listen(*ASKS_TO_STOP)
     torch.set_num_threads(config.cluster.threads_per_rank)
     if device == "cpu":
         keep_freed_memory()
         if uncounted := count_cpu_allocations():
             print(uncounted)
     with worlds.joined(device=device) as world:
-        _train(config, world, folder)
+        return 0 if _train(config, world, folder, stop) else SAVED
 
 
 def keep_freed_memory() -> None:
@@ -96,7 +102,8 @@ def _device(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _train(config: Config, world: World, folder: Path) -> None:
+def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
+    """False where it was stopped on the way, and saved."""
     began = time.perf_counter()
     data = build_data(config.data, config.model, config.train.seed)
     model = build_model(
@@ -108,17 +115,28 @@ def _train(config: Config, world: World, folder: Path) -> None:
     strategy = build_strategy(config, model, world)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
-    saver = Saver(folder, strategy, config, world)
+    saver = Saver(folder, strategy, config, world, attempt=attempt.mine() or 0)
+    num_steps = config.train.warmup_steps + config.train.steps
     start_step = _resume(config, folder, strategy, shapes, world)
     steps = train(
-        strategy, data, config=config, world=world, start_step=start_step, pause=saver.due
+        strategy,
+        data,
+        config=config,
+        world=world,
+        start_step=start_step,
+        pause=saver.due,
+        stop=stop,
     )
     records = _drain(steps, saver, world, folder, start_step)
-    if records:  # else the run was over, but for the end of its process
+    over = not records or records[-1].step + 1 == num_steps
+    if not over:
+        saver.save_now(records[-1].step + 1)
+    elif records:  # else the run was over, but for the end of its process
         _summarise(folder, world, records)
         if config.checkpoint.every is not None:  # after the summary, which a run that is over needs
-            saver.save_now(config.train.warmup_steps + config.train.steps)
+            saver.save_now(num_steps)
     saver.close()
+    return over
 
 
 def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
@@ -142,8 +160,7 @@ def _drain(
     with ExitStack() as stack:
         writer = None
         if world.rank == 0:
-            drop_records(folder, from_step=start_step)
-            writer = stack.enter_context(RecordWriter(folder))
+            writer = stack.enter_context(RecordWriter(folder, from_step=start_step))
         for record in steps:
             record.saving_seconds = saver.take_blocked_seconds()
             if writer:

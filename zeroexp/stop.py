@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass
 from types import FrameType
 
+ASKS_TO_STOP = (signal.SIGUSR2, signal.SIGTERM)
 SAVED = 75  # exit code of a rank that stopped as asked and left a checkpoint; EX_TEMPFAIL: try again later
 
 

@@ -7,13 +7,29 @@ import signal
 import time
 from pathlib import Path
 
+from zeroexp.stop import SAVED, Stop
 from zeroexp.tracking import failure
-from zeroexp.tracking.files import write_json
+from zeroexp.tracking.json_files import read_json, write_json
 
 
 def hang(folder: Path, *, device: str) -> None:
     _note(folder)
     time.sleep(1000)
+
+
+def count_until_asked(folder: Path, *, device: str) -> None:
+    """Counts from where it stopped last time, in steps of 0.1 s; asked to stop, it saves and leaves, as ranks do."""
+    stop, saved = Stop(), folder / "saved.json"
+    stop.listen(signal.SIGUSR2, signal.SIGTERM)
+    rank, attempt = _note(folder), os.environ["ZEROEXP_ATTEMPT"]
+    first = count = (read_json(saved) or {"count": 0})["count"]
+    while not stop.asked and not (folder / "enough").exists():
+        time.sleep(0.1)
+        count += 1
+    write_json(folder / f"attempt{attempt}-{rank}.json", {"first": first, "last": count})
+    if rank == 0:
+        write_json(saved if stop.asked else folder / "summary.json", {"count": count})
+    raise SystemExit(SAVED if stop.asked else 0)
 
 
 def note_gpus(folder: Path, *, device: str) -> None:

@@ -240,7 +240,7 @@ def test_scancel_is_told_apart(ended: dict[str, Ended]) -> None:
 
 @pytest.mark.parametrize("name", ["node_crashes", "slurmd_dies"])
 def test_a_lost_node_is_told_apart(ended: dict[str, Ended], name: str) -> None:
-    assert ended[name].status == "failed"
+    assert ended[name].status == "node_lost"
     assert ended[name].reason.startswith("node lost"), ended[name].reason
 
 

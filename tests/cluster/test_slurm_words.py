@@ -45,9 +45,9 @@ SEEN = {
     "REQUEUED": "pending",
     "TIMEOUT": "timed_out",
     "CANCELLED": "cancelled",
-    "NODE_FAIL": "failed",
+    "NODE_FAIL": "node_lost",
     "PREEMPTED": "failed",
-    "OUT_OF_MEMORY": "failed",
+    "OUT_OF_MEMORY": "out_of_memory",
     "FAILED": "failed",
     "COMPLETED": "failed",  # and left no result
 }
@@ -94,9 +94,9 @@ def test_the_first_cause_counts_unless_slurm_took_the_job_away(tmp_path: Path) -
 
 
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
-    squeue = "7|PENDING|Resources||N/A|\n8|FAILED|NonZeroExitCode|n[1-2]|2026-01-01T00:00:00|\n"
+    squeue = "7|PENDING|Resources||N/A|2|\n8|FAILED|NonZeroExitCode|n[1-2]|2026-01-01T00:00:00|0|\n"
     assert slurm_state.parse(squeue, {"7", "8"}) == {
-        "7": Sighting("PENDING", "Resources", "", preempted=False),
+        "7": Sighting("PENDING", "Resources", "", preempted=False, restarts=2),
         "8": Sighting("FAILED", "NonZeroExitCode", "n[1-2]", preempted=True),
     }
     sacct = "8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
@@ -173,7 +173,7 @@ def test_the_same_code_is_copied_once_and_changed_code_again(
     assert len(list((tmp_path / "sweep" / ".code").iterdir())) == 2
 
 
-RUN_TASK = "from pathlib import Path; from zeroexp.cluster.task import run_task; run_task({})"
+RUN_TASK = "from pathlib import Path; from zeroexp.cluster.task import *; run_task(Duty({}))"
 
 
 def test_a_task_costs_its_rank_next_to_nothing() -> None:

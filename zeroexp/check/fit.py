@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from functools import cache
 
 from zeroexp.check.refusal import undefined
-from zeroexp.config import Config
+from zeroexp.config import Config, resolve
 
 
 def batch(config: Config) -> None:
@@ -56,4 +57,19 @@ def num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-RULES = (batch, optimizer, tracking, device)
+def requeue(config: Config) -> None:
+    """Slurm may start a run again only where it goes on from what it saved, and has the time to save."""
+    cluster = config.cluster
+    if cluster.requeue:
+        if cluster.kind != "slurm":
+            undefined(config, "cluster.requeue", "no effect on this machine", "leave it null")
+        if config.checkpoint.every is None:
+            problem = "nothing is saved that a job could go on from"
+            undefined(config, "cluster.requeue", problem, "set checkpoint.every, or leave it null")
+    limit = math.ceil(cluster.timeout_s / 60) * 60
+    if resolve(config).cluster.requeue and cluster.slurm.save_s >= limit:
+        problem = f"no earlier than the start of a job of cluster.timeout_s={cluster.timeout_s}"
+        undefined(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
+
+
+RULES = (batch, optimizer, tracking, device, requeue)

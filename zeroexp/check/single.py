@@ -63,6 +63,8 @@ AT_LEAST = {
     "cluster.slurm.ranks_per_node": 1,
     "cluster.slurm.cpus_per_rank": 1,
     "cluster.slurm.max_running": 1,
+    "cluster.slurm.max_requeues": 1,
+    "cluster.slurm.save_s": 1,
 }
 ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement")
 AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")

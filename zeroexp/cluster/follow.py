@@ -14,7 +14,7 @@ from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 
 SLURM = "slurm.json"
-UNFINISHED = ("pending", "running")
+UNFINISHED = ("pending", "running", "requeued", "preempted")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
 PAUSE_GROWTH = 1.1
 SECONDS_BETWEEN_LOOKS = 0.2  # at the files
@@ -90,6 +90,7 @@ class _Followed:
         self._records = Tail(job.folder / RECORDS)
         self._started = False
         self._waits_for: str | None = None
+        self._status = job.state["status"]
 
     def advance(self, seen: Sighting | None) -> bool:
         """Take in what Slurm says; True if the job has ended."""
@@ -101,6 +102,11 @@ class _Followed:
             train = self.job.config.train
             self._progress.start(self._number, self.job.name, train.warmup_steps + train.steps)
             self._started = True
+        if status != self._status and status in ("requeued", "preempted"):
+            self._progress.note(f"{self.job.name}: {status}, to be started again: {reason}")
+        if status == "running" and self._status in ("requeued", "preempted"):
+            self._progress.note(f"{self.job.name}: runs again")
+        self._status = status
         self.show_steps()
         if status in UNFINISHED:
             return False

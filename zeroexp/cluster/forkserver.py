@@ -30,7 +30,7 @@ import torch
 
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.supervise import Rank, end, supervise
-from zeroexp.tracking import failure
+from zeroexp.tracking import attempt, failure
 from zeroexp.world import Place, environment
 
 PACKET_BYTES = 1 << 16
@@ -64,6 +64,7 @@ def serve(control: socket.socket, code: RankCode) -> None:
 
 def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     folder = Path(request.folder)
+    attempt.begin(folder, attempt.newest(folder) + 1)
     failure.forget(folder)
     code.prepare(folder)
     gc.freeze()  # else a rank's first collection copies the page of every object imported here
@@ -113,6 +114,8 @@ def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]
         if os.getppid() != server:  # it died before the kernel knew that we want to die with it
             raise SystemExit(1)
         os.setpgid(0, 0)
+        # Short of memory, the kernel is to take a rank, of which the server can tell.
+        Path("/proc/self/oom_score_adj").write_text("500")
         os.environ.update(environment(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         run()

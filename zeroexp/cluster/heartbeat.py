@@ -13,7 +13,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,8 +48,8 @@ class Heartbeat:
         if rank == 0 and world_size > 1:
             self._listen(int(port), world_size)
 
-    def wait(self, pid: int) -> str | None:
-        """Until this child has ended, or a peer is lost: in words, or None.
+    def wait(self, pid: int, until: Callable[[], str | None] = lambda: None) -> str | None:
+        """Until this child has ended (None), a peer is lost (in words), or `until`, asked at every beat, has words.
 
         Slurm ends what is left of a job that lost a task, so a child that ended may have ended of a loss: a last look
         at the peers tells.
@@ -61,9 +61,10 @@ class Heartbeat:
                 ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
                 if child in ready:
                     return self._hear([key.fileobj for key, _ in self._selector.select(0)])
-                if lost := self._hear(ready) or self._silent():
-                    return lost
-                self._speak()
+                if words := self._hear(ready) or self._silent():
+                    return words
+                if self._speak() and (words := until()):
+                    return words
         finally:
             self._selector.unregister(child)
             os.close(child)
@@ -131,15 +132,18 @@ class Heartbeat:
                 return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
         return None
 
-    def _speak(self) -> None:
+    def _speak(self) -> bool:
+        """True where it was time for a beat."""
         now = time.monotonic()
         if self._calls and now >= self._next_call:
             self._call()
             self._next_call = now + SECONDS_BETWEEN_CALLS
-        if now >= self._next_beat:
-            for peer in self._peers.values():
-                self._send(peer, BEAT)
-            self._next_beat = now + self._period / BEATS_PER_PERIOD
+        if now < self._next_beat:
+            return False
+        for peer in self._peers.values():
+            self._send(peer, BEAT)
+        self._next_beat = now + self._period / BEATS_PER_PERIOD
+        return True
 
     def _call(self) -> None:
         """Connect to the task of rank 0; it may not have started yet."""

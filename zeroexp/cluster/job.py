@@ -15,8 +15,8 @@ from zeroexp.checkpoint.folders import newest, step_of
 from zeroexp.config import Config, load
 from zeroexp.tracking.files import drop_records, read_json, write_json
 
-Ending = Literal["done", "failed", "timed_out", "cancelled"]
-Status = Literal["pending", "running", "done", "failed", "skipped", "timed_out", "cancelled"]
+Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
+Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ class Job:
         for name in moved:
             if (self.folder / name).exists():
                 (self.folder / name).rename(attempt / name)
+
+
+def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:
+    """Of what failed, whether it was for want of memory."""
+    short = status == "failed" and failure and failure.get("out_of_memory")
+    return "out_of_memory" if short else status
 
 
 def first_cause(failure: dict[str, Any] | None) -> str | None:

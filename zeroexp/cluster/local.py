@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from zeroexp.cluster.job import Job, Outcome
+from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.cluster.tail import Tail
 from zeroexp.config import ClusterConfig
 from zeroexp.tracking import failure
@@ -71,7 +71,7 @@ class LocalCluster:
                 on_record(json.loads(line))
         if "lost" in answer:
             failure.write_unranked(job.folder, "ServerLost", answer["lost"])
-        return Outcome(answer["ended"], job.failure)
+        return Outcome(ending_of(answer["ended"], job.failure), job.failure)
 
 
 class _Server:

@@ -4,7 +4,8 @@
           ◀── files of the run folder, squeue, sacct (slurm_state.py, follow.py) ──
 
 submitit writes the batch file and carries the call; its results and its view of a job's state are not used, for they
-wait for ever where there is no accounting. Jobs are not requeued: a run that can not resume would begin again unseen.
+wait for ever where there is no accounting. Only jobs of runs that save checkpoints are requeued: another would begin
+again unseen.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.snapshot import take_snapshot
-from zeroexp.cluster.task import HEARTBEAT_AT, run_task
+from zeroexp.cluster.task import HEARTBEAT_AT, Duty, run_task
 from zeroexp.config import ClusterConfig, ConfigError
-from zeroexp.tracking.files import write_json
+from zeroexp.tracking import attempt
+from zeroexp.tracking.json_files import write_json
 
 # By job id, below the ports that systems hand out by themselves.
 NUM_PORTS = 10_000
 HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
-SIGNAL_SECONDS = 1  # before the time limit; submitit wants a signal, our tasks ignore it
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,16 @@ class SlurmCluster:
         """
         world_size = job.config.world_size
         executor = self._executor(job, world_size)
-        call = (run_task, job.folder.resolve(), self._rank_main, self._config.device)
-        call = (*call, self._config.heartbeat_s, sends_live(job.config.tracking))
+        duty = Duty(
+            job.folder.resolve(),
+            self._rank_main,
+            self._config.device,
+            self._config.heartbeat_s,
+            self._max_requeues,
+            sends_live(job.config.tracking),
+        )
         try:
-            job_id = executor.submit(*call).job_id
+            job_id = executor.submit(run_task, duty).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise ConfigError(f"cluster.slurm: {_words_of_sbatch(error)}") from error
         self._num_submitted += 1
@@ -106,12 +113,19 @@ class SlurmCluster:
             comment=job.name,
             wckey=None,
             dependency="singleton" if site.max_running else None,
-            signal_delay_s=SIGNAL_SECONDS,
+            signal_delay_s=site.save_s,  # tasks ignore it where there is nothing to save
             setup=self._setup(job),
             srun_args=["--kill-on-bad-exit=1", *site.srun],
-            additional_parameters={"no-requeue": True, **site.sbatch},
+            additional_parameters={
+                "requeue" if self._max_requeues else "no-requeue": True,
+                **site.sbatch,
+            },
         )
         return executor
+
+    @property
+    def _max_requeues(self) -> int:
+        return self._config.slurm.max_requeues if self._config.requeue else 0
 
     def _job_name(self, job: Job) -> str:
         """With max_running, points share that many names, and of one name Slurm runs one job at a time."""
@@ -137,8 +151,20 @@ class SlurmCluster:
             f"first_node={first_node}",
             f"export ZEROEXP_RENDEZVOUS=tcp://$first_node:{_port(RENDEZVOUS_PORT)}",
             f"export {HEARTBEAT_AT}=$first_node:{_port(HEARTBEAT_PORT)}",
+            *self._attempt(job),
             *self._config.slurm.setup,
         ]
+
+    def _attempt(self, job: Job) -> list[str]:
+        """Slurm counts how often it started the job again, we how often it was submitted again. The last attempt
+        tells Slurm that it is: also a lost node does not start the job another time.
+        """
+        restarts = "${SLURM_RESTART_COUNT:-0}"
+        number = f"export {attempt.NUMBER}=$(({attempt.newest(job.folder) + 1} + {restarts}))"
+        if not self._max_requeues:
+            return [number]
+        more = f"[ {restarts} -lt {self._max_requeues} ]"
+        return [number, f"{more} || scontrol update JobId=$SLURM_JOB_ID Requeue=0"]
 
 
 def _port(first: int) -> str:

@@ -9,8 +9,10 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zeroexp.cluster.job import Job, Status, first_cause
+from zeroexp.cluster.job import Job, Status, ending_of, first_cause
+from zeroexp.cluster.task import PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
+from zeroexp.tracking import attempt
 
 SRUN_WRITES = "slurm"  # in the run's folder
 
@@ -22,7 +24,8 @@ class Sighting:
     word: str  # PENDING, RUNNING, ...; man squeue, "JOB STATE CODES"
     reason: str  # why it waits or ended
     nodes: str  # node[1-2]
-    preempted: bool  # asked to make room; a job that obeys ends as FAILED
+    preempted: bool  # was asked to make room; a job that obeys ends as FAILED
+    restarts: int = 0  # how often Slurm started it again
 
 
 def require_slurm() -> None:
@@ -54,7 +57,7 @@ def cancel(job_ids: Iterable[str]) -> None:
 
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     user = f"--user={os.getuid()}"  # all of ours: asking for a forgotten id alone would be an error
-    shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|"
+    shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
     asked = _ask("squeue", user, "--noheader", "--states=all", shown)
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
@@ -82,23 +85,24 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def parse(lines: str, wanted: set[str]) -> dict[str, Sighting]:
-    """Every field ends in a bar; of squeue's there are five, of sacct's four."""
+    """Every field ends in a bar; of squeue's there are six, of sacct's the first four."""
     seen: dict[str, Sighting] = {}
     for line in lines.splitlines():
-        job_id, state, reason, nodes, *preempted = line.strip().rstrip("|").split("|")
+        job_id, state, reason, nodes, *more = line.strip().rstrip("|").split("|")
         word = state.split()[0]  # "CANCELLED by 1000"
+        preempted, restarts = more or ("N/A", "0")
         if job_id in wanted:
-            seen[job_id] = Sighting(word, reason, nodes, preempted not in ([], ["N/A"]))
+            seen[job_id] = Sighting(word, reason, nodes, preempted != "N/A", int(restarts))
     return seen
 
 
 RUNS = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "SUSPENDED", "RESIZING"}
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
-LOST = {
-    "NODE_FAIL": "node lost",
-    "BOOT_FAIL": "a node did not boot",
-    "PREEMPTED": "preempted by a job of higher priority",
-    "OUT_OF_MEMORY": "out of memory: Slurm's limit was reached",
+LOST: dict[str, tuple[Status, str]] = {
+    "NODE_FAIL": ("node_lost", "node lost"),
+    "BOOT_FAIL": ("node_lost", "a node did not boot"),
+    "PREEMPTED": ("failed", PREEMPTED),
+    "OUT_OF_MEMORY": ("out_of_memory", "out of memory: Slurm's limit was reached"),
 }
 
 
@@ -107,18 +111,33 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
     if seen is None:
         return _from_files(job, "Slurm has forgotten the job, and it left no result")
     if seen.word in RUNS:
-        return "running", None
+        return ("preempted", PREEMPTED) if seen.preempted else ("running", None)
     if seen.word in WAITS:
-        return "pending", seen.reason
+        return _waits(job, seen)
     if seen.word == "CANCELLED":
         return "cancelled", "cancelled in Slurm"
     if seen.word in ("TIMEOUT", "DEADLINE"):
         return "timed_out", f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
-    if seen.preempted and seen.word == "FAILED":
-        return "failed", f"{LOST['PREEMPTED']} ({seen.nodes})"
-    if seen.word in LOST:
-        return "failed", f"{LOST[seen.word]} ({seen.nodes})"
+    word = "PREEMPTED" if seen.preempted and seen.word == "FAILED" else seen.word
+    if word == "OUT_OF_MEMORY" and job.failure:
+        return "out_of_memory", first_cause(job.failure)
+    if word in LOST:
+        status, reason = LOST[word]
+        return status, f"{reason} ({seen.nodes})"
     return _from_files(job, f"Slurm says {seen.word} ({seen.reason}); see {job.folder / 'slurm'}")
+
+
+def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
+    """For its first start, or for another: Slurm forgets at once that it preempted a job, so we remember."""
+    if not seen.restarts:
+        return "pending", seen.reason
+    status = "preempted" if job.state["status"] == "preempted" else "requeued"
+    return status, _last_reason(job)
+
+
+def _last_reason(job: Job) -> str:
+    attempts = attempt.read(job.folder)
+    return attempts[-1].get("reason", attempt.WITHOUT_A_WORD) if attempts else ""
 
 
 # srun: error: node1: task 0: Killed
@@ -128,8 +147,12 @@ OF_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILIN
 def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
     os.listdir(job.folder)  # NFS remembers for a minute that a file was not there, unless one looks
     if job.failure:
-        return "failed", first_cause(job.failure)
-    return ("done", None) if job.summary else ("failed", _first_of_srun(job) or otherwise)
+        return ending_of("failed", job.failure), first_cause(job.failure)
+    if job.summary:
+        return "done", None
+    if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # saved, and not to be requeued
+        return "timed_out", reason
+    return "failed", _first_of_srun(job) or otherwise
 
 
 def _first_of_srun(job: Job) -> str | None:

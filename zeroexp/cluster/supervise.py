@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zeroexp.cluster.job import Ending
 from zeroexp.tracking import failure
+from zeroexp.tracking.out_of_memory import kills_by_kernel
 
 GRACE_SECONDS = 2.0  # from SIGTERM to SIGKILL
 
@@ -25,12 +26,14 @@ class Rank:
     pid: int
     pidfd: int
     status: int | None = None  # exit code, or minus the signal; None while it lives
+    peak_bytes: int | None = None  # most that was resident; None while it lives
 
     def fileno(self) -> int:
         return self.pidfd
 
     def reap(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
+        _, status, used = os.wait4(self.pid, 0)
+        self.peak_bytes = used.ru_maxrss * 1024
         self.status = os.waitstatus_to_exitcode(status)
         return self.status
 
@@ -44,7 +47,7 @@ def supervise(
     ranks: list[Rank], folder: Path, control: socket.socket, timeout_seconds: float
 ) -> Ending:
     """Wait until all ranks are done, one failed, time is over, or the sweep hung up."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([control, *alive], [], [], left)
@@ -53,12 +56,18 @@ def supervise(
         if control in ready:
             return "cancelled"
         ended = [rank for rank in alive if rank in ready]
-        failed = [(status, rank.rank) for rank in ended if (status := rank.reap()) != 0]
+        failed = [rank for rank in ended if rank.reap() != 0]
         if failed:
-            status, rank = min(failed)  # a killed one (status < 0) before those that lost it
-            failure.write_died(folder, rank, status)
+            _tell(folder, failed, out_of_memory=kills_by_kernel() > kills)
             return "failed"
     return "done"
+
+
+def _tell(folder: Path, failed: list[Rank], *, out_of_memory: bool) -> None:
+    """Of those that ended together: a killed one (status < 0) comes before those that lost it."""
+    first = min(failed, key=lambda rank: (rank.status, rank.rank))
+    status, peak = first.status or 0, first.peak_bytes
+    failure.write_died(folder, first.rank, status, peak_bytes=peak, out_of_memory=out_of_memory)
 
 
 def end(ranks: list[Rank]) -> None:

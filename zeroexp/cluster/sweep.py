@@ -27,6 +27,7 @@ from zeroexp.report.agreement import judge
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.tracking.files import read_records, step_record, write_json
+from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import store_uri
 from zeroexp.tracking.run import Run, read_run
 
@@ -79,10 +80,6 @@ class Sweep:
             job.enter("pending")
         self._execute(again)
 
-    @property
-    def has_failures(self) -> bool:
-        return any(job.state["status"] not in (*FINE, *UNFINISHED) for job in self._jobs)
-
     def conclude(self) -> int:
         """Print what the sweep found; returns the exit code. Nothing where nothing ran (--cfg, --info)."""
         if not self._jobs:
@@ -124,6 +121,7 @@ class Sweep:
             self._folder = _sweep_folder(point)
         job = Job(_new_folder(self._folder, point.name))
         self._jobs.append(job)
+        reserve(job.folder)
         save(point.config, job.folder / "config.yaml")
         device = point.config.cluster.device
         write_json(job.folder / "environment.json", environment(self._arguments, device))

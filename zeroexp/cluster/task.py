@@ -3,6 +3,12 @@
 Slurm says that a task was killed, not why or as which rank's first cause, and only to who reads srun's output. The
 parent sees its child's exit status at once and on the same node, so a rank killed by the system is named with rank
 and host, over what its peers say when they lose it. The parent imports next to nothing: it lives beside every rank.
+
+[Note: being asked to stop] Slurm signals parent and child alike: SIGUSR2 some time before the time limit, SIGTERM when
+it ends the job (preemption, scancel, the limit itself). Of a run that can be requeued the ranks agree on a step, save,
+and leave with SAVED; their tasks stay until they are killed. After SIGUSR2 rank 0's task asks Slurm to start the job
+again. After SIGTERM nobody does: a preempted job is requeued by Slurm itself, unless it ends before it is killed, which
+counts as a failure; and a cancelled one that requeues itself could never be cancelled.
 """
 
 from __future__ import annotations
@@ -14,65 +20,145 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from zeroexp.cluster.heartbeat import Heartbeat
 from zeroexp.cluster.live import sender
-from zeroexp.tracking import failure
+from zeroexp.stop import ASKS_TO_STOP, SAVED
+from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.out_of_memory import kills_by_kernel
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # host:port of the task of rank 0
 SECONDS_BETWEEN_SIGNALS = 1.0  # Slurm's, from a task's child to the task
 SIGNALLED = 128  # exit codes of shells: this plus the signal
+TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
+PREEMPTED = "preempted by a job of higher priority"
+ENDED = "ended by Slurm (SIGTERM)"  # scancel, or what it does not tell
 
 
-def run_task(
-    folder: Path, rank_main: str, device: str, heartbeat_s: float, sends: bool = False
-) -> None:
-    """Run one rank to its end, or until a task of another is lost. Raises SystemExit with its exit code.
+@dataclass(frozen=True)
+class Duty:
+    """What a task is to do, as the submitter tells it."""
 
-    `rank_main` is module:function, called with (folder, device=...); `sends`: rank 0's task tells MLflow.
-    """
-    ending = _Ending()
+    folder: Path
+    rank_main: str  # module:function, called with (folder, device=...)
+    device: str
+    heartbeat_s: float
+    max_requeues: int = 0  # 0: the run can not be requeued
+    sends: bool = False  # rank 0's task tells MLflow
+
+
+def run_task(duty: Duty) -> NoReturn:
+    """Run one rank to its end, or until a task of another is lost. Raises SystemExit with its exit code."""
     # Slurm's own numbers: world.py, which knows them too, imports torch.
     rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-    # Of its own interpreter: this one has submitit's signal handlers.
-    command = [sys.executable, "-u", "-m", "zeroexp.cluster.task", rank_main, str(folder), device]
-    log = failure.log_path(folder, rank)
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as output:  # also what goes wrong before the rank opens its log itself
-        child = subprocess.Popen(command, stdout=output, stderr=output)
-    beside = sender(folder) if sends and rank == 0 else nullcontext()
-    with beside, Heartbeat(rank, world_size, os.environ[HEARTBEAT_AT], heartbeat_s) as heartbeat:
-        lost = heartbeat.wait(child.pid)
+    folder, asked = duty.folder, _Asked()
+    if rank == 0:
+        attempt.begin(folder, attempt.mine() or 1)
+        failure.forget(folder)
+    kills = kills_by_kernel()
+    child = _start(duty, rank)
+    beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
+    address = os.environ[HEARTBEAT_AT]
+    with beside, Heartbeat(rank, world_size, address, duty.heartbeat_s) as heartbeat:
+        lost = heartbeat.wait(child.pid, until=lambda: _superseded(folder))
         if lost:
-            failure.write_unranked(folder, "TaskLost", lost, over=not ending.asked)
+            failure.write_unranked(folder, "TaskLost", lost, over=not asked.to_end)
             child.kill()
-        status = child.wait()
+        _, status, used = os.wait4(child.pid, 0)
+        status = os.waitstatus_to_exitcode(status)
         if status == -signal.SIGTERM:
-            ending.wait()
-        if status and not lost and not ending.asked:
-            failure.write_died(folder, rank, status)
+            asked.wait()
+        if status not in (0, SAVED) and not lost and not asked.to_end:
+            failure.write_died(
+                folder,
+                rank,
+                status,
+                peak_bytes=used.ru_maxrss * 1024,
+                out_of_memory=kills_by_kernel() > kills,
+            )
+    if status == SAVED:
+        _leave_to_slurm(duty, rank, asked)
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
-class _Ending:
+def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
+    """The rank, in its own interpreter: this one has submitit's signal handlers."""
+    command = [sys.executable, "-u", "-m", "zeroexp.cluster.task"]
+    command += [duty.rank_main, str(duty.folder), duty.device]
+    log = failure.log_path(duty.folder, rank)
+    log.parent.mkdir(exist_ok=True)
+    # Until a rank that can stop early listens, what it is asked waits.
+    waiting = ASKS_TO_STOP if duty.max_requeues else ()
+    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    with log.open("ab") as output:  # also what goes wrong before the rank opens its log itself
+        child = subprocess.Popen(command, stdout=output, stderr=output)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
+    return child
+
+
+def _superseded(folder: Path) -> str | None:
+    """In words, once a later attempt has begun: then this task and its rank are leftovers."""
+    try:
+        attempt.check(folder)
+    except attempt.Superseded as outdated:
+        return str(outdated)
+    return None
+
+
+def _leave_to_slurm(duty: Duty, rank: int, asked: _Asked) -> None:
+    """Stay until killed, see [Note: being asked to stop]; returns where nobody will start the job again."""
+    if rank == 0:
+        state, preempted = _in_slurm()
+        at_limit = state == "RUNNING" and not preempted and not asked.to_end
+        attempt.end(duty.folder, TIME_LIMIT if at_limit else PREEMPTED if preempted else ENDED)
+        if at_limit and (refusal := _requeue(duty.max_requeues)):
+            attempt.end(duty.folder, f"{TIME_LIMIT}; not requeued: {refusal}")
+            return
+    while True:
+        time.sleep(1)
+
+
+def _in_slurm() -> tuple[str, bool]:
+    """The state of this job, and whether it is being preempted."""
+    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
+    told = subprocess.run(
+        [*command, "--Format=State:|,PreemptTime:|"], capture_output=True, text=True
+    )
+    state, _, preempted = told.stdout.strip().rstrip("|").partition("|")
+    return state, preempted not in ("", "N/A")
+
+
+def _requeue(most: int) -> str | None:
+    """Have Slurm start this job again; why not, if it will not."""
+    job_id, restarts = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if restarts >= most:
+        return f"it was {restarts} times (cluster.slurm.max_requeues={most})"
+    asked = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True)
+    return asked.stderr.strip() or "scontrol refused" if asked.returncode else None
+
+
+class _Asked:
     """Whether Slurm asked the job to end: its signals go to parent and child alike, and are nobody's fault."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.to_end = False
         signal.signal(signal.SIGTERM, self._note)
-        # submitit has Slurm announce the time limit by this signal; the limit itself follows.
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(
+            signal.SIGUSR2, signal.SIG_IGN
+        )  # an answer to it comes from all ranks, or none
 
     def wait(self) -> None:
         """Slurm signals one process after the other: the child may have died of it before this one hears."""
         until = time.monotonic() + SECONDS_BETWEEN_SIGNALS
-        while not self.asked and time.monotonic() < until:
+        while not self.to_end and time.monotonic() < until:
             time.sleep(0.01)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.to_end = True
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -47,6 +48,13 @@ def _unseen_bytes(tensors: Sequence[Tensor], seen: set[int]) -> int:
             seen.add(identity)
             num_bytes += storage.nbytes()
     return num_bytes
+
+
+def most_held_bytes() -> int:
+    """By this process, for the story of a failure: on its GPU since the last step began, else what was resident."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class AllocationMeter:

@@ -143,7 +143,8 @@ def _shares(runs: Sequence[Run]) -> bool:
 
 def _status(run: Run) -> str:
     reason = (run.reason or "").strip()
-    return f"{run.status}: {reason.splitlines()[0]}" if reason else run.status
+    status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"
+    return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
 def _distinguishing_keys(runs: Sequence[Run]) -> list[str]:

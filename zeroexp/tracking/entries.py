@@ -28,6 +28,7 @@ FILES = (
     "state.json",
     "failure.json",
     "slurm.json",
+    "attempts.json",
     RECORDS,
     SUMMARY,
     "logs",
@@ -37,10 +38,14 @@ FINISHED, FAILED, KILLED, RUNNING = "FINISHED", "FAILED", "KILLED", "RUNNING"
 MLFLOW_STATUS = {
     "done": FINISHED,
     "failed": FAILED,
+    "out_of_memory": FAILED,
+    "node_lost": FAILED,
     "timed_out": FAILED,
     "cancelled": KILLED,
     "pending": RUNNING,
     "running": RUNNING,
+    "requeued": RUNNING,
+    "preempted": RUNNING,
 }
 
 
@@ -91,6 +96,7 @@ def tags(run: Run, status: str) -> dict[str, str]:
         "sweep": run.sweep,
         "strategy": run.label,
         "status": status,
+        **({"attempts": str(run.num_attempts)} if run.num_attempts > 1 else {}),
         **({"reason": run.reason} if run.reason else {}),
         **known,
     }

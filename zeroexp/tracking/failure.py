@@ -1,7 +1,8 @@
 """failure.json: why a run failed, from whoever knows the first cause.
 
 The first rank that raises writes it and wins: what its peers meet afterwards are consequences. A rank that was killed
-writes nothing, so its launcher writes for it, over what its peers said when they lost it.
+writes nothing, so its launcher writes for it, over what its peers said when they lost it. What an attempt says that is
+not the newest any more is dropped.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ import json
 import os
 import signal
 import socket
+import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from zeroexp.tracking import attempt
+from zeroexp.tracking.json_files import read_json, with_room, write_through
+from zeroexp.tracking.out_of_memory import Shortage, gib, shortage
 
 FAILURE = "failure.json"
 
@@ -23,25 +30,46 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """Of an earlier attempt in the same folder."""
-    (folder / FAILURE).unlink(missing_ok=True)
+    """What attempts before this process's left in the same folder."""
+    left = read_json(folder / FAILURE)
+    if left and (left.get("attempt") or 0) < (attempt.mine() or 0):
+        (folder / FAILURE).unlink(missing_ok=True)
 
 
-def write_raised(folder: Path, rank: int, error: Exception) -> None:
+def write_raised(
+    folder: Path, rank: int, error: Exception, *, peak_bytes: int | None = None
+) -> None:
     """Called by the rank itself; does nothing where an earlier failure is written down."""
     trace = "".join(traceback.format_exception(error))
-    _write(folder, _cause(folder, rank, type(error).__name__, str(error), trace))
+    cause = _cause(folder, rank, type(error).__name__, str(error), trace)
+    if short := shortage(error, peak_bytes):
+        cause |= _of_memory(short)
+    _write(folder, cause)
 
 
-def write_died(folder: Path, rank: int, status: int) -> None:
-    """Called by the launcher; `status` is the exit code of the first rank that died, or minus the signal."""
+def write_died(
+    folder: Path,
+    rank: int,
+    status: int,
+    *,
+    peak_bytes: int | None = None,
+    out_of_memory: bool = False,
+) -> None:
+    """Called by the launcher; `status` is the exit code of the first rank that died, or minus the signal.
+
+    peak_bytes: the most it was resident; out_of_memory: the kernel says that it killed for want of memory meanwhile.
+    """
     if status > 0:
         message = f"rank {rank} ended with exit code {status} without saying why"
         _write(folder, _cause(folder, rank, f"exit code {status}", message))
         return
     name = signal.Signals(-status).name
-    hint = " (out of memory, or killed by hand?)" if name == "SIGKILL" else ""
-    cause = _cause(folder, rank, name, f"rank {rank} was killed by {name}{hint}")
+    killed = name == "SIGKILL"
+    held = f"; resident at most {gib(peak_bytes)}" if peak_bytes and killed else ""
+    cause = _cause(folder, rank, name, f"rank {rank} was killed by {name}{held}")
+    if killed and out_of_memory:
+        words = f"out of memory: the kernel killed rank {rank}{held}"
+        cause |= {**_of_memory(Shortage(None, peak_bytes)), "message": words}
     # C++ aborts on an exception nobody caught, also on one caused by a lost peer; a batch system that ends a job
     # because of one rank terminates the others.
     _write(folder, cause, over=name not in ("SIGABRT", "SIGTERM"))
@@ -54,6 +82,10 @@ def write_unranked(folder: Path, exception: str, message: str, *, over: bool = F
     """
     cause = {"rank": None, "host": socket.gethostname(), "exception": exception, "message": message}
     _write(folder, {**cause, "traceback": None, "log": None}, over=over)
+
+
+def _of_memory(short: Shortage) -> dict[str, Any]:
+    return {"message": str(short), "out_of_memory": asdict(short)}
 
 
 def _cause(
@@ -71,8 +103,14 @@ def _cause(
 
 def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
     """At once and whole, so that nobody reads half of it; `over` replaces what stands there, else the first wins."""
+    try:
+        attempt.check(folder)
+    except attempt.Superseded as outdated:
+        print(f"{outdated}: nobody asks why it ended", file=sys.stderr)
+        return
+    text = json.dumps({**cause, "attempt": attempt.mine()}, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
-    beside.write_text(json.dumps(cause, indent=2) + "\n")
+    with_room(folder, lambda: write_through(beside, text))
     if over:
         beside.replace(folder / FAILURE)
         return

@@ -2,7 +2,8 @@
 
 A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed in
 the middle of a line leaves a torn one, which readers drop; of two lines about one step they believe the later. A run
-that goes on from its checkpoint first drops the lines of the steps that it repeats.
+that goes on from its checkpoint first drops the lines of the steps that it repeats; they keep the time at which they
+were first written, so that MLflow, which knows a value by step and time, shows its loss once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from zeroexp.measure.record import MemorySummary, RunSummary, Spread, StepRecord, Traffic
+from zeroexp.tracking import attempt
+from zeroexp.tracking.json_files import read_json, write_json
 
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
@@ -24,15 +27,20 @@ SUMMARY = "summary.json"
 class RecordWriter:
     """Appends to <folder>/records.jsonl; every line is with the system when `write` returns.
 
-    Writing takes microseconds, but call it outside the timed region all the same.
+    Steps from `from_step` on are about to be repeated. Writing takes microseconds, but call it outside the timed region
+    all the same. Raises Superseded where a later attempt of the run has begun.
     """
 
-    def __init__(self, folder: Path) -> None:
-        drop_records(folder)
+    def __init__(self, folder: Path, *, from_step: int | None = None) -> None:
+        attempt.check(folder)
+        self._folder = folder
+        self._written_at = drop_records(folder, from_step=from_step)
         self._file = (folder / RECORDS).open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps({**asdict(record), "written_at": time.time()}) + "\n")
+        attempt.check(self._folder)
+        at = self._written_at.get(record.step) or time.time()
+        self._file.write(json.dumps({**asdict(record), "written_at": at}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -64,25 +72,30 @@ def read_records(folder: Path) -> list[StepRecord]:
     return [record for _, record in read_timed_records(folder)]
 
 
-def drop_records(folder: Path, *, from_step: int | None = None) -> None:
-    """Drop a torn last line and the lines of these steps; the file is another one then, for whoever follows it."""
+def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, float]:
+    """Drop a torn last line, and the lines of steps from `from_step` on; returns when those had been written.
+
+    The file is another one then: for whoever follows it, and for a writer left over from an earlier attempt.
+    """
     path = folder / RECORDS
     if not path.exists():
-        return
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _is_before(line, from_step)]
-    if len(kept) < len(lines):
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_bytes(b"".join(kept))
-        beside.replace(path)
-
-
-def _is_before(line: bytes, step: int | None) -> bool:
-    return step is None or json.loads(line)["step"] < step
+        return {}
+    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
+    rows = [json.loads(line) for line in lines]
+    kept = [
+        f"{line}\n"
+        for line, row in zip(lines, rows, strict=True)
+        if from_step is None or row["step"] < from_step
+    ]
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(kept))
+    beside.replace(path)
+    return {row["step"]: row["written_at"] for row in rows[len(kept) :]}
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
+    """Raises Superseded where a later attempt of the run has begun."""
+    attempt.check(folder)
     write_json(folder / SUMMARY, asdict(summary))
 
 
@@ -90,24 +103,6 @@ def read_summary(folder: Path) -> RunSummary | None:
     """None where the run has not come to its end."""
     content = read_json(folder / SUMMARY)
     return None if content is None else _summary(content)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A reader sees the old content or the new one, never half of it, even after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no such file."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
 
 
 def step_record(row: dict[str, Any]) -> StepRecord:

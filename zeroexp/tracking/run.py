@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from zeroexp.measure.record import RunSummary
+from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_json, read_summary
 
 
@@ -18,11 +19,12 @@ from zeroexp.tracking.files import read_json, read_summary
 class Run:
     folder: Path
     config: dict[str, str]  # the resolved config, dotted key -> value
-    status: str  # pending | running | done | failed | skipped | timed_out | cancelled
+    status: str  # a word of cluster.job.Status
     reason: str | None  # why it was skipped, failed or stopped
     times: dict[str, float]  # "<status>_at" -> Unix seconds
     environment: dict[str, str]  # versions, git commit, host, device
     summary: RunSummary | None  # None where it did not come to its end
+    num_attempts: int = 1  # at least 1
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ def read_run(folder: Path) -> Run:
         times={key: value for key, value in state.items() if key.endswith("_at")},
         environment=flatten(read_json(folder / "environment.json") or {}),
         summary=read_summary(folder),
+        num_attempts=max(1, attempt.newest(folder)),
     )
 
 

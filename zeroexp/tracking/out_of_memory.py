@@ -1,0 +1,69 @@
+"""Want of memory in whatever words it comes: of Python, of torch's allocators, or of the kernel, which says nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# torch: "you tried to allocate 64 bytes" on the CPU, "CUDA out of memory. Tried to allocate 2.00 GiB." on a GPU
+ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+OF_LIBRARIES = (
+    "can't allocate memory",
+    "out of memory",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    asked_bytes: int | None  # None where nobody said
+    peak_bytes: int | None  # the most the rank had until then
+
+    def __str__(self) -> str:
+        asked = f" asked for {gib(self.asked_bytes)}," if self.asked_bytes else ""
+        peak = f" had at most {gib(self.peak_bytes)} so far" if self.peak_bytes else ""
+        return f"out of memory:{asked}{peak}".rstrip(":,")
+
+
+def shortage(error: BaseException, peak_bytes: int | None) -> Shortage | None:
+    """None where the error is another one."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    message = str(error)
+    if not kinds & {"MemoryError", "OutOfMemoryError"} and not (
+        "RuntimeError" in kinds and any(words in message for words in OF_LIBRARIES)
+    ):
+        return None
+    asked = ASKED.search(message)
+    num_bytes = round(float(asked[1]) * UNITS[asked[2]]) if asked else None
+    return Shortage(num_bytes, peak_bytes)
+
+
+def gib(num_bytes: int | None) -> str:
+    """1.50 GiB, 12.0 MiB."""
+    num_bytes = num_bytes or 0
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def kills_by_kernel() -> int:
+    """How many processes the kernel has killed for want of memory here: in this control group, else on this machine."""
+    for file in _counters():
+        if file.exists():
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
+
+
+def _counters() -> list[Path]:
+    """Of control groups in version 2 and 1, then of the machine."""
+    root, files = Path("/sys/fs/cgroup"), [Path("/proc/vmstat")]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "memory":
+            files.insert(0, root / "memory" / group.lstrip("/") / "memory.oom_control")
+        elif not controllers:
+            files.insert(0, root / group.lstrip("/") / "memory.events")
+    return files
