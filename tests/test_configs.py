@@ -14,10 +14,8 @@ import pytest
 
 from tests.composing import CONF, composed, options
 from zeroexp.check import check
-from zeroexp.check import data as data_rules
+from zeroexp.check.single import IMPLEMENTATIONS
 from zeroexp.config import (
-    IMPLEMENTATIONS,
-    STAGES,
     Config,
     ConfigError,
     UndefinedCombination,
@@ -26,9 +24,8 @@ from zeroexp.config import (
     resolve,
     save,
 )
-from zeroexp.data.sources import SHIPPED_WORDS
 from zeroexp.models.build import build_model
-from zeroexp.sharding.placement import Stage
+from zeroexp.sharding.placement import STAGES, Stage
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -176,11 +173,6 @@ def python(code: str, **environment: str) -> str:
         timeout=60,
     )
     return done.stdout
-
-
-def test_the_checks_know_the_shipped_tokenizer():
-    """They may not import the data's package, which imports torch."""
-    assert data_rules.SHIPPED_WORDS == SHIPPED_WORDS
 
 
 def test_a_rank_reads_its_config_without_hydra(tmp_path):

@@ -16,9 +16,6 @@ from typing import Any, TypeVar, get_type_hints
 
 Schema = TypeVar("Schema")
 
-IMPLEMENTATIONS = ("parameter", "tensor", "buffer", "torch")
-STAGES = ("ddp", "zero1", "zero1_allreduce", "zero2", "zero3")
-
 
 class ConfigError(ValueError):
     """A user's mistake: one line naming key, value and remedy. Never shown with a traceback."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig
 
+SHIPPED_WORDS = 2048  # of the tokenizer in data/corpus
 SUFFIXES = {"text": (".txt",), "reviews": (".csv", ".parquet", ".json", ".jsonl", ".arrow")}
 
 

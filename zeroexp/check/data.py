@@ -5,8 +5,7 @@ from __future__ import annotations
 from zeroexp.check.refusal import undefined, without_effect
 from zeroexp.config import Config
 from zeroexp.config import vocabulary as words_of
-
-SHIPPED_WORDS = 2048  # of the tokenizer in zeroexp/data/corpus
+from zeroexp.inputs import SHIPPED_WORDS
 
 TASKS = {
     "text": ("causal",),

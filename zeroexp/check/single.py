@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from zeroexp.check.refusal import nearest, value_of, wrong
-from zeroexp.config import IMPLEMENTATIONS, Config
+from zeroexp.config import Config
+from zeroexp.sharding.placement import Placement
 
 DTYPES = ("float32", "bfloat16")
-PLACEMENTS = ("replicate", "partial", "shard")
+IMPLEMENTATIONS = ("parameter", "tensor", "buffer", "torch")
+PLACEMENTS = tuple(placement.value for placement in Placement)
 TASKS = ("causal", "classification", "regression")
 
 # None stands for "left to the default", where a key allows it.

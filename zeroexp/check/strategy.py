@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zeroexp.check.refusal import undefined, without_effect
-from zeroexp.config import STAGES, Config, StrategyConfig
-from zeroexp.sharding.placement import STAGES as ROWS
+from zeroexp.config import Config, StrategyConfig
+from zeroexp.sharding.placement import STAGES
 
 ENGINE_SETTINGS = ("overlap", "owners", "prefetch", "keep", "reduce_each")
 
@@ -14,9 +14,9 @@ def rows(config: Config) -> None:
     strategy = config.strategy
     kinds = (strategy.parameters, strategy.gradients, strategy.optimizer)
     row = ",".join(kind.placement for kind in kinds)
-    stage = {str(stage): name for name, stage in ROWS.items()}.get(row)
+    stage = {str(stage): name for name, stage in STAGES.items()}.get(row)
     if stage is None:
-        known = "; ".join(f"{name} ({row})" for name, row in ROWS.items())
+        known = "; ".join(f"{name} ({row})" for name, row in STAGES.items())
         undefined(config, "strategy", f"no stage rests as {row}", f"use one of {known}")
     if strategy.name in STAGES and stage != strategy.name:
         undefined(config, "strategy", f"{row} is {stage}", f"use strategy={stage}")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.inputs import data_files
+from zeroexp.inputs import SHIPPED_WORDS, data_files
 
 CORPUS = Path(__file__).parent / "corpus"
-SHIPPED_WORDS = 2048  # of corpus/tokenizer.json
 
 
 @dataclass(frozen=True)
