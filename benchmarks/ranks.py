@@ -23,6 +23,7 @@ from zeroexp import world as worlds
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.models.loss import loss_sum
+from zeroexp.rank import keep_freed_memory
 
 START_SECONDS = 300  # to import, build and join
 TURN_SECONDS = 600
@@ -48,6 +49,7 @@ class Turn:
     """What one turn of one rank cost; bytes are per step, but for the peak."""
 
     step_seconds: float
+    cpu_seconds: float  # of a step, all threads: what is missing to step_seconds is waiting
     peak_bytes: int | None
     allocated_bytes: int | None
     wire_bytes: int | None
@@ -129,6 +131,7 @@ def _serve(spec: Spec, place: Place, pipe: Connection) -> None:
             GLOO_SOCKET_IFNAME=place.interface,
         )
         torch.set_num_threads(1)
+        keep_freed_memory()
         count_cpu_allocations()
         runner = _Runner(spec)
         pipe.send(None)
@@ -162,15 +165,17 @@ class _Runner:
         worlds.barrier()
         self._take_form_bytes()
         memory, wire = AllocationMeter(self._world.device), WireMeter(self._world.backend)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             self._step()
         self._strategy.drain()
         worlds.barrier()
         seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
         gc.enable()
         return Turn(
             step_seconds=seconds / num_steps,
+            cpu_seconds=cpu_seconds / num_steps,
             peak_bytes=_plus(memory.peak_bytes(), self._strategy.shared_bytes),
             allocated_bytes=_per(num_steps, memory.allocated_bytes()),
             wire_bytes=_per(num_steps, wire.sent_bytes()),

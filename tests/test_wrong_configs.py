@@ -57,7 +57,7 @@ WRONG = {
     "world_size=0": ("world_size=0:", "use 1 or more"),
     "world_size=two": ("world_size=two:", "use 1 or more"),
     "cluster.world_sizes=[] world_size=all": ("cluster.world_sizes=[]:", "use [1, 2]"),
-    "strategy=zero2 strategy.bucket_mb=25": ("strategy.bucket_mb=25:", "leave it null"),
+    "strategy=zero2 strategy.bucket_mb=0": ("strategy.bucket_mb=0", "more than 0"),
     "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),
     "data.path=/no/such/text": ("data.path=/no/such/text:", "use one that exists"),
     "tracking.uri=file:./mlruns": ("tracking.uri=file:./mlruns ", "sqlite:///"),

@@ -78,7 +78,9 @@ class StrategyConfig:
     prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
     keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
     reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
-    bucket_mb: Any = None  # MiB that move in one go, or "auto" (replicated parameters)
+    bucket_mb: float | None = (
+        None  # MiB, the most that one reduction takes; None: the transport's best
+    )
     # Settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
 
@@ -222,7 +224,7 @@ def resolve(config: Config) -> Config:
 
 
 def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
-    """`bucket_mb` stays None, which is one bucket per unit; `prefetch` too, which is the transport's best."""
+    """`bucket_mb` and `prefetch` stay None, which is the best of the transport the ranks will find."""
     defaults: dict[str, Any] = {"unit": "block", "overlap": True}
     defaults["reduce_each"] = "microbatch" if strategy.gradients.placement == "shard" else "step"
     if strategy.implementation == "parameter" and strategy.optimizer.placement == "shard":

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.sharding.collectives import Collectives, GatherPart, ReducePart
+from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import Form, PrecisionForm, ScheduleForm, UnitForm, slot_bytes
 from zeroexp.sharding.layout import Chunk, ParameterSpec, aligned, lay_out
+from zeroexp.sharding.moves import GatherPart, ReducePart
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 
@@ -74,6 +75,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
     wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
     rest = sum(aligned(4 * chunk.padded_numel) for chunk in chunks)
+    wire.meet()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
     return wire, chunks
 
@@ -209,6 +211,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     """Two gathers and a sum on their way at once, waited for in another order than they began."""
     wire = Collectives(world, transport=transport)
     (chunk,) = chunks_of("one-padded-buffer", world.size)
+    wire.meet()
     wire.reserve(2 * aligned(4 * chunk.padded_numel), 1000)
     fulls, pendings = [], []
     for seed in (1, 2):

@@ -28,7 +28,7 @@ from zeroexp.sharding.form import (
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.strategies.sharded import DTYPES, Options, Sharded
+from zeroexp.strategies.sharded import BUCKET_BYTES_ON_ONE_HOST, DTYPES, MIB, Options, Sharded
 from zeroexp.world import World, barrier
 
 NUM_BLOCKS = 4
@@ -144,6 +144,7 @@ def situations(draw):
         prefetch=draw(st.integers(1, 3)),
         keep=draw(st.sampled_from(["none", "last", "all"])),
         reduce_each="step" if stage == "zero1" else draw(st.sampled_from(["step", "microbatch"])),
+        bucket_mb=draw(st.sampled_from([None, 40 / MIB, 500 / MIB])),
         transport=draw(st.sampled_from(["gloo", "native"])),
     )
     schedule = ScheduleForm(
@@ -151,6 +152,7 @@ def situations(draw):
         keep=options.keep,
         num_pools=1 + (options.prefetch if options.overlap else 0),
         reduce_each=options.reduce_each,
+        bucket_bytes=options.bucket_mb and int(options.bucket_mb * MIB),
         transport=options.transport,
     )
     rank = draw(st.integers(0, world_size - 1))
@@ -239,7 +241,8 @@ def check_on_ranks(world: World, stage: str, transport: str) -> None:
     """Every layout: what is counted and held."""
     for family in ("parameter", "tensor", "buffer"):
         options = Options(family=family, transport=transport, prefetch=1)
-        schedule = ScheduleForm(accumulation=2, transport=transport)
+        bucket = BUCKET_BYTES_ON_ONE_HOST if transport == "direct" and world.size > 1 else None
+        schedule = ScheduleForm(accumulation=2, bucket_bytes=bucket, transport=transport)
         strategy = engine(world, stage, options, PRECISIONS[0], "adamw")
         form = form_of(strategy, stage, options, schedule)
         run_step(strategy, 2)

@@ -207,7 +207,8 @@ def test_gradients_rest_where_the_stage_says(world, stage, kept):
     unit = make(world, stage)[1]
     for parameter in unit.trainable_parameters():
         parameter.grad = torch.ones_like(parameter)
-    pending = unit.reduce_to_owner() if unit.reduces_at_hand_over else unit.reduce()
+    reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
+    pending = reduce(unit.buckets[0])
     assert pending is not None
     pending.wait()
     assert all(parameter.grad is None for parameter in unit.trainable_parameters())
@@ -222,7 +223,7 @@ def test_a_missing_gradient_is_zeros():
         unit = make(alone, "ddp")[1]
         bias = unit.trainable_parameters()[1]
         bias.grad = torch.ones_like(bias)
-        unit.reduce().wait()
+        unit.reduce(unit.buckets[0]).wait()
         gradients = {master.shape: gradient for master, gradient in unit.hand_over()}
         assert gradients[torch.Size([5, 3])].tolist() == [[0.0] * 3] * 5
         assert gradients[torch.Size([5])].tolist() == [1.0] * 5

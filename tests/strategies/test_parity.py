@@ -33,7 +33,7 @@ from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.sharded import Options
+from zeroexp.strategies.sharded import MIB, Options
 from zeroexp.world import World
 
 AXES: dict[str, Sequence[Any]] = {
@@ -48,6 +48,7 @@ AXES: dict[str, Sequence[Any]] = {
     "overlap": [True, False],
     "keep": ["last", "none", "all"],
     "prefetch": [None, 1, 2, 0],
+    "bucket_mb": [None, 600 / MIB],  # several to a unit, and long parameters in several
     "owners": ["greedy", "contiguous"],
     "optimizer": ["adamw_loop", "adamw_fused", "sgd"],
     "max_grad_norm": [None, 1e6, 0.1],  # 1e6 is never reached, 0.1 always
@@ -101,8 +102,8 @@ def tolerance(row: Row, recipe: Recipe) -> float:
 
 
 def ours(row: Row) -> Ours:
-    words = ("family", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "transport")
-    return Ours(row["stage"], Options(**{word: row[word] for word in words}))
+    words = ("family", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "bucket_mb")
+    return Ours(row["stage"], Options(**{word: row[word] for word in (*words, "transport")}))
 
 
 @cache

@@ -111,9 +111,8 @@ def world_sizes(config: Config) -> None:
 
 def bucket(config: Config) -> None:
     size = config.strategy.bucket_mb
-    if size is not None:
-        remedy = "leave it null: what moves together is strategy.unit"
-        wrong("strategy.bucket_mb", size, "not available yet", remedy)
+    if size is not None and size <= 0:
+        wrong("strategy.bucket_mb", size, "not a size in MiB", "use more than 0, or null")
 
 
 def study(config: Config) -> None:

@@ -6,7 +6,7 @@ from zeroexp.check.refusal import undefined, without_effect
 from zeroexp.config import Config, StrategyConfig
 from zeroexp.sharding.placement import STAGES
 
-ENGINE_SETTINGS = ("overlap", "owners", "prefetch", "keep", "reduce_each")
+ENGINE_SETTINGS = ("overlap", "owners", "prefetch", "keep", "reduce_each", "bucket_mb")
 
 
 def rows(config: Config) -> None:

@@ -29,10 +29,14 @@ Read the files in this order; imports run the same way.
 
     placement.py      where things rest, and the move from one place to the next: the table above     pure
     layout.py         how parameters are cut: chunks, cuts, spans; by parameter, tensor or buffer     pure
+    bucket.py         which gradients are reduced together                                            pure
     form.py           bytes sent and bytes held, as closed forms of layout, row and schedule          pure
     channels.py       tensors from one rank to one peer: messages; shared_memory.py: on one host, reading instead
-    collectives.py    the three moves that communicate, each once, and what they send
+    moves.py          what a move takes and gives back
+    direct.py         the moves, each peer handed just what it owns; native.py: the backend's own collectives
+    collectives.py    the one door to them, which counts what they send
     storage.py        the memory gathered parameters lie in
+    gradients.py      one chunk's gradients, from autograd to the optimizer
     unit.py           parameters that move together: the five verbs
     partition.py      module -> units
     overlap.py        when each verb happens

@@ -22,12 +22,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroexp.measure.record import MOMENTS, Traffic
+from zeroexp.sharding.bucket import cut_in_buckets
 from zeroexp.sharding.layout import Chunk, Span, aligned
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NORM_BYTES = 8  # the sum of squares travels as one float64
-NUM_SLOTS = 2  # reductions that may lie in shared memory at once, see shared_memory.py
+REDUCTIONS_IN_FLIGHT = 1  # beside the one just launched: the wire is busy, and memory bounded
+# Reductions that may lie in shared memory at once. With fewer, ranks could wait for one another: a rank reads a
+# reduction when it has launched as many more as may be in flight.
+NUM_SLOTS = REDUCTIONS_IN_FLIGHT + 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class ScheduleForm:
     keep: str = "last"  # none | last | all
     num_pools: int = 2  # 1 + units gathered ahead
     reduce_each: str = "step"  # microbatch | step
+    bucket_bytes: int | None = None  # the most that one reduction takes; None: a unit
     transport: str = "gloo"  # direct (ranks of one host) | gloo | native
 
 
@@ -94,9 +99,10 @@ class Form:
             )
             if not unit.trainable:
                 continue
-            _add(
-                traffic, "reduce", self._num_reductions, self._reduce(unit.trainable, rank, reduce)
-            )
+            for bucket in cut_in_buckets(unit.trainable, reduce, self.schedule.bucket_bytes):
+                chunks = [part.chunk for part in bucket.slices]
+                num_bytes = self._reduce(chunks, rank, reduce)
+                _add(traffic, "reduce", self._num_reductions, num_bytes)
             num_publishes = int(self.stage.publish is Move.ALL_GATHER)
             _add(traffic, "publish", num_publishes, self._gather(unit.trainable, rank, compute))
         if self.stage.optimizer is Placement.SHARD and self.world_size > 1:
@@ -233,8 +239,10 @@ class Form:
     def _staging_bytes(self, rank: int) -> int:
         if self.schedule.transport != "direct" or self.world_size == 1:
             return 0
-        units = [unit.chunks for unit in self.units]
-        return NUM_SLOTS * slot_bytes(units, self.stage, rank, ITEMSIZE[self.precision.reduce])
+        units = [unit.trainable for unit in self.units]
+        schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
+        slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
+        return NUM_SLOTS * slot
 
     def _full_bytes(self, index: int) -> int:
         itemsize = ITEMSIZE[self.precision.compute]
@@ -248,12 +256,24 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
     return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
 
 
-def slot_bytes(units: Iterable[Sequence[Chunk]], stage: Stage, rank: int, itemsize: int) -> int:
-    """The most that one reduction of a unit lays out for the others to read; every span is aligned."""
-    return max((_handed_bytes(chunks, stage, rank, itemsize) for chunks in units), default=0)
+def slot_bytes(
+    units: Iterable[Sequence[Chunk]],
+    stage: Stage,
+    rank: int,
+    itemsize: int,
+    bucket_bytes: int | None = None,
+) -> int:
+    """The most that one reduction lays out for the others to read; `units`: the trainable chunks of each."""
+    handed = (
+        _handed_bytes([part.chunk for part in bucket.slices], stage, rank, itemsize)
+        for chunks in units
+        for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
+    )
+    return aligned(max(handed, default=0))
 
 
 def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:
+    """Every span is aligned."""
     num_bytes = 0
     for chunk in chunks:
         size = len(chunk.cuts) - 1

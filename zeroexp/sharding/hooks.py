@@ -36,8 +36,9 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
     def before_backward(ticks: Ticks, _gradient: Tensor) -> None:
         schedule.before_backward(unit, ticks)
 
-    def gradient_ready(_parameter: Tensor) -> None:
-        schedule.gradient_ready(unit)
+    def gradient_ready(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        schedule.gradient_ready(unit, parameter)
 
     module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward)

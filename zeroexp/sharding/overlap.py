@@ -25,12 +25,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroexp.sharding.collectives import Collectives, Pending
+from torch import nn
+
+from zeroexp.sharding.bucket import Bucket
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT
+from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
-
-REDUCTIONS_IN_FLIGHT = 1  # beside the one just launched: the wire is busy, and memory bounded
-
 
 Ticks = tuple[int, int]  # when a use of a module began and ended, in hooks run so far
 
@@ -44,6 +46,8 @@ class Use:
     in_backward: bool = False
     began: int = 0  # tick at which the forward began whose backward runs
     missing: int = 0  # parameters without gradient yet
+    missing_of: list[int] = field(default_factory=list[int])  # the same of each bucket
+    num_launched: int = 0  # buckets on their way
     complete: bool = False  # gradients may be reduced
     closed: bool = False  # complete, and its parameters are not needed any more
 
@@ -67,6 +71,7 @@ class Schedule:
         self._prefetch = prefetch if overlap else 0
         self._keep = keep
         self._reduce_each = reduce_each
+        self._in_flight = REDUCTIONS_IN_FLIGHT if overlap else 0
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
         self._tick = 0
@@ -77,8 +82,10 @@ class Schedule:
         self._gathers = GatherOrder()
         trainable = [unit for unit in units if unit.num_trainable]
         self._reduce_order = [*reversed(trainable[1:]), *trainable[:1]]
+        self._num_in = {u: [len(u.parameters_in(bucket)) for bucket in u.buckets] for u in units}
+        self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
         self._completed: list[Unit] = []  # of this microbatch, in the order they came
-        self._num_launched = 0
+        self._turn = 0  # in the order of reductions: the unit whose buckets may be launched
         self._agreed = False
         self.num_private = 0  # units that found their pool in use and got memory of their own
 
@@ -86,11 +93,11 @@ class Schedule:
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._last = last
-        self._tick = self._num_launched = 0
+        self._tick = self._turn = 0
         self._completed = []
         self._gathers.rewind()
         for unit in self._units:
-            self._uses[unit] = Use(missing=unit.num_trainable)
+            self._uses[unit] = Use(missing=unit.num_trainable, missing_of=self._num_in[unit].copy())
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -125,13 +132,17 @@ class Schedule:
             self._uses[unit].began = began
             self._make_ready(unit)
 
-    def gradient_ready(self, unit: Unit) -> None:
+    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         use = self._uses[unit]
         assert not use.closed, f"{unit} got a gradient after it was closed"
         use.missing -= 1
-        if use.missing == 0 and unit.has_frozen:
+        for bucket in self._buckets_of[unit][parameter]:
+            use.missing_of[bucket] -= 1
+        if use.missing:
+            self._launch()
+        elif unit.has_frozen:
             self._complete(unit)  # frozen parameters may still be needed for gradients of inputs
-        elif use.missing == 0:
+        else:
             self._close(unit)
 
     def end_microbatch(self) -> None:
@@ -225,21 +236,31 @@ class Schedule:
             return
         use.complete = True
         self._completed.append(unit)
-        while self._num_launched < len(self._reduce_order):
-            turn = self._reduce_order[self._num_launched]
-            if not self._uses[turn].complete:
-                break
-            self._num_launched += 1
-            self._reduce(turn)
+        self._launch()
 
-    def _reduce(self, unit: Unit) -> None:
+    def _launch(self) -> None:
+        """Every bucket that has its gradients, if those before it in the agreed order have been launched."""
+        while self._turn < len(self._reduce_order):
+            unit = self._reduce_order[self._turn]
+            use = self._uses[unit]
+            for bucket in range(use.num_launched, len(unit.buckets)):
+                if use.missing_of[bucket] and not use.complete:
+                    return
+                use.num_launched += 1
+                self._reduce(unit, unit.buckets[bucket])
+            if not use.complete:
+                return
+            self._turn += 1
+
+    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
         if not self._last and self._reduce_each == "step":
             return
-        pending = unit.reduce_to_owner() if unit.reduces_at_hand_over else unit.reduce()
+        reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
+        pending = reduce(bucket)
         if pending is None:
             return
         self._reducing.append(pending)
-        while len(self._reducing) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
+        while len(self._reducing) > self._in_flight:
             self._reducing.popleft().wait()
 
     def finish_reductions(self) -> None:
@@ -266,6 +287,14 @@ class Schedule:
         for unit in self._sharded - self._demanded:
             if unit.residence is Residence.READY:
                 self._free(unit, forget=unit.has_private_store)
+
+
+def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
+    found: dict[nn.Parameter, list[int]] = {}
+    for index, bucket in enumerate(unit.buckets):
+        for parameter in unit.parameters_in(bucket):
+            found.setdefault(parameter, []).append(index)
+    return found
 
 
 def _is_inside_out(units: Sequence[Unit]) -> bool:

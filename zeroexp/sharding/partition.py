@@ -59,21 +59,26 @@ def make_units(
     owners: str,
     dtypes: Dtypes,
     wire: Collectives,
+    bucket_bytes: int | None = None,
 ) -> list[Unit]:
     """Cut every group and move its parameters into their memory; afterwards the modules' parameters are views."""
     world = wire.world
     specs = [[_spec(name, p) for name, p in group.parameters.items()] for group in groups]
     layout = lay_out(family, specs, world.size, owners=owners)
-    wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire))
+    wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
         tensors = [_settle(chunk, group.parameters, stage, dtypes, wire) for chunk in chunks]
-        units.append(Unit(group.name, tensors, stage, dtypes, wire))
+        units.append(Unit(group.name, tensors, stage, dtypes, wire, bucket_bytes))
     return units
 
 
 def _bytes_to_reserve(
-    layout: Sequence[Sequence[Chunk]], stage: Stage, dtypes: Dtypes, wire: Collectives
+    layout: Sequence[Sequence[Chunk]],
+    stage: Stage,
+    dtypes: Dtypes,
+    wire: Collectives,
+    bucket_bytes: int | None,
 ) -> tuple[int, int]:
     """(parameters at rest, the largest reduction of a unit on its way to others), each tensor aligned."""
     rank = wire.world.rank
@@ -83,7 +88,8 @@ def _bytes_to_reserve(
         section = chunk.section(rank)
         numel = section.stop - section.start if sharded else chunk.padded_numel
         rest += aligned(numel * dtypes.compute.itemsize)
-    return rest, slot_bytes(layout, stage, rank, dtypes.reduce.itemsize)
+    trainable = [[chunk for chunk in chunks if chunk.kind != "frozen"] for chunks in layout]
+    return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 
 
 def _settle(

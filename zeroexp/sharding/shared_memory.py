@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.sharding.channels import Arrival
-from zeroexp.sharding.form import NUM_SLOTS  # reductions in flight, and one being written
+from zeroexp.sharding.form import NUM_SLOTS
 from zeroexp.sharding.layout import aligned
 from zeroexp.world import World, host_identity
 
@@ -80,9 +80,8 @@ class Arena:
     """Anonymous shared memory of one rank: a stack of resting tensors, then slots in turn."""
 
     def __init__(self, rest_bytes: int, slot_bytes: int):
-        slot_bytes = aligned(slot_bytes)
-        self.num_bytes = max(aligned(rest_bytes) + NUM_SLOTS * slot_bytes, mmap.PAGESIZE)
         self.staging_bytes = NUM_SLOTS * slot_bytes
+        self.num_bytes = max(aligned(rest_bytes) + self.staging_bytes, mmap.PAGESIZE)
         self.file = os.memfd_create("zeroexp")
         os.ftruncate(self.file, self.num_bytes)
         self._mapping = mmap.mmap(self.file, self.num_bytes)

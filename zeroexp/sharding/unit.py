@@ -20,8 +20,11 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from zeroexp.sharding.collectives import Collectives, GatherPart, Pending, ReducePart
+from zeroexp.sharding.bucket import Bucket, cut_in_buckets
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.gradients import Gradients
 from zeroexp.sharding.layout import Chunk, Span, aligned
+from zeroexp.sharding.moves import GatherPart, Pending
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.storage import Private, Store
 
@@ -56,8 +59,6 @@ class ChunkTensors:
     master_flat: Tensor | None = None  # their storage, where it is not the parameters' own
     full: Tensor | None = None  # flat and padded; None until the unit has a store
     views: list[Tensor] = field(default_factory=list)  # of full, one for each parameter
-    partial: list[Tensor] = field(default_factory=list)  # whole gradients kept beside `reduced`
-    reduced: list[Tensor] | None = None  # summed gradients: of owned spans, or of whole members
 
     @property
     def trainable(self) -> bool:
@@ -68,17 +69,26 @@ class Unit:
     """One set of parameters under one stage. The verbs are listed in the order of the step."""
 
     def __init__(
-        self, name: str, chunks: list[ChunkTensors], stage: Stage, dtypes: Dtypes, wire: Collectives
+        self,
+        name: str,
+        chunks: list[ChunkTensors],
+        stage: Stage,
+        dtypes: Dtypes,
+        wire: Collectives,
+        bucket_bytes: int | None = None,
     ):
+        """`bucket_bytes`: the most that one reduction takes; None: the whole unit."""
         self.name = name
         self.chunks = chunks
         self.residence = Residence.READY
         self._trainable = [tensors for tensors in chunks if tensors.trainable]
         self._stage = stage
-        self._dtypes = dtypes
         self._wire = wire
         self._store: Store | None = None
         self._offer: int | None = None
+        self._gradients = [self._gradients_of(tensors, dtypes) for tensors in self._trainable]
+        trainable = [tensors.chunk for tensors in self._trainable]
+        self.buckets = cut_in_buckets(trainable, dtypes.reduce.itemsize, bucket_bytes)
 
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'}"
@@ -120,10 +130,9 @@ class Unit:
         for tensors in self.chunks:
             whole = tensors.full if self._store is None else None
             kinds["parameters"].append(tensors.piece if whole is None else whole)
-            kinds["gradients"] += [p.grad for p in tensors.parameters if p.grad is not None]
-            kinds["gradients"] += [*tensors.partial, *(tensors.reduced or ())]
             if tensors.master_flat is not None:
                 kinds["master"].append(tensors.master_flat)
+        kinds["gradients"] = [held for each in self._gradients for held in each.held]
         if isinstance(self._store, Private):
             kinds["buffers"].append(self._store.memory)
         return kinds
@@ -199,28 +208,35 @@ class Unit:
 
     # -- gradients: reduce, hand_over ----------------------------------------------------------
 
-    def reduce(self) -> Pending | None:
-        """partial -> G, of the gradients autograd has left in the parameters; missing ones count as zeros."""
-        return self._reduce(self._stage.reduce)
+    def parameters_in(self, bucket: Bucket) -> set[nn.Parameter]:
+        """Those of which the bucket holds elements."""
+        return {
+            self._trainable[part.index].parameters[each.member]
+            for part in bucket.slices
+            for each in part.ranges
+        }
 
-    def reduce_to_owner(self) -> Pending | None:
+    def reduce(self, bucket: Bucket) -> Pending | None:
+        """partial -> G, of the gradients autograd has left in the parameters; missing ones count as zeros."""
+        return self._reduce(self._stage.reduce, bucket)
+
+    def reduce_to_owner(self, bucket: Bucket) -> Pending | None:
         """The part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
-        return self._reduce(self._stage.hand_over)
+        return self._reduce(self._stage.hand_over, bucket)
 
     def hand_over(self) -> list[tuple[nn.Parameter, Tensor]]:
         """G -> O: each master weight with its gradient, in the master's dtype."""
+        replicated = self._stage.gradients is Placement.REPLICATE
         pairs: list[tuple[nn.Parameter, Tensor]] = []
-        for tensors in self._trainable:
-            for master, gradient in zip(tensors.masters, self._owned(tensors), strict=True):
+        for tensors, gradients in zip(self._trainable, self._gradients, strict=True):
+            owned = gradients.owned(replicated=replicated)
+            for master, gradient in zip(tensors.masters, owned, strict=True):
                 pairs.append((master, gradient.to(master.dtype).view_as(master)))
         return pairs
 
     def zero_grad(self) -> None:
-        for tensors in self._trainable:
-            tensors.reduced = None
-            tensors.partial = []
-            for parameter in tensors.parameters:
-                parameter.grad = None
+        for gradients in self._gradients:
+            gradients.clear()
 
     # -- parameters again: publish -------------------------------------------------------------
 
@@ -255,59 +271,33 @@ class Unit:
                 parameter.data = tensors.piece.new_empty(0)
         self.residence = Residence.FREED
 
-    def _reduce(self, move: Move) -> Pending | None:
-        if move in (Move.NOTHING, Move.SLICE) or not self._trainable:
+    def _gradients_of(self, tensors: ChunkTensors, dtypes: Dtypes) -> Gradients:
+        world = self._wire.world
+        stays = self._stage.gradients is Placement.PARTIAL or world.size == 1
+        return Gradients(
+            tensors.chunk,
+            tensors.parameters,
+            tensors.owned,
+            rank=world.rank,
+            stage=self._stage,
+            dtype=dtypes.reduce,
+            in_place=stays and dtypes.reduce is dtypes.compute,
+        )
+
+    def _reduce(self, move: Move, bucket: Bucket) -> Pending | None:
+        if move in (Move.NOTHING, Move.SLICE):
             return None
         if move is Move.REDUCE_SCATTER:
-            parts = [self._scatter_part(tensors) for tensors in self._trainable]
+            parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
             return self._wire.reduce_scatter(parts, "reduce")
-        parts = [ReducePart(t.chunk, self._take_gradients(t)) for t in self._trainable]
-        return Pending([self._wire.all_reduce(parts, "reduce")], lambda: self._keep_whole(parts))
+        sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
+        summed = self._wire.all_reduce([part for part, _ in sums], "reduce")
 
-    def _scatter_part(self, tensors: ChunkTensors) -> ReducePart:
-        gradients = self._take_gradients(tensors)
-        if self._stage.gradients is Placement.PARTIAL:
-            tensors.partial = gradients  # rest whole until the step is over
-        if tensors.reduced is not None:
-            return ReducePart(tensors.chunk, gradients, tensors.reduced, accumulate=True)
-        tensors.reduced = self._room_for_reduced(tensors, gradients)
-        return ReducePart(tensors.chunk, gradients, tensors.reduced)
+        def keep() -> None:
+            for _, keep_one in sums:
+                keep_one()
 
-    def _room_for_reduced(self, tensors: ChunkTensors, gradients: list[Tensor]) -> list[Tensor]:
-        """In place where the whole gradient stays anyway; else memory of the owned spans alone."""
-        spans = [gradients[s.member][s.start : s.stop] for s in tensors.owned]
-        stays = self._stage.gradients is Placement.PARTIAL or self._wire.world.size == 1
-        if not spans or (stays and self._dtypes.reduce is self._dtypes.compute):
-            return spans
-        flat = spans[0].new_empty(sum(span.numel() for span in spans))
-        return list(flat.split([span.numel() for span in spans]))
-
-    def _keep_whole(self, parts: Sequence[ReducePart]) -> None:
-        """All-reduced gradients rest whole; those of a later microbatch are added."""
-        for tensors, part in zip(self._trainable, parts, strict=True):
-            if tensors.reduced is None:
-                tensors.reduced = part.gradients
-            else:
-                torch._foreach_add_(tensors.reduced, part.gradients)
-
-    def _take_gradients(self, tensors: ChunkTensors) -> list[Tensor]:
-        return [self._take_gradient(tensors, i) for i in range(len(tensors.parameters))]
-
-    def _take_gradient(self, tensors: ChunkTensors, index: int) -> Tensor:
-        """The flat gradient of one parameter in the wire's dtype; the parameter keeps none."""
-        parameter = tensors.parameters[index]
-        if parameter.grad is None:
-            return tensors.piece.new_zeros(tensors.shapes[index].numel(), dtype=self._dtypes.reduce)
-        gradient = parameter.grad.reshape(-1).to(self._dtypes.reduce)
-        parameter.grad = None
-        return gradient
-
-    def _owned(self, tensors: ChunkTensors) -> list[Tensor]:
-        """Gradients of the spans the optimizer owns here."""
-        assert tensors.reduced is not None, f"{self}: no gradient was reduced since zero_grad"
-        if self._stage.hand_over is not Move.SLICE:
-            return tensors.reduced
-        return [tensors.reduced[s.member][s.start : s.stop] for s in tensors.owned]
+        return Pending([summed], keep)
 
     def _cast_masters(self, tensors: ChunkTensors) -> None:
         """Masters of another dtype, copied into the parameters they stand for."""

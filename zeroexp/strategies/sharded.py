@@ -18,6 +18,7 @@ from zeroexp.measure.record import Traffic
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import private_units
 from zeroexp.sharding.hooks import attach
+from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
@@ -27,6 +28,8 @@ from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactor
 from zeroexp.strategies.sharded_state import canonical_state, load_canonical
 from zeroexp.world import World
 
+MIB = 1 << 20
+BUCKET_BYTES_ON_ONE_HOST = 4 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,6 +44,9 @@ class Options:
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
     keep: str = "last"  # none | last | all: what stays gathered between forward and backward
     reduce_each: str = "step"  # microbatch | step
+    bucket_mb: float | None = (
+        None  # MiB, the most that one reduction takes; None: the transport's best
+    )
     transport: str = "auto"  # auto | direct | gloo | native
 
 
@@ -72,6 +78,7 @@ class Sharded:
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._wire = Collectives(world, transport=options.transport)
+        bucket_bytes = _bucket_bytes(options, one_host=self._wire.meet())
         groups = group_parameters(module, blocks, options.unit)
         self._units = make_units(
             groups,
@@ -80,6 +87,7 @@ class Sharded:
             owners=options.owners,
             dtypes=dtypes,
             wire=self._wire,
+            bucket_bytes=bucket_bytes,
         )
         prefetch = self._prefetch_depth(options)
         self._pools = _house(self._units, options.keep, 1 + prefetch, world.device)
@@ -109,12 +117,16 @@ class Sharded:
         self._schedule.drain()
         gradients = {unit: unit.hand_over() for unit in self._units}
         self._wire.quiesce()
-        norm = self._global_norm([g for pairs in gradients.values() for _, g in pairs])
-        scale = self._clip_scale(norm)
+        squares, summed = self._sum_squares([g for pairs in gradients.values() for _, g in pairs])
+        scale = None
+        if self._max_grad_norm is not None:  # else the others' share may come while we update
+            summed.wait()
+            scale = self._clip_scale(_norm(squares), self._max_grad_norm)
         for unit, pairs in gradients.items():
             self._update(pairs, scale)
             self._schedule.publish(unit)
-        return norm
+        summed.wait()
+        return _norm(squares)
 
     def zero_grad(self) -> None:
         for unit in self._units:
@@ -163,21 +175,19 @@ class Sharded:
         self.drain()
         self.take_traffic()
 
-    def _global_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """L2 norm over all ranks' pieces; every element counts once."""
+    def _sum_squares(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Pending]:
+        """Of all ranks' pieces, in float64: every element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self._wire.world.device)
         if gradients:
             norms = torch._foreach_norm(list(gradients), dtype=torch.float32)  # bf16 keeps 3 digits
             total += torch.stack(list(norms)).double().square().sum()
-        if self._stage.optimizer is Placement.SHARD:
-            self._wire.sum_scalar(total, "norm")
-        return total.sqrt().float()
+        if self._stage.optimizer is not Placement.SHARD:
+            return total, Pending([])
+        return total, self._wire.sum_scalar_later(total, "norm")
 
-    def _clip_scale(self, norm: Tensor) -> Tensor | None:
+    def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """What gradients are multiplied by; None while the norm is allowed, so that they stay bit for bit."""
-        if self._max_grad_norm is None:
-            return None
-        scale = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         on_host = norm.device.type == "cpu"  # elsewhere looking would stop the stream
         return None if on_host and float(scale) == 1.0 else scale
 
@@ -192,6 +202,20 @@ class Sharded:
         self.optimizer.step()
         for master, _ in pairs:
             master.grad = None
+
+
+def _norm(squares: Tensor) -> Tensor:
+    return squares.sqrt().float()
+
+
+def _bucket_bytes(options: Options, *, one_host: bool) -> int | None:
+    """On one host small buckets win: what is handed over is in the cache still, and little memory waits.
+
+    Over messages a unit is one reduction, in which all ranks send and receive at once.
+    """
+    if options.bucket_mb is not None:
+        return int(options.bucket_mb * MIB)
+    return BUCKET_BYTES_ON_ONE_HOST if one_host else None
 
 
 def _house(units: Sequence[Unit], keep: str, num_pools: int, device: torch.device) -> list[Pool]:

@@ -1,0 +1,103 @@
+"""Buckets as arithmetic: every element is reduced once, by the rank that owns it in the chunk, in the agreed order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroexp.sharding.bucket import Slice, cut_in_buckets
+from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
+
+Element = tuple[int, int, int]  # chunk, member, element of it
+
+units = st.lists(st.integers(1, 300), min_size=1, max_size=6)
+cuts = {
+    "family": st.sampled_from(["parameter", "tensor", "buffer"]),
+    "numels": units,
+    "world_size": st.integers(1, 5),
+    "most": st.integers(1, 400),  # elements
+}
+
+
+def chunks_of(family: str, numels: list[int], world_size: int) -> tuple[Chunk, ...]:
+    specs = [ParameterSpec(str(index), numel, 4) for index, numel in enumerate(numels)]
+    return lay_out(family, [specs], world_size)[0]
+
+
+def elements(part: Slice, rank: int) -> list[Element]:
+    """What `rank` owns of a slice, told in elements of the chunk it was cut from."""
+    return [
+        (part.index, part.ranges[span.member].member, part.ranges[span.member].start + element)
+        for span in part.chunk.spans(rank)
+        for element in range(span.start, span.stop)
+    ]
+
+
+def owned(chunks: tuple[Chunk, ...], rank: int) -> list[Element]:
+    return [
+        (index, span.member, element)
+        for index, chunk in enumerate(chunks)
+        for span in chunk.spans(rank)
+        for element in range(span.start, span.stop)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(**cuts)
+def test_every_element_is_reduced_once_by_its_owner(family, numels, world_size, most):
+    chunks = chunks_of(family, numels, world_size)
+    buckets = cut_in_buckets(chunks, 4, 4 * most)
+    for rank in range(world_size):
+        found = [e for b in buckets for part in b.slices for e in elements(part, rank)]
+        assert Counter(found) == Counter(owned(chunks, rank))
+
+
+@settings(max_examples=60, deadline=None)
+@given(**cuts)
+def test_no_bucket_is_larger_and_none_could_take_the_next(family, numels, world_size, most):
+    buckets = cut_in_buckets(chunks_of(family, numels, world_size), 4, 4 * most)
+    sizes = [sum(part.chunk.numel for part in bucket.slices) for bucket in buckets]
+    assert max(sizes) <= most
+    for bucket, after in pairwise(buckets):
+        first = after.slices[-1].ranges[-1].numel
+        assert sum(part.chunk.numel for part in bucket.slices) + first > most
+
+
+@settings(max_examples=60, deadline=None)
+@given(**cuts)
+def test_the_first_range_of_a_member_comes_last(family, numels, world_size, most):
+    """Whoever sees it may let the whole gradient go."""
+    left = Counter(
+        {
+            (index, number): member.stop - member.start
+            for index, chunk in enumerate(chunks_of(family, numels, world_size))
+            for number, member in enumerate(chunk.members)
+        }
+    )
+    for bucket in cut_in_buckets(chunks_of(family, numels, world_size), 4, 4 * most):
+        for part in bucket.slices:
+            for each in part.ranges:
+                left[part.index, each.member] -= each.numel
+            for each in part.ranges:
+                assert (left[part.index, each.member] == 0) == (
+                    min(r.start for r in part.ranges if r.member == each.member) == 0
+                )
+
+
+def test_without_a_size_a_unit_is_one_bucket_and_its_chunks_themselves():
+    """Padding included, so that the backend's even primitives apply."""
+    chunks = chunks_of("tensor", [5, 7], 4)
+    (bucket,) = cut_in_buckets(chunks, 4, None)
+    assert tuple(part.chunk for part in bucket.slices) == chunks
+    assert cut_in_buckets((), 4, None) == ()
+    assert cut_in_buckets((), 4, 100) == ()
+
+
+def test_the_picture_of_the_page():
+    (chunk,) = chunks_of("buffer", [4, 3, 3], 4)
+    buckets = cut_in_buckets([chunk], 4, 16)
+    ranges = [[(r.member, r.start, r.stop) for r in b.slices[0].ranges] for b in buckets]
+    assert ranges == [[(2, 0, 3)], [(1, 0, 3)], [(0, 0, 4)]]

@@ -1,0 +1,143 @@
+"""The gradients of one chunk, from where autograd leaves them to where the optimizer takes them.
+
+    parameter.grad ──take──▶ whole gradient ──a bucket at a time──▶ sum of all ranks, where it rests
+
+A whole gradient is let go when the last of its elements is on its way, but where the stage says that it rests whole.
+Every reduction of a microbatch covers each element once, so that counting elements tells a first sum, which is
+written, from a later one, which is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.sharding.bucket import Slice
+from zeroexp.sharding.layout import Chunk, Span
+from zeroexp.sharding.moves import ReducePart
+from zeroexp.sharding.placement import Placement, Stage
+
+Keep = Callable[[], None]
+
+
+class Gradients:
+    """`owned`: what the optimizer updates here. `in_place`: sums lie in the whole gradients, which stay anyway."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        parameters: Sequence[nn.Parameter],
+        owned: Sequence[Span],
+        *,
+        rank: int,
+        stage: Stage,
+        dtype: torch.dtype,
+        in_place: bool,
+    ):
+        self._chunk = chunk
+        self._parameters = parameters
+        self._owned = owned
+        self._span_of = {span.member: index for index, span in enumerate(owned)}
+        self._rank = rank
+        self._stage = stage
+        self._dtype = dtype
+        self._in_place = in_place
+        self._whole: dict[int, Tensor] = {}  # by member
+        self._sums: dict[int, Tensor] = {}  # by owned span; all-reduced ones by member
+        self._num_reduced = 0  # elements since `clear`
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All gradients of this chunk that exist now; some may share memory."""
+        left = [p.grad for p in self._parameters if p.grad is not None]
+        return [*left, *self._whole.values(), *self._sums.values()]
+
+    def to_scatter(self, part: Slice) -> ReducePart:
+        """partial -> sharded: these elements, and where this rank's share of their sum goes."""
+        accumulate = self._accumulates(part)
+        terms = self._take(part)
+        windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
+        if not accumulate:
+            self._make_room(part, [index for index, _ in windows])
+        out = [self._sums[index][window] for index, window in windows]
+        self._let_go(part)
+        return ReducePart(part.chunk, terms, out, accumulate)
+
+    def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
+        """partial -> replicated: these elements, and what to do when they are summed in place."""
+        accumulate = self._accumulates(part)
+        terms = self._take(part)
+        whole = {each.member: self._whole[each.member] for each in part.ranges}
+        self._let_go(part)
+
+        def keep() -> None:
+            for each, term in zip(part.ranges, terms, strict=True):
+                if accumulate:
+                    self._sums[each.member][each.start : each.stop].add_(term)
+                else:
+                    self._sums[each.member] = whole[each.member]
+
+        return ReducePart(part.chunk, terms), keep
+
+    def owned(self, *, replicated: bool) -> list[Tensor]:
+        """The sums of the owned spans; `replicated`: cut out of whole ones."""
+        assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
+        if replicated:
+            return [self._sums[span.member][span.start : span.stop] for span in self._owned]
+        return [self._sums[index] for index in range(len(self._owned))]
+
+    def clear(self) -> None:
+        self._whole.clear()
+        self._sums.clear()
+        self._num_reduced = 0
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _accumulates(self, part: Slice) -> bool:
+        accumulates = self._num_reduced >= self._chunk.numel
+        self._num_reduced += part.chunk.numel
+        return accumulates
+
+    def _take(self, part: Slice) -> list[Tensor]:
+        """The gradient of each range in the wire's dtype, as views; parameters keep none."""
+        for each in part.ranges:
+            if each.member not in self._whole:
+                self._whole[each.member] = self._take_whole(each.member)
+        return [self._whole[each.member][each.start : each.stop] for each in part.ranges]
+
+    def _take_whole(self, member: int) -> Tensor:
+        parameter, place = self._parameters[member], self._chunk.members[member]
+        if parameter.grad is None:
+            numel = place.stop - place.start
+            return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
+        gradient = parameter.grad.reshape(-1).to(self._dtype)
+        parameter.grad = None
+        return gradient
+
+    def _let_go(self, part: Slice) -> None:
+        """Buckets come last range first: with the first range of a member all of it is on its way."""
+        if self._stage.gradients is Placement.PARTIAL:
+            return
+        for each in part.ranges:
+            if each.start == 0:
+                del self._whole[each.member]
+
+    def _make_room(self, part: Slice, indices: Sequence[int]) -> None:
+        if self._in_place:
+            for index in indices:
+                span = self._owned[index]
+                self._sums[index] = self._whole[span.member][span.start : span.stop]
+        elif not self._sums and self._owned:
+            sizes = [span.numel for span in self._owned]
+            device = next(iter(self._whole.values())).device
+            flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+            self._sums = dict(enumerate(flat.split(sizes)))
+
+    def _window(self, part: Slice, span: Span) -> tuple[int, slice]:
+        """Which owned span this span of a bucket lies in, and where in it."""
+        each = part.ranges[span.member]
+        index = self._span_of[each.member]
+        start = each.start + span.start - self._owned[index].start
+        return index, slice(start, start + span.numel)
