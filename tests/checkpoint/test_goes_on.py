@@ -10,8 +10,6 @@ from tests.checkpoint.saving import checkpoint, resume, train_and_save
 from tests.engines import ENGINES
 from tests.oracle import Outcome, Recipe, assert_same, outcome_of
 
-EXACT = ["fsdp2", "zero3_buffer", "ddp", "ddp_zero_redundancy", "zero1_buffer", "zero2_parameter"]
-
 
 def check(ranks, engine, recipe, run, steps) -> None:
     world_size = recipe.world_size
@@ -31,7 +29,7 @@ def test_after_every_step(ranks, tmp_path, name, world_size):
     check(ranks, ENGINES[name], recipe, tmp_path, [1, 2])
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["zero3_buffer", "ddp", "fsdp2"])
 def test_dropout_goes_on_where_it_was(ranks, tmp_path, name):
     """Every rank has random states of its own."""
     check(ranks, ENGINES[name], Recipe(model="dropout"), tmp_path, [2])
