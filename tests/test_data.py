@@ -154,7 +154,9 @@ def in_stored_order(data: Data) -> StepBatch:
 
 def test_packing_loses_nothing_but_the_tail():
     """Samples put back to back are the shipped text, token for token; a form feed stands between documents."""
-    rows = in_stored_order(opened("offline", seq_len=100)).microbatches
+    data = opened("offline", seq_len=100)
+    assert data.source == "shipped: Python's language reference (PSF licence)"
+    rows = in_stored_order(data).microbatches
     stream = [int(rows[0].inputs["input_ids"][0, 0])]
     for row in rows:
         assert int(row.inputs["input_ids"][0, 0]) == stream[-1], "neighbours share one token"
@@ -173,13 +175,13 @@ def test_a_text_of_ones_own(tmp_path):
     ids = [int(i) for row in in_stored_order(data).microbatches for i in row.inputs["input_ids"][0]]
     assert TOKENIZER.decode(ids).startswith("first first")
     assert TOKENIZER.decode(ids).count("first") == 50
-    assert data.source == str(tmp_path)
+    assert data.source == f"local: {tmp_path}"
 
 
 def test_a_changed_text_is_packed_again(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("old " * 40)
-    assert opened("offline", path=str(file), seq_len=8).source == str(file)
+    assert opened("offline", path=str(file), seq_len=8).source == f"local: {file}"
     file.write_text("brand new " * 400)
     assert opened("offline", path=str(file), seq_len=8).num_samples > 20
 
@@ -256,7 +258,7 @@ def write_saved(folder: Path) -> Path:
 def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
     path = str(write(tmp_path))
     data = opened("yelp", "smollm2_360m_yelp", path=path, seq_len=24)
-    assert (data.num_samples, data.vocab_size, data.source) == (6, 2048, path)
+    assert (data.num_samples, data.vocab_size, data.source) == (6, 2048, f"local: {path}")
     for turn, (text, label) in zip(in_stored_order(data).microbatches, REVIEWS, strict=True):
         ids = TOKENIZER.encode(text).ids[:24]
         assert turn.inputs["input_ids"].tolist() == [ids + [0] * (24 - len(ids))]

@@ -76,6 +76,9 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     assert (summary.initial_loss, summary.final_loss) == (records[0].loss, records[-1].loss)
     assert all(len(spread.per_rank) == 2 for spread in summary.memory.by_kind.values())
     assert "rank 1 of 2" in log_of(job, 1)
+    assert summary.data_source.startswith("synthetic: vectors of ")
+    assert f"data from {summary.data_source}\n" in log_of(job, 1)
+    assert summary.num_private_units == 0
 
 
 def test_memory_of_a_replicated_run_is_arithmetic(local, tmp_path):

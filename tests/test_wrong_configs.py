@@ -231,7 +231,7 @@ def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
 def test_what_was_fetched_before_needs_no_network(offline, tmp_path):
     for folder in ("hub/datasets--me--one", "datasets/me___two", "cache/packed"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "cache" / "packed" / "about.json").write_text('{"source": "me/three"}')
+    (tmp_path / "cache" / "packed" / "about.json").write_text('{"hub_id": "me/three"}')
     for name in ("one", "two", "three"):
         check_inputs(composed("data=yelp_causal", f"data.source=me/{name}"))
 

@@ -33,7 +33,7 @@ def has_dataset(name: str) -> bool:
     if (library / name.replace("/", "___")).is_dir():
         return True
     packed = cache_root().glob("*/about.json")
-    return any(json.loads(about.read_text())["source"] == name for about in packed)
+    return any(json.loads(about.read_text()).get("hub_id") == name for about in packed)
 
 
 def require_model(name: str) -> None:

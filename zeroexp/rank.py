@@ -115,6 +115,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     strategy = build_strategy(config, model, world)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
+    print(f"data from {data.source}")
     saver = Saver(folder, strategy, config, world, attempt=attempt.mine() or 0)
     num_steps = config.train.warmup_steps + config.train.steps
     start_step = _resume(config, folder, strategy, shapes, world)
@@ -132,7 +133,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if not over:
         saver.save_now(records[-1].step + 1)
     elif records:  # else the run was over, but for the end of its process
-        _summarise(folder, world, records)
+        _summarise(folder, world, records, strategy, data.source)
         if config.checkpoint.every is not None:  # after the summary, which a run that is over needs
             saver.save_now(num_steps)
     saver.close()
@@ -171,11 +172,16 @@ def _drain(
     return records
 
 
-def _summarise(folder: Path, world: World, records: list[StepRecord]) -> None:
+def _summarise(
+    folder: Path, world: World, records: list[StepRecord], strategy: Strategy, data_source: str
+) -> None:
     """Of memory and traffic since the last resume, which is all that every rank knows; of times and losses all."""
-    all_ranks = worlds.gather(summarise_rank(world.rank, records))
+    num_private = strategy.model_states().num_private_units
+    mine = summarise_rank(world.rank, records, num_private_units=num_private)
+    all_ranks = worlds.gather(mine)
     if world.rank == 0:
-        write_summary(folder, summarise(read_records(folder), all_ranks))
+        steps = read_records(folder)
+        write_summary(folder, summarise(steps, all_ranks, data_source=data_source))
 
 
 def _send_output_to(log: Path) -> None:

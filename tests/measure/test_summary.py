@@ -117,3 +117,10 @@ def test_a_run_without_measured_steps_is_refused() -> None:
 )
 def test_percentile_is_linear_between_the_closest_ranks(fraction: float, expected: float) -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], fraction) == pytest.approx(expected)
+
+
+def test_what_no_step_knows_is_in_the_summary() -> None:
+    steps = [record(3)]
+    ranks = [summarise_rank(rank, steps, num_private_units=rank) for rank in (0, 1)]
+    summary = summarise(steps, ranks, data_source="local: a.txt")
+    assert (summary.num_private_units, summary.data_source) == (1, "local: a.txt")

@@ -132,6 +132,15 @@ def test_a_peak_that_one_rank_cannot_know_is_absent(tmp_path: Path) -> None:
     assert "–" in [cell.strip() for cell in row]
 
 
+def test_units_with_memory_of_their_own_are_noted(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert "memory of their own" not in " ".join(render([run]).split())
+    assert run.summary is not None
+    run.summary.num_private_units = 3
+    note = "zero3/buffer: 3 units ran while their pool was in use and got memory of their own."
+    assert note in " ".join(render([run]).split())
+
+
 def test_settings_that_tell_two_points_apart_become_columns(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / str(seq_len)) for seq_len in (128, 256)]
     config = load(folders[1] / "config.yaml")

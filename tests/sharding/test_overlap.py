@@ -5,6 +5,7 @@ A wrong order is a hang (told by the pool of ranks) or wrong values (told by the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,6 +83,17 @@ class Checkpointed(Toy):
         return self.head(self.norm(x))
 
 
+class Calling(Toy):
+    """Its first block calls the second, which is no module of it: no name tells that one runs inside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        caller, called = self.blocks[0], self.blocks[1]
+        compute = caller.forward
+        caller.forward = lambda x: compute(called(x))
+        self.order = (0, 2)
+
+
 def build(make: Callable[[], nn.Module]) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -108,6 +120,7 @@ MODELS |= {
     ),
     "late_root": TestModel(partial(build, LateRoot), unused_on_one_rank_later, skips=True),
     "reentrant": TestModel(partial(build, partial(Checkpointed, use_reentrant=True)), skips=True),
+    "calling": TestModel(partial(build, Calling), skips=True),
     "not_reentrant": TestModel(
         partial(build, partial(Checkpointed, use_reentrant=False)), skips=True
     ),
@@ -393,3 +406,28 @@ def test_what_blocks_share_belongs_to_the_root():
         root: Unit = strategy._units[0]
     names = {member.name for tensors in root.chunks for member in tensors.chunk.members}
     assert names == {"embedding.weight", "unused"}
+
+
+# -- units that run inside each other ---------------------------------------------------------------
+
+
+def count_private_units(world: World, recipe: Recipe, make: Ours) -> list[int]:
+    """Before and after training, and what was warned of meanwhile."""
+    strategy = build_on_rank(world, recipe, make)
+    before = strategy.model_states().num_private_units
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run_steps(strategy, world, recipe, range(recipe.steps))
+    words = sum("it gets memory of its own" in str(warning.message) for warning in told)
+    return [before, strategy.model_states().num_private_units, words]
+
+
+@pytest.mark.parametrize(("model", "num_private"), [("toy", 0), ("calling", 1)])
+def test_units_that_found_their_pool_in_use_are_counted(
+    ranks: Any, model: str, num_private: int
+) -> None:
+    recipe = Recipe(model=model, world_size=2, fused=False)
+    answers = ranks(
+        count_private_units, recipe, Ours("zero3", Options(overlap=False)), world_size=2
+    )
+    assert answers == [[0, num_private, num_private]] * 2

@@ -52,7 +52,7 @@ def _synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
 def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_words(config, model), sources.text_files(config)
     decisive = {
-        "format": 1,
+        "format": 2,
         "task": config.task,
         "seq_len": config.seq_len,
         "words": words.identity,

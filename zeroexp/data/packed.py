@@ -3,7 +3,7 @@
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: tokens that are no padding
-    <cache>/<key>/about.json    vocab_size, source
+    <cache>/<key>/about.json    vocab_size, source (one line for the record), hub_id
 
 The folder's name is a hash of all that decides its content, so a cache is never stale. It is written under another
 name and renamed when complete: a rank, or another run, sees all of it or nothing.

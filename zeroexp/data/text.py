@@ -22,6 +22,7 @@ from zeroexp.config import ConfigError, DataConfig
 from zeroexp.data.sources import Words
 
 BETWEEN_DOCUMENTS = "\f"
+SHIPPED = "shipped: Python's language reference (PSF licence)"
 COPY_BATCH = 1000  # samples handed from datasets to numpy at once
 LOADERS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
@@ -33,7 +34,7 @@ def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Wor
     no sample is dropped, so that there is no padding at all.
     """
     tokenizer = Tokenizer.from_file(str(words.file))
-    texts = _read(config, files)
+    texts, source = _read(config, files)
     packer = _Packer(tokenizer, words.end_of_text, config.seq_len)
     packed = _map(texts, packer)
     if len(packed) == 0:
@@ -41,7 +42,7 @@ def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Wor
             f"data.seq_len={config.seq_len}: the text is shorter than one sample; choose a smaller one"
         )
     _save(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), _dtype(tokenizer))
-    _write_about(folder, config, tokenizer)
+    _write_about(folder, config, tokenizer, source)
 
 
 def write_reviews(
@@ -50,7 +51,7 @@ def write_reviews(
     """Classification samples: each review cut or padded on the right to seq_len tokens, with its label."""
     tokenizer = Tokenizer.from_file(str(words.file))
     tokenizer.enable_truncation(config.seq_len)
-    reviews = _read(config, files)
+    reviews, source = _read(config, files)
     _check_labels(reviews, config, num_labels)
 
     def pad(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -62,7 +63,7 @@ def write_reviews(
     _save(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
     _save(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     _save(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
-    _write_about(folder, config, tokenizer)
+    _write_about(folder, config, tokenizer, source)
 
 
 class _Packer:
@@ -81,13 +82,13 @@ class _Packer:
         return {"tokens": [stream[start : start + self.seq_len + 1] for start in starts]}
 
 
-def _read(config: DataConfig, files: list[Path]) -> datasets.Dataset:
-    """Documents (column text) or reviews (columns text, label), at most data.limit of them."""
+def _read(config: DataConfig, files: list[Path]) -> tuple[datasets.Dataset, str]:
+    """Documents (column text) or reviews (columns text, label), at most data.limit of them; where they came from."""
     datasets.disable_progress_bars()
     if config.kind == "text":
         texts = [file.read_bytes().decode() for file in files]
         documents = [document for text in texts for document in text.split(BETWEEN_DOCUMENTS)]
-        return datasets.Dataset.from_dict({"text": documents})
+        return datasets.Dataset.from_dict({"text": documents}), _local(config) or SHIPPED
     reviews = _read_files(config, files) if files else _read_hub(config)
     missing = {"text", "label"} - set(reviews.column_names)
     if missing:
@@ -96,7 +97,17 @@ def _read(config: DataConfig, files: list[Path]) -> datasets.Dataset:
             f"among {', '.join(reviews.column_names)[:80]}; rename the columns to text and label"
         )
     limit = len(reviews) if config.limit is None else min(config.limit, len(reviews))
-    return reviews.select(range(limit))
+    return reviews.select(range(limit)), _local(config) or _of_hub(config, reviews)
+
+
+def _local(config: DataConfig) -> str:
+    return f"local: {config.path}" if config.path else ""
+
+
+def _of_hub(config: DataConfig, reviews: datasets.Dataset) -> str:
+    place = "hub" if hub.online() else "hub's cache, offline"
+    licence = f" ({reviews.info.license} licence)" if reviews.info.license else ""
+    return f"{place}: {config.source}{licence}"
 
 
 def _read_files(config: DataConfig, files: list[Path]) -> datasets.Dataset:
@@ -163,7 +174,6 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32)
 
 
-def _write_about(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
-    shipped = "python_reference (PSF licence)" if config.kind == "text" else config.source
-    about = {"vocab_size": tokenizer.get_vocab_size(), "source": str(config.path or shipped)}
+def _write_about(folder: Path, config: DataConfig, tokenizer: Tokenizer, source: str) -> None:
+    about = {"vocab_size": tokenizer.get_vocab_size(), "source": source, "hub_id": config.source}
     (folder / "about.json").write_text(json.dumps(about))

@@ -63,6 +63,7 @@ class RankSummary:
     sent_bytes_by_kind: dict[str, float]  # per step, mean over the measured steps
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
+    num_private_units: int = 0  # found their pool in use and got memory of their own
 
 
 @dataclass
@@ -103,3 +104,5 @@ class RunSummary:
     sent_bytes_by_kind: dict[str, float]  # of the rank that sends most
     calls_by_kind: dict[str, float]  # of the same rank
     saving_seconds: float = 0.0  # in which the measured steps stood still for checkpoints
+    num_private_units: int = 0  # of the rank with the most, see RankSummary
+    data_source: str = ""  # which text, from where, under which licence

@@ -20,7 +20,9 @@ from zeroexp.measure.record import (
 LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
 
 
-def summarise_rank(rank: int, records: Sequence[StepRecord]) -> RankSummary:
+def summarise_rank(
+    rank: int, records: Sequence[StepRecord], *, num_private_units: int = 0
+) -> RankSummary:
     """`records` are all steps of this rank in order, warm-up included. Raises ValueError as `measured` does."""
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
@@ -34,10 +36,13 @@ def summarise_rank(rank: int, records: Sequence[StepRecord]) -> RankSummary:
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
+        num_private_units=num_private_units,
     )
 
 
-def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) -> RunSummary:
+def summarise(
+    records: Sequence[StepRecord], per_rank: Sequence[RankSummary], *, data_source: str = ""
+) -> RunSummary:
     """`records` are rank 0's, `per_rank` one entry of every rank in any order."""
     steps = measured(records)
     seconds = [r.step_seconds for r in steps]
@@ -64,6 +69,8 @@ def summarise(records: Sequence[StepRecord], per_rank: Sequence[RankSummary]) ->
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
+        num_private_units=max(r.num_private_units for r in ranks),
+        data_source=data_source,
     )
 
 

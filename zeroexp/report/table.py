@@ -182,9 +182,20 @@ def _foot(runs: Sequence[Run]) -> list[str]:
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if _shares(runs)
         else "through the network.",
+        *_private_notes(runs),
         *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
     ]
     return wrap(" ".join(filter(None, sentences)), WIDTH)
+
+
+def _private_notes(runs: Sequence[Run]) -> list[str]:
+    """Memory that no pool bounds: a model whose modules run inside one another."""
+    counts = {run.label: run.summary.num_private_units for run in runs if run.summary}
+    return [
+        f"{label}: {count} units ran while their pool was in use and got memory of their own."
+        for label, count in counts.items()
+        if count
+    ]
 
 
 RESULTS = [

@@ -31,6 +31,7 @@ class ModelStates:
     master: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)  # pools, buckets
     hidden_bytes: int = 0  # of buffers which no tensor shows (buckets of DistributedDataParallel)
+    num_private_units: int = 0  # found their pool in use and got memory of their own
 
 
 @dataclass(frozen=True)

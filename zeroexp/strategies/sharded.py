@@ -138,7 +138,9 @@ class Sharded:
     def model_states(self) -> ModelStates:
         self.drain()
         states = ModelStates(
-            buffers=[pool.memory for pool in self._pools], hidden_bytes=self._wire.staging_bytes
+            buffers=[pool.memory for pool in self._pools],
+            hidden_bytes=self._wire.staging_bytes,
+            num_private_units=self._schedule.num_private,
         )
         for unit in self._units:
             for kind, tensors in unit.states().items():
