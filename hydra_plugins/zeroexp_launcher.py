@@ -7,6 +7,7 @@ the whole sweep, since only that knows which points are defined and what may run
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -30,6 +31,7 @@ class ZeroexpLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """One return per point, as sweepers want it: its final loss, None where it has none."""
+        Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # where sweepers write
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 

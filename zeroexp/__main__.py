@@ -72,12 +72,24 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     sys.argv[1:] = [word for word in arguments if word not in ("-m", "--multirun")]
 
-    def run_points(points: Any) -> Any:  # a function: Hydra asks which module it comes from
-        if not isinstance(points, list):
-            raise ConfigError("hydra.mode, hydra/launcher: not to be changed here; leave them out")
-        return sweep.run(points)
+    raised: list[Exception] = []  # by ourselves, on the way through Hydra
 
-    hydra.main(version_base="1.3", config_path=str(_conf()), config_name="config")(run_points)()
+    def run_points(points: Any) -> Any:  # a function: Hydra asks which module it comes from
+        try:
+            if not isinstance(points, list):
+                raise ConfigError("hydra.mode, hydra/launcher: not to be changed; leave them out")
+            return sweep.run(points)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(_conf()), config_name="config")(run_points)()
+    except Exception as error:
+        if error in raised or not sweep.has_failures:
+            raise
+        # One that learns, and had nothing to learn from; the table will say which points failed.
+        print(f"zeroexp: hydra/sweeper: {_first_line(error)}", file=sys.stderr)
 
 
 def _conf() -> Path:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cluster.minicluster import Minicluster, why_not
 from tests.mlflow_server import MlflowServer
@@ -128,6 +130,11 @@ def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how
     if how == "watch":
         assert run(cluster, tmp_path, "zeroexp", *long).returncode == 0
         (job,) = jobs(tmp_path)
+        cluster.wait_for(lambda: cluster.job_state(str(slurm_id(job))) == "RUNNING", 60)
+        seen = run(cluster, tmp_path, "zeroexp.watch", str(job.folder.parent), "--once")
+        assert (seen.returncode, job.state["status"]) == (0, "running"), seen.stderr
+        assert "running" in seen.stdout
+        assert in_mlflow(tmp_path) == {job.name: "RUNNING"}
         cancelled = run(cluster, tmp_path, "zeroexp.watch", str(job.folder.parent), "--cancel")
         assert cancelled.returncode == 1
         assert f"Slurm job {slurm_id(job)}" in cancelled.stdout
@@ -157,6 +164,24 @@ def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -
     }
     local, slurm = ([r.loss for r in read_records(found[k].folder)] for k in ("local", "slurm"))
     assert local == slurm, "the same ranks do the same sums"
+
+
+@pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
+    reason="hydra-optuna-sweeper is not installed: pip install 'zeroexp[optuna]'",
+)
+def test_optuna_on_slurm(cluster: Minicluster, tmp_path: Path) -> None:
+    """Two trials at a time, each a job of its own."""
+    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2"]
+    space = ["optimizer.lr=interval(0.0001,0.01)", "world_size=1", "tracking=files"]
+    done = run(cluster, tmp_path, "zeroexp", *trials, *space, *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = jobs(tmp_path)
+    assert len({slurm_id(job) for job in found}) == 2
+    assert len({job.folder.parent for job in found}) == 1, "one sweep"
+    losses = [(losses_of(job)[-1][1], job.config.optimizer.lr) for job in found]
+    best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
+    assert (best["best_value"], best["best_params"]["optimizer.lr"]) == min(losses)
 
 
 def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.composing import composed
 from zeroexp.cluster.job import Job
@@ -268,3 +270,40 @@ def test_a_sweeper_that_learns_gets_the_losses(tmp_path):
     }
     assert dict(told) == losses
     assert len(list((tmp_path / "outputs").glob("*/state.json"))) == 0
+
+
+OPTUNA = [
+    *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=2"),
+    *("hydra.sweeper.sampler.seed=1", "optimizer.lr=interval(0.0001,0.01)", "world_size=1"),
+]
+needs_optuna = pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
+    reason="hydra-optuna-sweeper is not installed: pip install 'zeroexp[optuna]'",
+)
+
+
+@needs_optuna
+def test_optuna_minimises_the_final_loss(tmp_path):
+    done = zeroexp(tmp_path, *OPTUNA, *QUICK)
+    assert done.returncode == 0, done.stderr
+    found = [
+        (read_summary(job.folder).final_loss, job.config.optimizer.lr)
+        for job in jobs(tmp_path).values()
+    ]
+    assert len(set(found)) == 3
+    assert len({job.folder.parent for job in jobs(tmp_path).values()}) == 1, "one sweep"
+    best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
+    assert (best["best_value"], best["best_params"]["optimizer.lr"]) == min(found)
+    assert done.stdout.count("zero3 ") == 3, "one table of all batches"
+
+
+@needs_optuna
+def test_trials_that_fail_are_told_as_points_that_fail(tmp_path):
+    """The shipped text is shorter than one such sample, which the rank finds out; Optuna then has no best trial."""
+    long = ["data.seq_len=400000", "model.hf_config.max_position_embeddings=400000"]
+    quick = [word for word in QUICK if "seq_len" not in word]
+    done = zeroexp(tmp_path, *OPTUNA, *quick, *long, "hydra.sweeper.n_trials=1")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "zeroexp: hydra/sweeper: No trials are completed yet." in done.stderr
+    assert "data.seq_len=400000: the text is shorter" in done.stdout

@@ -80,6 +80,10 @@ class Sweep:
             job.enter("pending")
         self._execute(again)
 
+    @property
+    def has_failures(self) -> bool:
+        return any(job.state["status"] not in (*FINE, *UNFINISHED) for job in self._jobs)
+
     def conclude(self) -> int:
         """Print what the sweep found; returns the exit code. Nothing where nothing ran (--cfg, --info)."""
         if not self._jobs:

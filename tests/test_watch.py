@@ -1,0 +1,42 @@
+"""`python -m zeroexp.watch --once` where nothing is Slurm's any more; on a real Slurm: cluster/test_slurm_sweep.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import write_run
+from zeroexp import watch
+from zeroexp.config import load, save
+
+
+def run_of(sweep: Path, strategy: str, status: str, reason: str | None = None) -> None:
+    folder = write_run(sweep / f"{strategy}-buffer-n2", strategy, status=status, reason=reason)
+    config = load(folder / "config.yaml")
+    config.tracking.mlflow = False
+    save(config, folder / "config.yaml")
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["watch", *words])
+    return watch.main()
+
+
+def test_a_sweep_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, "zero2", "done")
+    assert watched(monkeypatch, str(tmp_path), "--once") == watch.EVERYTHING_FINE
+    run_of(tmp_path, "zero3", "failed", "rank 1 on node2: ValueError: no")
+    assert watched(monkeypatch, str(tmp_path), "--once") == watch.SOMETHING_FAILED
+    assert watched(monkeypatch, str(tmp_path)) == watch.SOMETHING_FAILED, "nothing to follow"
+    assert "rank 1 on node2: ValueError: no" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_sweep_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert watched(monkeypatch, str(tmp_path), "--once") == watch.WRONG
+    assert capsys.readouterr().err.startswith(f"zeroexp: {tmp_path}: no run in there; give")
