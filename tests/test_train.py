@@ -173,6 +173,12 @@ def test_a_run_goes_on_where_it_was(world):
     assert [r.samples_seen for r in resumed] == [12, 18]
 
 
+def test_it_asks_for_a_pause_between_any_two_steps(world):
+    asked: list[int] = []
+    run(make_config(warmup=1, steps=3), world, start_step=1, pause=asked.append)
+    assert asked == [2, 3, 4]
+
+
 def test_every_rank_hands_on_the_global_loss(world, tmp_path):
     _, alone = run(make_config(), world)
     job = make_job(tmp_path / "run")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from zeroexp.checkpoint.folders import FOLDER
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import CheckpointConfig, Config
-from zeroexp.strategies.base import CanonicalState, Strategy
+from zeroexp.strategies.base import CanonicalState
 from zeroexp.world import World
 
 # One engine of each family of layouts, ours and native.
@@ -73,12 +73,6 @@ def load_each(
     world: World, recipe: Recipe, make: Make, saved: Sequence[Path]
 ) -> list[CanonicalState]:
     return [resume(world, recipe, make, one)[1] for one in saved]
-
-
-def with_engine(
-    world: World, recipe: Recipe, make: Make, action: Callable[[World, Strategy], object]
-) -> object:
-    return action(world, build_on_rank(world, recipe, make))
 
 
 def _extend(outcome: Outcome, more: Outcome) -> None:

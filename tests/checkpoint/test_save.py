@@ -158,7 +158,7 @@ def test_copies_lie_in_memory_that_is_taken_once():
     assert len(places) == 1
 
 
-def bytes_written_and_mapped(world: World, make: Make, run: Path) -> tuple[int, int]:
+def bytes_written(world: World, make: Make, run: Path) -> tuple[int, int]:
     """(bytes of this rank's file, bytes of the whole checkpoint)."""
     recipe = Recipe(steps=1, world_size=world.size)
     strategy = build_on_rank(world, recipe, make)
@@ -173,6 +173,6 @@ def bytes_written_and_mapped(world: World, make: Make, run: Path) -> tuple[int, 
 @pytest.mark.parametrize("name", ["ddp", "zero3_buffer", "fsdp2"])
 def test_every_rank_writes_its_share(ranks, tmp_path, name):
     """Replicated state too: no rank writes it all, and together they write it once."""
-    answers = ranks(bytes_written_and_mapped, ENGINES[name].make, tmp_path, world_size=3)
+    answers = ranks(bytes_written, ENGINES[name].make, tmp_path, world_size=3)
     for mine, whole in answers:
         assert whole / 4 < mine < whole / 2

@@ -124,3 +124,15 @@ def test_what_no_step_knows_is_in_the_summary() -> None:
     ranks = [summarise_rank(rank, steps, num_private_units=rank) for rank in (0, 1)]
     summary = summarise(steps, ranks, data_source="local: a.txt")
     assert (summary.num_private_units, summary.data_source) == (1, "local: a.txt")
+
+
+def test_standing_still_to_save_is_in_the_throughput_and_in_no_step() -> None:
+    steps = [record(0), record(3), record(4, saving_seconds=0.5)]
+    quick = summarise([replace(r, saving_seconds=0.0) for r in steps], [summarise_rank(0, steps)])
+    slow = summarise(steps, [summarise_rank(0, steps)])
+    assert (quick.saving_seconds, slow.saving_seconds) == (0.0, 0.5)
+    assert slow.step_seconds_p95 == quick.step_seconds_p95
+    seconds = steps[1].step_seconds + steps[2].step_seconds
+    assert slow.tokens_per_second * (seconds + 0.5) == pytest.approx(
+        quick.tokens_per_second * seconds
+    )

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import record, records, summaries
+from zeroexp.cluster.tail import Tail
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking.files import (
     RECORDS,
     SUMMARY,
     RecordWriter,
+    drop_records,
     read_json,
     read_records,
     read_summary,
@@ -137,3 +139,28 @@ def test_flatten_names_by_dots_and_keeps_lists_and_emptiness() -> None:
         "word": "x",
         "yes": "true",
     }
+
+
+def test_steps_that_will_be_run_again_are_dropped(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(record(step))
+    drop_records(tmp_path, from_step=3)
+    with RecordWriter(tmp_path) as writer:
+        writer.write(record(3, loss=0.5))
+    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3]
+    assert (tmp_path / RECORDS).read_text().count("\n") == 4
+
+
+def test_a_follower_tells_a_file_put_in_its_place_from_the_beginning(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.write(record(step))
+    tail = Tail(tmp_path / RECORDS, skip=True)
+    assert tail.new_lines() == []
+    drop_records(tmp_path, from_step=1)
+    with RecordWriter(tmp_path) as writer:
+        writer.write(record(1))
+        assert [json.loads(line)["step"] for line in tail.new_lines()] == [0, 1]
+        writer.write(record(2))
+        assert [json.loads(line)["step"] for line in tail.new_lines()] == [2]
