@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.composing import composed
 from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
 from zeroexp.config import load, save
 from zeroexp.measure.summary import spread, summarise
+from zeroexp.report.settings import LONGEST, column_name, shown
 from zeroexp.report.table import render
 from zeroexp.tracking.files import write_json, write_summary
 from zeroexp.tracking.run import Run, read_run
@@ -79,6 +82,8 @@ def test_numbers_are_aligned_under_their_headers(sweep: list[Run]) -> None:
 def test_a_narrow_terminal_gets_two_tables_with_every_number_once(sweep: list[Run]) -> None:
     wide, narrow = render(sweep), render(sweep, width=110)
     assert render(sweep, width=400) == wide
+    caption, _, narrow = narrow.partition("\n\n")
+    assert caption == "all points: ranks 2"
     table, foot = narrow.split("\nstep, tokens/s:")
     assert wide.endswith(foot)
     first, second = (part.splitlines() for part in table.split("\n\n"))
@@ -86,8 +91,8 @@ def test_a_narrow_terminal_gets_two_tables_with_every_number_once(sweep: list[Ru
         max(map(len, [*first[:5], *second])) <= 110
     )  # but for reasons, which are last in their row
     assert "tokens/s" in first[0] and "sent/step" in first[0] and first[0].endswith("status")
-    assert second[0].split()[3:] == ["params", "grads", "optimizer", "total", "mean", "peak"]
-    numbers = set(wide.splitlines()[3].split())
+    assert second[0].split()[2:] == ["params", "grads", "optimizer", "total", "mean", "peak"]
+    numbers = set(wide.splitlines()[3].split()) - {"2"}
     assert numbers == set(first[3].split()) | set(second[3].split())
 
 
@@ -151,3 +156,57 @@ def test_settings_that_tell_two_points_apart_become_columns(tmp_path: Path) -> N
     assert "seq_len" in text.splitlines()[0]
     assert [row[2].strip() for row in cells(text)] == ["128", "256", "128"]
     assert "seq_len" not in render([read_run(folders[0]), read_run(other)])
+
+
+def _sweep_over(folder: Path, *options: str) -> list[Run]:
+    """Runs of zero3/buffer with what these options change."""
+    runs = []
+    for index, option in enumerate(options):
+        path = write_run(folder / str(index))
+        config = composed(*option.split())
+        config = replace(config, world_size=2)
+        save(config, path / "config.yaml")
+        runs.append(read_run(path))
+    return runs
+
+
+MODELS = ["model=tiny data.seq_len=64", "model=gpt2_tiny", "model=moe_tiny", "model=smollm2_360m"]
+
+
+def test_a_model_stands_for_all_that_follows_from_it(tmp_path: Path) -> None:
+    names, _, _, *rows = render(_sweep_over(tmp_path, *MODELS)).splitlines()
+    assert names.split()[:6] == ["strategy", "implementation", "model", "seq_len", "ranks", "loss"]
+    assert [row.split()[2:4] for row in rows[:4]] == [
+        ["tiny", "64"],
+        *(["gpt2_tiny", "128"], ["moe_tiny", "128"], ["smollm2_360m", "128"]),
+    ]
+    more = [*MODELS, "model=tiny model.hf_config.hidden_size=128", "precision=bf16_master"]
+    header = render(_sweep_over(tmp_path / "more", *more)).splitlines()[0].split()
+    assert header[2:6] == ["model", "hidden_size", "seq_len", "precision"], "not what it implies"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 140, 160])
+def test_a_sweep_over_models_is_shown_whole_at_any_width(tmp_path: Path, width: int) -> None:
+    runs = _sweep_over(tmp_path, *MODELS)
+    text = render(runs, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(render(runs).split("\nstep, tokens/s:")[0].split()).split()
+    for word in {*words} - {"-" * len(word) for word in words}:
+        assert word in text
+    assert lines[0] == "all points: strategy zero3, implementation buffer, ranks 2"
+    tables = text.split("\nstep, tokens/s:")[0].split("\n\n")[1:]
+    assert len(tables) == (1 if width >= 130 else 2)
+    assert all(table.startswith("model ") for table in tables)
+    narrow = render(runs, 60).split("\nstep, tokens/s:")[0].split("\n\n")[1:]
+    assert len(narrow) > 2
+    assert all(len(line) <= 60 for table in narrow for line in table.splitlines())
+
+
+def test_values_are_shortened_and_names_told_apart() -> None:
+    assert shown("0.007096987080382738") == "0.00709699"
+    assert shown("128") == "128" and shown("true") == "true"
+    path = shown("/a/very/long/folder/of/reviews.csv")
+    assert len(path) == LONGEST and path.startswith("…") and path.endswith("/of/reviews.csv")
+    keys = ["data.task", "model.task", "model.name"]
+    assert [column_name(key, keys) for key in keys] == ["data.task", "model.task", "model"]

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from textwrap import wrap
 
-from zeroexp.measure.record import RunSummary, Spread
+from zeroexp.report.columns import (
+    RESULTS,
+    STATUS,
+    Column,
+    memory_of,
+    point_of,
+    shares_memory,
+    traffic_of,
+)
 from zeroexp.tracking.run import Run
 
-MIB = 2**20
-ABSENT = "–"
 WIDTH = 110  # of the text below the table
-SKEW = 1.02  # ranks that differ by less are shown as alike
 
 # What torch's engines leave where, if it is not what the stage's name promises.
 NOTES = {
     "zero1/torch": "zero1/torch is DDP + ZeroRedundancyOptimizer: gradients rest replicated, 3P of traffic.",
     "zero2/torch": "zero2/torch is FSDP2 without reshard: parameters rest sharded.",
 }
-
-
-@dataclass(frozen=True)
-class Column:
-    name: str
-    unit: str
-    value: Callable[[Run], str]
-    left: bool = False  # words are aligned left, numbers right
 
 
 def show(runs: Sequence[Run]) -> None:
@@ -43,14 +39,53 @@ def show(runs: Sequence[Run]) -> None:
 def render(runs: Sequence[Run], width: int | None = None) -> str:
     """A header of two lines (name, unit), one line per run, and what each number means.
 
-    Where that is wider than `width` characters, two tables: time and traffic, then memory. None = no limit.
+    Where that is wider than `width` characters, what all points share goes into a caption; then there are two tables,
+    time and traffic before memory; then as many as it takes. None = no limit.
     """
-    point, memory, traffic = _point(runs), _memory(runs), _traffic(runs)
-    tables = [_lines(runs, [*point, *RESULTS, *memory, *traffic, STATUS])]
-    if width is not None and len(tables[0][2]) > width:
-        first, second = [*point, *RESULTS, *traffic, STATUS], [*point, *memory]
-        tables = [[*_lines(runs, first), ""], _lines(runs, second)]
-    return "\n".join([*(line for lines in tables for line in lines), *_foot(runs)])
+    point, memory, traffic = point_of(runs), memory_of(runs), traffic_of(runs)
+    wide = [*point, *RESULTS, *_flat(memory), *_flat(traffic), STATUS]
+    if width is None or _width(runs, wide) <= width:
+        return "\n".join([*_lines(runs, wide), *_foot(runs, WIDTH)])
+    shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
+    point = [column for column in point if column not in shared]
+    times = [[RESULTS[0]], RESULTS[1:3], [RESULTS[3]], *traffic]
+    one = [*point, *RESULTS, *_flat(memory), *_flat(traffic), STATUS]
+    two = [*point, *_flat(times), STATUS], [*point, *_flat(memory)]
+    layouts = [[one], two, _packed(runs, point, [*times, *memory, [STATUS]], width)]
+    tables = next((t for t in layouts if _fit(runs, t, width)), layouts[-1])
+    texts = ["\n".join(_lines(runs, columns)) for columns in tables]
+    caption = ["\n".join(_caption(shared, runs, width))] if shared else []
+    return "\n".join(["\n\n".join([*caption, *texts]), *_foot(runs, width)])
+
+
+def _packed(
+    runs: Sequence[Run], point: Sequence[Column], parts: Sequence[Sequence[Column]], width: int
+) -> list[list[Column]]:
+    """Tables that each name the points and take as many of `parts` as fit, at least one."""
+    tables: list[list[Column]] = []
+    for part in parts:
+        if not tables or _width(runs, [*tables[-1], *part]) > width:
+            tables.append(list(point))
+        tables[-1] += part
+    return tables
+
+
+def _caption(shared: Sequence[Column], runs: Sequence[Run], width: int) -> list[str]:
+    words = [f"{column.name} {column.value(runs[0])}" for column in shared]
+    return wrap(f"all points: {', '.join(words)}", min(width, WIDTH))
+
+
+def _flat(parts: Sequence[Sequence[Column]]) -> list[Column]:
+    return [column for part in parts for column in part]
+
+
+def _fit(runs: Sequence[Run], tables: Sequence[Sequence[Column]], width: int) -> bool:
+    return all(_width(runs, columns) <= width for columns in tables)
+
+
+def _width(runs: Sequence[Run], columns: Sequence[Column]) -> int:
+    """But for reasons, which are last in their row."""
+    return len(_lines(runs, columns)[2])
 
 
 def _lines(runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
@@ -62,104 +97,6 @@ def _lines(runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
     return [*lines[:2], rule, *lines[2:], rule]
 
 
-def _point(runs: Sequence[Run]) -> list[Column]:
-    return [
-        Column("strategy", "", lambda run: run.strategy, left=True),
-        Column("implementation", "", lambda run: run.implementation, left=True),
-        *[_setting(key) for key in _distinguishing_keys(runs)],
-        Column("ranks", "", lambda run: str(run.world_size)),
-    ]
-
-
-def _traffic(runs: Sequence[Run]) -> list[Column]:
-    return [
-        *_bytes(runs, "sent/step", lambda s: s.sent_bytes_per_step),
-        *(_bytes(runs, "by TCP", lambda s: s.wire_bytes_per_step) if _shares(runs) else []),
-    ]
-
-
-def _memory(runs: Sequence[Run]) -> list[Column]:
-    def kind(name: str, kind: str, *, rare: bool = False) -> list[Column]:
-        return _bytes(runs, name, lambda s: s.memory.by_kind[kind], rare=rare)
-
-    return [
-        *kind("params", "parameters"),
-        *kind("grads", "gradients"),
-        *kind("optimizer", "optimizer"),
-        *kind("master", "master", rare=True),
-        *kind("buffers", "buffers", rare=True),
-        *_bytes(runs, "total", lambda s: s.memory.total, always_mean=True),
-        *_bytes(runs, "peak", lambda s: s.memory.peak),
-    ]
-
-
-def _setting(key: str) -> Column:
-    return Column(key.rpartition(".")[2], "", lambda run: run.config.get(key, ABSENT), left=True)
-
-
-def _number(read: Callable[[RunSummary], float | None], form: str) -> Callable[[Run], str]:
-    def text(run: Run) -> str:
-        value = read(run.summary) if run.summary else None
-        return ABSENT if value is None else format(value, form)
-
-    return text
-
-
-def _bytes(
-    runs: Sequence[Run],
-    name: str,
-    spread: Callable[[RunSummary], Spread | None],
-    *,
-    rare: bool = False,  # no column where nobody has any
-    always_mean: bool = False,
-) -> list[Column]:
-    """The fullest rank, and the mean over ranks where a run's ranks differ."""
-
-    def column(name: str, part: Callable[[Spread], float]) -> Column:
-        def mebibytes(summary: RunSummary) -> float | None:
-            ranks = spread(summary)
-            return None if ranks is None else part(ranks) / MIB
-
-        return Column(name, "MiB", _number(mebibytes, ",.1f"))
-
-    all_ranks = [ranks for run in runs if run.summary and (ranks := spread(run.summary))]
-    if rare and not any(ranks.fullest for ranks in all_ranks):
-        return []
-    columns = [column(name, lambda ranks: ranks.fullest)]
-    if always_mean or any(ranks.fullest > SKEW * ranks.mean for ranks in all_ranks):
-        columns.append(column("mean", lambda ranks: ranks.mean))
-    return columns
-
-
-def _shares(runs: Sequence[Run]) -> bool:
-    """True if a run's ranks handed one another more than TCP carried: they share memory."""
-    pairs = [
-        (run.summary.sent_bytes_per_step, run.summary.wire_bytes_per_step)
-        for run in runs
-        if run.summary
-    ]
-    return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
-
-
-def _status(run: Run) -> str:
-    reason = (run.reason or "").strip()
-    status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"
-    return f"{status}: {reason.splitlines()[0]}" if reason else status
-
-
-def _distinguishing_keys(runs: Sequence[Run]) -> list[str]:
-    """Settings in which two runs differ that agree in strategy, implementation and world size."""
-    alike: dict[tuple[str, int], list[Run]] = {}
-    for run in runs:
-        alike.setdefault((run.label, run.world_size), []).append(run)
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [
-        key
-        for key in keys
-        if any(len({run.config.get(key) for run in group}) > 1 for group in alike.values())
-    ]
-
-
 def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
     padded = [
         cell.ljust(width) if column.left else cell.rjust(width)
@@ -168,7 +105,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Colu
     return "  ".join(padded).rstrip()
 
 
-def _foot(runs: Sequence[Run]) -> list[str]:
+def _foot(runs: Sequence[Run], width: int) -> list[str]:
     summaries = [run.summary for run in runs if run.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
     counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
@@ -180,12 +117,12 @@ def _foot(runs: Sequence[Run]) -> list[str]:
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
         "sent/step: what the rank that sends most handed to others in one step",
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
-        if _shares(runs)
+        if shares_memory(runs)
         else "through the network.",
         *_private_notes(runs),
         *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
     ]
-    return wrap(" ".join(filter(None, sentences)), WIDTH)
+    return wrap(" ".join(filter(None, sentences)), min(width, WIDTH))
 
 
 def _private_notes(runs: Sequence[Run]) -> list[str]:
@@ -196,12 +133,3 @@ def _private_notes(runs: Sequence[Run]) -> list[str]:
         for label, count in counts.items()
         if count
     ]
-
-
-RESULTS = [
-    Column("loss", "last step", _number(lambda s: s.final_loss, ".4f")),
-    Column("step", "ms median", _number(lambda s: s.step_seconds_median * 1e3, ",.1f")),
-    Column("step", "ms p95", _number(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
-    Column("tokens/s", "all ranks", _number(lambda s: s.tokens_per_second, ",.0f")),
-]
-STATUS = Column("status", "", _status, left=True)

@@ -1,0 +1,119 @@
+"""The columns of the table at the end of a sweep: what tells a point apart, and what each number is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zeroexp.measure.record import RunSummary, Spread
+from zeroexp.report.settings import column_name, distinguishing_keys, shown
+from zeroexp.tracking.run import Run
+
+MIB = 2**20
+ABSENT = "–"
+SKEW = 1.02  # ranks that differ by less are shown as alike
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    unit: str
+    value: Callable[[Run], str]
+    left: bool = False  # words are aligned left, numbers right
+
+
+def point_of(runs: Sequence[Run]) -> list[Column]:
+    keys = distinguishing_keys(runs)
+    return [
+        Column("strategy", "", lambda run: run.strategy, left=True),
+        Column("implementation", "", lambda run: run.implementation, left=True),
+        *[_setting(key, keys) for key in keys],
+        Column("ranks", "", lambda run: str(run.world_size)),
+    ]
+
+
+def traffic_of(runs: Sequence[Run]) -> list[list[Column]]:
+    """Each with its mean, if it has one: what stays together."""
+    return [
+        _bytes(runs, "sent/step", lambda s: s.sent_bytes_per_step),
+        *([_bytes(runs, "by TCP", lambda s: s.wire_bytes_per_step)] if shares_memory(runs) else []),
+    ]
+
+
+def memory_of(runs: Sequence[Run]) -> list[list[Column]]:
+    def kind(name: str, kind: str, *, rare: bool = False) -> list[Column]:
+        return _bytes(runs, name, lambda s: s.memory.by_kind[kind], rare=rare)
+
+    return [
+        kind("params", "parameters"),
+        kind("grads", "gradients"),
+        kind("optimizer", "optimizer"),
+        kind("master", "master", rare=True),
+        kind("buffers", "buffers", rare=True),
+        _bytes(runs, "total", lambda s: s.memory.total, always_mean=True),
+        _bytes(runs, "peak", lambda s: s.memory.peak),
+    ]
+
+
+def _setting(key: str, keys: Sequence[str]) -> Column:
+    name = column_name(key, keys)
+    return Column(name, "", lambda run: shown(run.config.get(key, ABSENT)), left=True)
+
+
+def _number(read: Callable[[RunSummary], float | None], form: str) -> Callable[[Run], str]:
+    def text(run: Run) -> str:
+        value = read(run.summary) if run.summary else None
+        return ABSENT if value is None else format(value, form)
+
+    return text
+
+
+def _bytes(
+    runs: Sequence[Run],
+    name: str,
+    spread: Callable[[RunSummary], Spread | None],
+    *,
+    rare: bool = False,  # no column where nobody has any
+    always_mean: bool = False,
+) -> list[Column]:
+    """The fullest rank, and the mean over ranks where a run's ranks differ."""
+
+    def column(name: str, part: Callable[[Spread], float]) -> Column:
+        def mebibytes(summary: RunSummary) -> float | None:
+            ranks = spread(summary)
+            return None if ranks is None else part(ranks) / MIB
+
+        return Column(name, "MiB", _number(mebibytes, ",.1f"))
+
+    all_ranks = [ranks for run in runs if run.summary and (ranks := spread(run.summary))]
+    if rare and not any(ranks.fullest for ranks in all_ranks):
+        return []
+    columns = [column(name, lambda ranks: ranks.fullest)]
+    if always_mean or any(ranks.fullest > SKEW * ranks.mean for ranks in all_ranks):
+        columns.append(column("mean", lambda ranks: ranks.mean))
+    return columns
+
+
+def shares_memory(runs: Sequence[Run]) -> bool:
+    """True if a run's ranks handed one another more than TCP carried: they share memory."""
+    pairs = [
+        (run.summary.sent_bytes_per_step, run.summary.wire_bytes_per_step)
+        for run in runs
+        if run.summary
+    ]
+    return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
+
+
+def _status(run: Run) -> str:
+    reason = (run.reason or "").strip()
+    status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"
+    return f"{status}: {reason.splitlines()[0]}" if reason else status
+
+
+RESULTS = [
+    Column("loss", "last step", _number(lambda s: s.final_loss, ".4f")),
+    Column("step", "ms median", _number(lambda s: s.step_seconds_median * 1e3, ",.1f")),
+    Column("step", "ms p95", _number(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
+    Column("tokens/s", "all ranks", _number(lambda s: s.tokens_per_second, ",.0f")),
+]
+STATUS = Column("status", "", _status, left=True)
