@@ -31,7 +31,18 @@ def local():
 
 
 def make_job(folder: Path, world_size: int = 2, **changes: Any) -> Job:
-    """A small MLP on synthetic numbers under our ddp; a change is given as section__key=value."""
+    """A change is given as section__key=value."""
+    config = make_config(world_size)
+    for key, value in changes.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    folder.mkdir()
+    configs.save(config, folder / "config.yaml")
+    return Job(folder)
+
+
+def make_config(world_size: int) -> Config:
+    """A small MLP on synthetic numbers under our ddp."""
     config = Config(world_size=world_size)
     config.model.family, config.model.task = "mlp", "regression"
     config.model.mlp = {"width": WIDTH, "depth": DEPTH}
@@ -42,12 +53,7 @@ def make_job(folder: Path, world_size: int = 2, **changes: Any) -> Job:
     config.strategy.gradients.placement = "replicate"
     config.strategy.optimizer.placement = "replicate"
     config.train.warmup_steps, config.train.steps = 1, 3
-    for key, value in changes.items():
-        section, name = key.split("__")
-        setattr(getattr(config, section), name, value)
-    folder.mkdir()
-    configs.save(config, folder / "config.yaml")
-    return Job(folder)
+    return config
 
 
 def run(local: LocalCluster, job: Job, on_record=lambda record: None) -> Outcome:

@@ -56,6 +56,15 @@ WRONG = {
     "optimizer.max_grad_norm=0": ("optimizer.max_grad_norm=0", "use more than 0"),
     "world_size=0": ("world_size=0:", "use 1 or more"),
     "world_size=two": ("world_size=two:", "use 1 or more"),
+    "cluster.requeue=true": ("cluster.requeue=true:", "no effect on this machine"),
+    "cluster=slurm cluster.device=cpu cluster.requeue=true": (
+        "cluster.requeue=true:",
+        "set checkpoint.every",
+    ),
+    "cluster=slurm cluster.device=cpu cluster.timeout_s=60 checkpoint.every=2": (
+        "cluster.slurm.save_s=120:",
+        "use at most 30",
+    ),
     "cluster.world_sizes=[] world_size=all": ("cluster.world_sizes=[]:", "use [1, 2]"),
     "strategy=zero2 strategy.bucket_mb=0": ("strategy.bucket_mb=0", "more than 0"),
     "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from .processes import ClusterError
+
+PORTS = range(30_000, 32_000)
 
 SLURM_CONF = """\
 ClusterName=minicluster
@@ -97,12 +103,14 @@ def node_line(shape: Shape, name: str, port: int) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """All sockets are open at once, so that no port comes twice."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Below those that the system hands out by itself: nobody is given one between this choice and its use."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ClusterError(f"{count} free ports from {PORTS.start} on are not to be had")
 
 
 def memory_mib() -> int:

@@ -7,8 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-from zeroexp.stop import SAVED, Stop
-from zeroexp.tracking import failure
+from tests.run_folders import record
+from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
+from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.files import RecordWriter, read_records
 from zeroexp.tracking.json_files import read_json, write_json
 
 
@@ -19,17 +21,69 @@ def hang(folder: Path, *, device: str) -> None:
 
 def count_until_asked(folder: Path, *, device: str) -> None:
     """Counts from where it stopped last time, in steps of 0.1 s; asked to stop, it saves and leaves, as ranks do."""
-    stop, saved = Stop(), folder / "saved.json"
-    stop.listen(signal.SIGUSR2, signal.SIGTERM)
-    rank, attempt = _note(folder), os.environ["ZEROEXP_ATTEMPT"]
-    first = count = (read_json(saved) or {"count": 0})["count"]
-    while not stop.asked and not (folder / "enough").exists():
+    count(folder, enough=False)
+
+
+def count_until_asked_once(folder: Path, *, device: str) -> None:
+    """The same, but its second attempt comes to an end."""
+    count(folder, enough=attempt.mine() != 1)
+
+
+def count(folder: Path, *, enough: bool) -> None:
+    stop, saved, rank = Stop(), folder / "saved.json", _note(folder)
+    stop.listen(*ASKS_TO_STOP)
+    first = last = (read_json(saved) or {"count": 0})["count"]
+    while not stop.asked and not (enough and last >= first + 5):
         time.sleep(0.1)
-        count += 1
-    write_json(folder / f"attempt{attempt}-{rank}.json", {"first": first, "last": count})
+        last += 1
+    write_json(folder / f"attempt{attempt.mine()}-{rank}.json", {"first": first, "last": last})
     if rank == 0:
-        write_json(saved if stop.asked else folder / "summary.json", {"count": count})
+        write_json(saved if stop.asked else folder / "summary.json", {"count": last})
     raise SystemExit(SAVED if stop.asked else 0)
+
+
+def outlive_its_node(folder: Path, *, device: str) -> None:
+    """Rank 0 writes records that hold its attempt as their loss, from where they end; the other hears of nothing.
+
+    The first attempt goes on for ever, the second until the first is gone.
+    """
+    rank, number, step = _note(folder), attempt.mine() or 0, len(read_records(folder))
+    write_json(folder / f"attempt{number}-{rank}.json", {"pid": os.getpid()})
+    if rank != 0:
+        time.sleep(1000 if number == 1 else 0)
+        return
+    try:
+        with RecordWriter(folder, from_step=step) as writer:
+            while number == 1 or any(_lives(folder, rank) for rank in (0, 1)):
+                writer.write(record(step, loss=float(number)))
+                step += 1
+                time.sleep(0.1)
+    except attempt.Superseded as refusal:
+        write_json(folder / f"refused{number}.json", {"words": str(refusal)})
+        failure.write_raised(folder, rank, refusal)
+        raise SystemExit(1) from refusal
+    write_json(folder / "summary.json", {"num_steps": step})
+
+
+def _lives(folder: Path, rank: int) -> bool:
+    """A rank of the first attempt. Nodes of a minicluster share their process numbers."""
+    pid = (read_json(folder / f"attempt1-{rank}.json") or {})["pid"]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fill_the_disk(folder: Path, *, device: str) -> None:
+    rank = _note(folder)
+    try:
+        with RecordWriter(folder) as writer:
+            for step in range(1 << 20):
+                writer.write(record(step))
+    except OSError as error:
+        failure.write_raised(folder, rank, error)
+        raise SystemExit(1) from error
 
 
 def note_gpus(folder: Path, *, device: str) -> None:

@@ -7,12 +7,17 @@ limit is a minute) is paid once.
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
+import sqlite3
+import subprocess
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,13 +25,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.minicluster import Minicluster, why_not
+from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.follow import cancel, follow, slurm_id
+from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import SlurmCluster
+from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ClusterConfig, Config, ConfigError, SlurmConfig, save
 from zeroexp.report.progress import Progress
-from zeroexp.tracking.files import read_json
+from zeroexp.tracking import attempt
+from zeroexp.tracking.files import read_json, read_records
+from zeroexp.tracking.json_files import reserve
+from zeroexp.tracking.mlflow import MlflowTracker
 
 pytestmark = [
     pytest.mark.slurm,
@@ -34,6 +44,10 @@ pytestmark = [
 ]
 
 HEALTHY, CRASHED, DEAF, EVICTED = "node[1-4]", "node[5-6]", "node[7-8]", "node[9-10]"
+# Of runs that go on: two nodes each, and as many to go on with where some are lost.
+FORGOTTEN, SPARED, SLOW = "node[11-14]", "node[15-16]", "node[17-18]"
+MAKING_ROOM, HALVED = "node[19-20]", "node[21-23]"
+NUM_NODES = 23
 
 
 # ---- the scenarios
@@ -48,9 +62,26 @@ class Scenario:
     timeout_s: int = 3600
     heartbeat_s: int = 60
     device: str = "cpu"
+    requeues: int = 0  # how often at most
+
+    @property
+    def sbatch(self) -> dict[str, str]:
+        """All nodes of a list that is as long as the job, else those that it needs."""
+        if self.nodes not in (HEALTHY, FORGOTTEN, HALVED):
+            return {"nodelist": self.nodes}
+        lists = (HEALTHY, CRASHED, DEAF, EVICTED, FORGOTTEN, SPARED, SLOW, MAKING_ROOM, HALVED)
+        return {"exclude": ",".join(nodes for nodes in lists if nodes != self.nodes)}
 
 
+TRAINS, NUM_STEPS, SAVE_EVERY = "zeroexp.rank:main", 150, 10
 SCENARIOS = {
+    "at_its_limit": Scenario("light_ranks:count_until_asked", 2, SLOW, timeout_s=60, requeues=1),
+    "too_long": Scenario("light_ranks:hang", 1, timeout_s=60),
+    "outlived": Scenario("light_ranks:outlive_its_node", 2, FORGOTTEN, heartbeat_s=6, requeues=2),
+    "makes_room": Scenario("light_ranks:count_until_asked_once", 2, SPARED, requeues=2),
+    "trains_and_makes_room": Scenario(TRAINS, 2, MAKING_ROOM, requeues=2),
+    "trains_and_is_halved": Scenario(TRAINS, 2, HALVED, requeues=2),
+    "disk_full": Scenario("light_ranks:fill_the_disk", 1),
     "one": Scenario("slurm_ranks:meet", 1),
     "two": Scenario("slurm_ranks:meet", 2),
     "four": Scenario("slurm_ranks:meet", 4, ranks_per_node=2),
@@ -58,8 +89,8 @@ SCENARIOS = {
     "raises": Scenario("light_ranks:raise_on_rank_1", 2),
     "killed": Scenario("light_ranks:kill_rank_1", 2),
     "exits": Scenario("light_ranks:exit_silently", 2),
-    "too_long": Scenario("light_ranks:hang", 1, timeout_s=60),
     "cancelled": Scenario("light_ranks:hang", 2),
+    "cancelled_for_good": Scenario("light_ranks:count_until_asked", 1, requeues=2),
     "node_crashes": Scenario("light_ranks:hang", 2, nodes=CRASHED),
     "slurmd_dies": Scenario("light_ranks:hang", 2, nodes=DEAF),
     "stops_beating": Scenario("light_ranks:hang", 3, heartbeat_s=5),
@@ -67,11 +98,11 @@ SCENARIOS = {
     "preempted": Scenario("light_ranks:hang", 2, nodes=EVICTED),
 }
 
-# A job that wants a node of the evicted for itself, and may have it.
-RIVAL = (
-    *("--partition=high", "--exclusive", "--nodelist=node10", "--output=/dev/null"),
-    *("--wrap", "true"),
-)
+
+def rival(node: str) -> tuple[str, ...]:
+    """A job that wants this node for itself, and may have it."""
+    asks = ("--partition=high", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
+    return ("sbatch", *asks, "--wrap", "true")
 
 
 @dataclass
@@ -89,10 +120,21 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One of its runs has a small disk to itself. Made before the nodes, which see no later mounts."""
+    folder = tmp_path_factory.mktemp("sweep")
+    small = folder / "disk_full"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", small], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", small], check=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
     folder = tmp_path_factory.mktemp("slurm") / "cluster"
     with (
-        Minicluster(folder, "--nodes=10", "--cpus=8", "--gpus=4") as started,
+        Minicluster(folder, f"--nodes={NUM_NODES}", "--cpus=8", "--gpus=4") as started,
         pytest.MonkeyPatch.context() as m,
     ):
         m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
@@ -102,22 +144,33 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
 
 
 @pytest.fixture(scope="module")
-def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def ended(cluster: Minicluster, sweep: Path) -> dict[str, Ended]:
     """Every scenario, run to its end."""
-    sweep = tmp_path_factory.mktemp("sweep")
     jobs = {name: submit(sweep / name, scenario) for name, scenario in SCENARIOS.items()}
     hit = {
         "cancelled": lambda job: cluster.run("scancel", slurm_id(job) or ""),
+        "cancelled_for_good": lambda job: cluster.run("scancel", slurm_id(job) or ""),
         "node_crashes": lambda job: cluster.command("crash-node", "node6"),
         "slurmd_dies": lambda job: cluster.command("crash-node", "node8", "--slurmd-only"),
-        "preempted": lambda job: cluster.run("sbatch", *RIVAL),
+        "preempted": lambda job: cluster.run(*rival("node10")),
+        "makes_room": lambda job: cluster.run(*rival("node16")),
+        "outlived": lambda job: [
+            cluster.command("crash-node", node, "--slurmd-only") for node in ("node11", "node12")
+        ],
         "stops_beating": lambda job: strike_task(job, 2, signal.SIGSTOP),
         "hub_is_killed": lambda job: strike_task(job, 0, signal.SIGKILL),
+        "trains_and_makes_room": lambda job: cluster.run(*rival("node20")),
+        "trains_and_is_halved": lambda job: [
+            tell_mlflow(job),
+            cluster.command("crash-node", "node22"),
+        ],
     }
     began: dict[str, float] = {}
+    deadline = time.time() + 120
     for name, strike in hit.items():
-        ranks = [jobs[name].folder / f"pid{rank}" for rank in range(SCENARIOS[name].world_size)]
-        cluster.wait_for(lambda ranks=ranks: all(rank.exists() for rank in ranks), 60)
+        while not has_begun(jobs[name], SCENARIOS[name]):
+            refresh(jobs.values())  # what befell the others meanwhile
+            assert time.time() < deadline, f"{name} has not begun"
         began[name] = time.time()
         strike(jobs[name])
     with Progress(len(jobs), io.StringIO()) as progress:
@@ -126,6 +179,13 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
         name: Ended(job, slurm_ended(cluster, job) - began.get(name, last_pid(job)))
         for name, job in jobs.items()
     }
+
+
+def has_begun(job: Job, scenario: Scenario) -> bool:
+    """Far enough to be struck down."""
+    if scenario.rank_main == TRAINS:
+        return len(read_records(job.folder)) > SAVE_EVERY + 3
+    return all((job.folder / f"pid{rank}").exists() for rank in range(scenario.world_size))
 
 
 def ignore(job: Job) -> None:
@@ -145,10 +205,8 @@ def strike_task(job: Job, rank: int, number: signal.Signals) -> None:
 
 def submit(folder: Path, scenario: Scenario) -> Job:
     site = SlurmConfig(
-        ranks_per_node=scenario.ranks_per_node, cpus_per_rank=1, sbatch={"nodelist": scenario.nodes}
+        ranks_per_node=scenario.ranks_per_node, cpus_per_rank=1, sbatch=scenario.sbatch, save_s=20
     )
-    if scenario.nodes == HEALTHY:
-        site.sbatch = {"exclude": f"{CRASHED},{DEAF},{EVICTED}"}
     return submit_with(folder, scenario, site)
 
 
@@ -157,13 +215,38 @@ def submit_with(folder: Path, scenario: Scenario, site: SlurmConfig) -> Job:
         kind="slurm", device=scenario.device, timeout_s=scenario.timeout_s, slurm=site
     )
     config.heartbeat_s = scenario.heartbeat_s
-    folder.mkdir()
-    save(Config(cluster=config, world_size=scenario.world_size), folder / "config.yaml")
+    if scenario.requeues:
+        config.requeue, site.max_requeues = True, scenario.requeues
+    folder.mkdir(exist_ok=True)
     job = Job(folder)
+    reserve(folder)
+    save(training(config, scenario.world_size, folder), folder / "config.yaml")
     job.enter("pending")
-    main = f"tests.cluster.{scenario.rank_main}"
+    main = scenario.rank_main
+    if main != TRAINS:
+        main = f"tests.cluster.{main}"
     SlurmCluster(config, rank_main=main).submit(job)
     return job
+
+
+def training(cluster: ClusterConfig, world_size: int, folder: Path) -> Config:
+    """Seconds of steps, which is long enough to be struck down in."""
+    config = training_config(world_size)
+    config.cluster, config.outputs = cluster, str(folder.parent)
+    config.model.mlp = {"width": 128, "depth": 4}
+    config.data.global_batch_size = 64
+    config.train.warmup_steps, config.train.steps = 1, NUM_STEPS - 1
+    config.checkpoint.every = SAVE_EVERY
+    return config
+
+
+def tell_mlflow(job: Job) -> str:
+    """As somebody who looks now; returns the id of the run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what MLflow calls
+        run_id = MlflowTracker(None, "zeroexp", job.folder.parent).log_run(job.folder)
+    assert run_id is not None
+    return run_id
 
 
 def slurm_ended(cluster: Minicluster, job: Job) -> float:
@@ -263,6 +346,108 @@ def test_a_task_that_is_gone_ends_the_job(ended: dict[str, Ended]) -> None:
 def test_preemption_is_told_apart(ended: dict[str, Ended]) -> None:
     assert ended["preempted"].status == "failed"
     assert ended["preempted"].reason.startswith("preempted"), ended["preempted"].reason
+
+
+# ---- what outlives its job
+
+
+def reasons(job: Job) -> list[str | None]:
+    return [each.get("reason") for each in attempt.read(job.folder)]
+
+
+def counted(job: Job, number: int) -> list[dict[str, int] | None]:
+    """By rank, what an attempt counted: from `first` to `last`."""
+    return [read_json(job.folder / f"attempt{number}-{rank}.json") for rank in (0, 1)]
+
+
+def test_at_its_time_limit_a_job_goes_on_as_often_as_it_may(ended: dict[str, Ended]) -> None:
+    end = ended["at_its_limit"]
+    first, second = reasons(end.job)
+    assert first == TIME_LIMIT
+    assert second == f"{TIME_LIMIT}; not requeued: it was 1 times (cluster.slurm.max_requeues=1)"
+    assert (end.status, end.reason) == ("timed_out", second)
+    assert "requeued_at" in end.job.state
+    assert end.job.failure is None
+    before, after = counted(end.job, 1)[0], counted(end.job, 2)[0]
+    assert before and after and 0 < before["last"] == after["first"] < after["last"]
+
+
+def test_a_preempted_job_saves_and_goes_on(ended: dict[str, Ended]) -> None:
+    end = ended["makes_room"]
+    assert (end.status, end.job.state["reason"]) == ("done", None)
+    assert "preempted_at" in end.job.state
+    assert reasons(end.job) == [PREEMPTED, None]
+    before, after = counted(end.job, 1)[0], counted(end.job, 2)[0]
+    assert before and after and 0 < before["last"] == after["first"] < after["last"]
+
+
+def test_what_could_be_requeued_can_be_cancelled(ended: dict[str, Ended]) -> None:
+    """It saves when it is asked to end, and does not start itself again."""
+    end = ended["cancelled_for_good"]
+    assert end.status == "cancelled"
+    assert reasons(end.job) == [ENDED]
+    assert counted(end.job, 1)[0] and end.seconds < 15
+
+
+def test_ranks_that_outlive_their_node_write_no_more_and_end(ended: dict[str, Ended]) -> None:
+    """Both nodes lost only their slurmd, so that nothing reaches their ranks. The second attempt ended by itself
+    because both processes of the first were gone: the one that wrote, and the one that only waited.
+    """
+    job = ended["outlived"].job
+    assert (ended["outlived"].status, job.state["reason"]) == ("done", None)
+    assert reasons(job) == [attempt.WITHOUT_A_WORD, None]
+    refused = read_json(job.folder / "refused1.json")
+    assert refused and "attempt 2 of outlived has begun; this is 1" in refused["words"]
+    records = read_records(job.folder)
+    assert [record.step for record in records] == list(range(len(records)))
+    attempts = [record.loss for record in records]
+    assert attempts == sorted(attempts) and set(attempts) == {1.0, 2.0}
+    assert job.failure is None
+
+
+INTERRUPTED = ("trains_and_makes_room", "trains_and_is_halved")
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_training_goes_on_without_gap_or_repeat(ended: dict[str, Ended], name: str) -> None:
+    job = ended[name].job
+    assert (ended[name].status, job.state["reason"]) == ("done", None), job.failure
+    assert len(reasons(job)) == 2
+    lines = (job.folder / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(NUM_STEPS))
+
+
+def test_where_training_was_interrupted_makes_no_difference(ended: dict[str, Ended]) -> None:
+    """One saved in the step of the signal, the other fell back to its last checkpoint: the same loss, bit by bit."""
+    one, other = ([r.loss for r in read_records(ended[name].job.folder)] for name in INTERRUPTED)
+    assert one == other
+    resumed = [log_of(ended[name].job).rpartition(" steps done")[0] for name in INTERRUPTED]
+    saved, periodic = (int(words.rpartition(" ")[2]) for words in resumed)
+    assert saved > SAVE_EVERY and periodic % SAVE_EVERY == 0 < periodic
+
+
+def log_of(job: Job) -> str:
+    return (job.folder / "logs" / "rank0.log").read_text()
+
+
+def test_mlflow_has_one_run_and_every_step_once(ended: dict[str, Ended]) -> None:
+    """It was told before the crash of steps that were then made again, and of all of them by another process."""
+    job = ended["trains_and_is_halved"].job
+    run_id = tell_mlflow(job)
+    with closing(sqlite3.connect(job.folder.parent / "mlflow.db")) as store:
+        runs = store.execute("select run_uuid, status from runs").fetchall()
+        steps = store.execute("select step from metrics where key = 'loss' order by step")
+        assert [step for (step,) in steps] == list(range(NUM_STEPS))
+        tag = store.execute("select value from tags where key = 'attempts'").fetchall()
+    assert (runs, tag) == ([(run_id, "FINISHED")], [("2",)])
+
+
+def test_a_full_disk_is_the_cause(ended: dict[str, Ended]) -> None:
+    end = ended["disk_full"]
+    assert end.status == "failed"
+    assert "rank 0 on node" in end.reason and "No space left on device" in end.reason
+    assert read_records(end.job.folder), "what was written before is whole"
+    assert end.seconds < 15
 
 
 def test_a_job_nobody_knows_is_none(cluster: Minicluster) -> None:

@@ -1,0 +1,107 @@
+"""The newest attempt at a run writes; what an earlier one still says is refused, and what it said is explained."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import record, records, summaries
+from zeroexp.cluster.job import Job
+from zeroexp.measure.summary import summarise
+from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.files import (
+    RecordWriter,
+    read_records,
+    read_summary,
+    read_timed_records,
+    write_summary,
+)
+from zeroexp.tracking.json_files import RESERVE, reserve, with_room
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In its second attempt, seen from a process of the first that is still there."""
+    monkeypatch.setenv(attempt.NUMBER, "0")  # removed afterwards
+    attempt.begin(tmp_path, 1)
+    with RecordWriter(tmp_path) as writer:
+        writer.write(record(0))
+    attempt.begin(tmp_path, 2)
+    os.environ[attempt.NUMBER] = "1"
+    return tmp_path
+
+
+def test_what_ended_without_a_word_is_said_by_the_next(run: Path) -> None:
+    first, second = attempt.read(run)
+    assert (first["number"], first["reason"]) == (1, attempt.WITHOUT_A_WORD)
+    assert second["number"] == 2 and "reason" not in second
+    assert attempt.newest(run) == 2
+
+
+def test_an_earlier_attempt_writes_nothing(run: Path) -> None:
+    ranks = [records("zero3", 2, rank, 5) for rank in (0, 1)]
+    with pytest.raises(attempt.Superseded, match=r"attempt 2 of .* has begun; this is 1"):
+        RecordWriter(run)
+    with pytest.raises(attempt.Superseded):
+        write_summary(run, summarise(ranks[0], summaries(ranks)))
+    with pytest.raises(attempt.Superseded):
+        attempt.end(run, "time limit")
+    with pytest.raises(attempt.Superseded):
+        attempt.begin(run, 1)
+    failure.write_raised(run, 0, ValueError("Connection closed by peer"))
+    assert [each.step for each in read_records(run)] == [0]
+    assert read_summary(run) is None and Job(run).failure is None
+    assert "reason" not in attempt.read(run)[1]
+
+
+def test_a_writer_of_an_earlier_attempt_reaches_no_line(run: Path) -> None:
+    """Also in the moment between its look at the number and its write: the file is another one then."""
+    with (run / "records.jsonl").open("a") as left_over:
+        os.environ[attempt.NUMBER] = "2"
+        with RecordWriter(run, from_step=1) as writer:
+            left_over.write("not a record\n")
+            left_over.flush()
+            writer.write(record(1))
+    assert [each.step for each in read_records(run)] == [0, 1]
+
+
+def test_a_repeated_step_keeps_its_time(run: Path) -> None:
+    os.environ[attempt.NUMBER] = "2"
+    with RecordWriter(run) as writer:
+        for step in (1, 2):
+            writer.write(record(step, loss=1.0))
+    before = read_timed_records(run)
+    with RecordWriter(run, from_step=1) as writer:
+        for step in (1, 2, 3):
+            writer.write(record(step, loss=2.0))
+    after = read_timed_records(run)
+    assert [at for at, _ in after[:3]] == [at for at, _ in before]
+    assert [each.loss for _, each in after[1:]] == [2.0] * 3
+
+
+def test_a_failure_counts_until_the_next_attempt(run: Path) -> None:
+    os.environ[attempt.NUMBER] = "2"
+    failure.write_raised(run, 1, ValueError("first"))
+    failure.forget(run)  # a rank of this very attempt was faster than the task that begins it
+    assert json.loads((run / failure.FAILURE).read_text())["attempt"] == 2
+    attempt.begin(run, 3)
+    failure.forget(run)
+    assert Job(run).failure is None
+
+
+def test_last_words_find_room(tmp_path: Path) -> None:
+    """The disk is full as long as the reserve is there."""
+    reserve(tmp_path)
+    said: list[str] = []
+
+    def say() -> None:
+        if (tmp_path / RESERVE).exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        said.append("it is full")
+
+    with_room(tmp_path, say)
+    assert said == ["it is full"]
