@@ -14,6 +14,7 @@ import pytest
 
 from tests.mlflow_server import MlflowServer
 from tests.run_folders import record, write_run
+from zeroexp.cluster import live
 from zeroexp.cluster.live import LOG, sender, sends_live
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import TrackingConfig, load, save
@@ -29,6 +30,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     """One for all tests; each has a run of another name."""
     with MlflowServer(tmp_path_factory.mktemp("server")) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Niced as it is, what sends starves on a machine that runs other tests too."""
+    monkeypatch.setattr(live, "END_SECONDS", 60)
 
 
 def begin_run(folder: Path, uri: str) -> Path:
@@ -65,7 +72,7 @@ def upload(folder: Path) -> Uploads:
     return uploads
 
 
-def wait_for(happened: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(happened: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
@@ -154,7 +161,7 @@ def test_it_ends_with_the_task_that_is_killed(server: MlflowServer, tmp_path: Pa
     write_steps(folder, 0, 5)
     task.kill()
     task.wait()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 20)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 90)
     assert server.losses("killed") == expected(folder)
     assert server.statuses("killed") == ["RUNNING"]
 
@@ -162,8 +169,9 @@ def test_it_ends_with_the_task_that_is_killed(server: MlflowServer, tmp_path: Pa
 TASK = """
 import sys, time
 from pathlib import Path
-from zeroexp.cluster.live import sender
-with sender(Path(sys.argv[1])):
+from zeroexp.cluster import live
+live.END_SECONDS = 60
+with live.sender(Path(sys.argv[1])):
     time.sleep(1000)
 """
 
