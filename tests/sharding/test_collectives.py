@@ -14,7 +14,7 @@ from torch import Tensor
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import Form, PrecisionForm, ScheduleForm, UnitForm, slot_bytes
-from zeroexp.sharding.layout import Chunk, ParameterSpec, aligned, lay_out
+from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out, pages
 from zeroexp.sharding.moves import GatherPart, ReducePart
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
@@ -74,7 +74,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
     wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
-    rest = sum(aligned(4 * chunk.padded_numel) for chunk in chunks)
+    rest = sum(pages(4 * chunk.padded_numel) for chunk in chunks)
     wire.meet()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
     return wire, chunks
@@ -212,7 +212,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     wire = Collectives(world, transport=transport)
     (chunk,) = chunks_of("one-padded-buffer", world.size)
     wire.meet()
-    wire.reserve(2 * aligned(4 * chunk.padded_numel), 1000)
+    wire.reserve(2 * pages(4 * chunk.padded_numel), 1000)
     fulls, pendings = [], []
     for seed in (1, 2):
         full = wire.empty(chunk.padded_numel, torch.float32).zero_()

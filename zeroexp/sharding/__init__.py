@@ -35,7 +35,7 @@ Read the files in this order; imports run the same way.
     moves.py          what a move takes and gives back
     direct.py         the moves, each peer handed just what it owns; native.py: the backend's own collectives
     collectives.py    the one door to them, which counts what they send
-    storage.py        the memory gathered parameters lie in
+    storage.py        the memory gathered parameters lie in; stitching.py: beside this rank's own, mapped
     gradients.py      one chunk's gradients, from autograd to the optimizer
     unit.py           parameters that move together: the five verbs
     partition.py      module -> units

@@ -39,6 +39,7 @@ class Transport(Protocol):
     def meet(self) -> bool: ...
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None: ...
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None: ...
     def offer(self, parts: Sequence[GatherPart]) -> int: ...
     def all_gather(self, parts: Sequence[GatherPart], offer: int) -> tuple[Pending, int]: ...
     def reduce_scatter(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]: ...
@@ -77,6 +78,15 @@ class Collectives:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for parameters at rest, from where peers can take it best."""
         return self._transport.empty(numel, dtype, self.world.device)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether memory from `empty` is backed by a file, see `place_of`."""
+        return self._transport.shared_bytes > 0
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Open file and offset in it of memory from `empty`; None where no file backs it."""
+        return self._transport.place_of(tensor)
 
     @property
     def staging_bytes(self) -> int:

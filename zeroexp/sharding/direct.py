@@ -55,6 +55,9 @@ class Direct:
             return torch.empty(numel, dtype=dtype, device=device)
         return self._arena.empty(numel, dtype)
 
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        return None if self._arena is None else (self._arena.file, self._arena.offset_of(tensor))
+
     @property
     def staging_bytes(self) -> int:
         return self._arena.staging_bytes if self._arena is not None else 0
@@ -76,7 +79,7 @@ class Direct:
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
-            if own.data_ptr() != piece.data_ptr():
+            if not part.in_place and own.data_ptr() != piece.data_ptr():
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.sharding.bucket import cut_in_buckets
-from zeroexp.sharding.layout import Chunk, Span, aligned
+from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -184,7 +184,7 @@ class Form:
             "gradients": self._gradient_bytes(moment, owned_numel),
             "optimizer": per_element * owned_numel + self.optimizer.bytes_per_tensor * len(owned),
             "master": master * owned_numel if has_master else 0,
-            "buffers": self._pool_bytes + kept + self._staging_bytes(rank),
+            "buffers": self._pool_bytes(rank) + kept + self._staging_bytes(rank),
         }
 
     @property
@@ -221,12 +221,17 @@ class Form:
         )  # the sum lies in the partial gradient
         return (whole + (0 if in_place else owned_numel)) * reduce
 
-    @property
-    def _pool_bytes(self) -> int:
+    def _pool_bytes(self, rank: int) -> int:
         """Each pool is as large as its largest unit."""
         if self.stage.gather is not Move.ALL_GATHER:
             return 0
-        return sum(max((self._full_bytes(i) for i in pool), default=0) for pool in self._pools)
+        return sum(max((self._pooled(i, rank) for i in pool), default=0) for pool in self._pools)
+
+    def _pooled(self, index: int, rank: int) -> int:
+        """On one host a rank maps its own section beside the pool's memory."""
+        if self.schedule.transport != "direct" or self.world_size == 1:
+            return self._full_bytes(index)
+        return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
 
     @property
     def _kept_bytes(self) -> int:
@@ -247,6 +252,15 @@ class Form:
     def _full_bytes(self, index: int) -> int:
         itemsize = ITEMSIZE[self.precision.compute]
         return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index].chunks)
+
+
+def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
+    """What a unit takes of a pool behind a file: its chunks in whole pages, without this rank's mapped sections."""
+    return sum(
+        pages(chunk.padded_numel * itemsize)
+        - chunk.lies_on_pages(rank, itemsize) * _length(chunk.section(rank)) * itemsize
+        for chunk in chunks
+    )
 
 
 def private_units(names: Sequence[str], keep: str) -> set[str]:

@@ -17,11 +17,15 @@ from zeroexp.sharding.layout import Chunk
 
 @dataclass
 class GatherPart:
-    """One chunk whose sections become one `full` flat tensor on every rank; `piece` is this rank's section."""
+    """One chunk whose sections become one `full` flat tensor on every rank; `piece` is this rank's section.
+
+    in_place: that section of `full` is the piece.
+    """
 
     chunk: Chunk
     full: Tensor
     piece: Tensor
+    in_place: bool = False
 
 
 @dataclass

@@ -39,6 +39,9 @@ class Native:
     def quiesce(self) -> None:
         """The backend has read a tensor when the move that sends it was waited for."""
 
+    def place_of(self, tensor: Tensor) -> None:
+        return None
+
     def offer(self, parts: Sequence[GatherPart]) -> int:
         return 0  # the backend reads a piece when it is gathered
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import slot_bytes
-from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, aligned, lay_out
+from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, lay_out, pages
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.unit import ChunkTensors, Dtypes, Unit, views_of
 
@@ -80,14 +80,14 @@ def _bytes_to_reserve(
     wire: Collectives,
     bucket_bytes: int | None,
 ) -> tuple[int, int]:
-    """(parameters at rest, the largest reduction of a unit on its way to others), each tensor aligned."""
+    """(parameters at rest, the largest reduction of a unit on its way to others), each tensor on pages of its own."""
     rank = wire.world.rank
     sharded = stage.parameters is Placement.SHARD
     rest = 0
     for chunk in (chunk for chunks in layout for chunk in chunks):
         section = chunk.section(rank)
         numel = section.stop - section.start if sharded else chunk.padded_numel
-        rest += aligned(numel * dtypes.compute.itemsize)
+        rest += pages(numel * dtypes.compute.itemsize)
     trainable = [[chunk for chunk in chunks if chunk.kind != "frozen"] for chunks in layout]
     return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 

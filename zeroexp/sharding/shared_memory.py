@@ -23,6 +23,7 @@ import socket
 import struct
 import uuid
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from zeroexp.sharding.channels import Arrival
 from zeroexp.sharding.form import NUM_SLOTS
-from zeroexp.sharding.layout import aligned
+from zeroexp.sharding.layout import aligned, pages
 from zeroexp.world import World, host_identity
 
 NO_TAG = -1
@@ -72,7 +73,6 @@ class Neighbourhood:
             os.close(files[0])  # the mapping holds it
             channels[peer] = SharedChannel(self._sockets[peer], peer, arena, theirs)
         arena.channels = list(channels.values())
-        os.close(arena.file)
         return channels
 
 
@@ -81,22 +81,23 @@ class Arena:
 
     def __init__(self, rest_bytes: int, slot_bytes: int):
         self.staging_bytes = NUM_SLOTS * slot_bytes
-        self.num_bytes = max(aligned(rest_bytes) + self.staging_bytes, mmap.PAGESIZE)
+        self.num_bytes = max(pages(rest_bytes) + self.staging_bytes, mmap.PAGESIZE)
         self.file = os.memfd_create("zeroexp")
+        weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.num_bytes)
         self._mapping = mmap.mmap(self.file, self.num_bytes)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.channels: list[SharedChannel] = []
         self._top = 0
-        self._slots = [aligned(rest_bytes) + i * slot_bytes for i in range(NUM_SLOTS)]
+        self._slots = [pages(rest_bytes) + i * slot_bytes for i in range(NUM_SLOTS)]
         self._tags = [NO_TAG] * NUM_SLOTS  # whose data each slot holds
         self._slot = 0
         self._written = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A resting tensor with a storage of its own; memory of an arena is never given back piecewise."""
+        """A resting tensor with a storage and pages of its own; an arena's memory is never given back piecewise."""
         start = self._top
-        self._top += aligned(numel * dtype.itemsize)
+        self._top += pages(numel * dtype.itemsize)
         assert self._top <= self._slots[0], "the arena was opened for fewer bytes"
         if not numel:
             return torch.empty(0, dtype=dtype)

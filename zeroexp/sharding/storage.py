@@ -10,16 +10,23 @@ anybody else needs no gather.
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from zeroexp.sharding.stitching import Stretch, stitch
 
 
 class Store(Protocol):
     memory: Tensor  # bytes
     holds: object | None  # whose values lie here, still valid
     tenant: object | None  # who may write and read here now
+    file: (
+        int | None
+    )  # open file behind the memory, which tenants map beside their own pieces (stitching.py)
 
     def lease(self, tenant: object) -> None: ...
     def release(self, *, forget: bool) -> None: ...
@@ -34,9 +41,23 @@ class Pool:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.holds: object | None = None
         self.tenant: object | None = None
+        self.file: int | None = None
 
     def allocate(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def open(self, num_bytes: int) -> None:
+        """Memory behind a file."""
+        self.file = os.memfd_create("zeroexp-pool")
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, num_bytes)
+        if num_bytes:
+            self.memory = stitch([Stretch(self.file, 0, num_bytes)])
+
+    @property
+    def file_bytes(self) -> int:
+        """Memory outside of torch's allocator."""
+        return self.memory.nbytes if self.file is not None else 0
 
     @property
     def free(self) -> bool:
@@ -63,6 +84,7 @@ class Private:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.holds: object | None = None
         self.tenant: object | None = None
+        self.file: int | None = None
         self._num_bytes = num_bytes
 
     @property

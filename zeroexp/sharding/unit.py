@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import mapped_bytes
 from zeroexp.sharding.gradients import Gradients
-from zeroexp.sharding.layout import Chunk, Span, aligned
+from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.moves import GatherPart, Pending
 from zeroexp.sharding.placement import Move, Placement, Stage
+from zeroexp.sharding.stitching import Stretch, stitch
 from zeroexp.sharding.storage import Private, Store
 
 
@@ -59,6 +61,7 @@ class ChunkTensors:
     master_flat: Tensor | None = None  # their storage, where it is not the parameters' own
     full: Tensor | None = None  # flat and padded; None until the unit has a store
     views: list[Tensor] = field(default_factory=list)  # of full, one for each parameter
+    in_place: bool = False  # my section of full is the piece itself
 
     @property
     def trainable(self) -> bool:
@@ -156,15 +159,25 @@ class Unit:
         """Bytes of all full chunks, each aligned."""
         return sum(aligned(c.chunk.padded_numel * c.piece.itemsize) for c in self.chunks)
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes it takes of a pool whose memory it maps beside its own pieces."""
+        chunks = [tensors.chunk for tensors in self.chunks]
+        itemsize = self.chunks[0].piece.itemsize if self.chunks else 0
+        return mapped_bytes(chunks, self._wire.world.rank, itemsize)
+
     def reside_in(self, store: Store) -> None:
         """Where the full parameters will lie from now on: views are made once. The unit is freed after it."""
         self._store = store
+        mapped = store.file is not None
+        memory = store.memory if store.file is None else stitch(self._stretches(store.file))
         start = 0
         for tensors in self.chunks:
+            tensors.in_place = mapped and self._is_on_pages(tensors)
             num_bytes = tensors.chunk.padded_numel * tensors.piece.itemsize
-            tensors.full = store.memory[start : start + num_bytes].view(tensors.piece.dtype)
+            tensors.full = memory[start : start + num_bytes].view(tensors.piece.dtype)
             tensors.views = views_of(tensors.chunk, tensors.full, tensors.shapes)
-            start += aligned(num_bytes)
+            start += pages(num_bytes) if mapped else aligned(num_bytes)
         store.release(forget=True)
         self._vacate()
 
@@ -262,8 +275,28 @@ class Unit:
         parts: list[GatherPart] = []
         for tensors in self.chunks if chunks is None else chunks:
             assert tensors.full is not None
-            parts.append(GatherPart(tensors.chunk, tensors.full, tensors.piece))
+            parts.append(GatherPart(tensors.chunk, tensors.full, tensors.piece, tensors.in_place))
         return parts
+
+    def _stretches(self, pool: int) -> list[Stretch]:
+        """Chunk by chunk, each on pages of its own: others' sections in the pool's file, mine where it rests."""
+        stretches: list[Stretch] = []
+        taken = 0
+        for tensors in self.chunks:
+            num_bytes = pages(tensors.chunk.padded_numel * tensors.piece.itemsize)
+            place = self._wire.place_of(tensors.piece)
+            if place is not None and self._is_on_pages(tensors):
+                before = tensors.chunk.cuts[self._wire.world.rank] * tensors.piece.itemsize
+                stretches.append(Stretch(pool, taken, before))
+                stretches.append(Stretch(*place, tensors.piece.nbytes))
+                taken += before
+                num_bytes -= before + tensors.piece.nbytes
+            stretches.append(Stretch(pool, taken, num_bytes))
+            taken += num_bytes
+        return [stretch for stretch in stretches if stretch.num_bytes]
+
+    def _is_on_pages(self, tensors: ChunkTensors) -> bool:
+        return tensors.chunk.lies_on_pages(self._wire.world.rank, tensors.piece.itemsize)
 
     def _vacate(self) -> None:
         for tensors in self.chunks:

@@ -90,7 +90,7 @@ class Sharded:
             bucket_bytes=bucket_bytes,
         )
         prefetch = self._prefetch_depth(options)
-        self._pools = _house(self._units, options.keep, 1 + prefetch, world.device)
+        self._pools = _house(self._units, options.keep, 1 + prefetch, self._wire)
         self._schedule = Schedule(
             self._units,
             self._wire,
@@ -151,7 +151,7 @@ class Sharded:
 
     @property
     def shared_bytes(self) -> int:
-        return self._wire.shared_bytes
+        return self._wire.shared_bytes + sum(pool.file_bytes for pool in self._pools)
 
     def take_traffic(self) -> Traffic:
         """What our collectives sent since the last call."""
@@ -220,7 +220,7 @@ def _bucket_bytes(options: Options, *, one_host: bool) -> int | None:
     return BUCKET_BYTES_ON_ONE_HOST if one_host else None
 
 
-def _house(units: Sequence[Unit], keep: str, num_pools: int, device: torch.device) -> list[Pool]:
+def _house(units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives) -> list[Pool]:
     """Memory for gathered parameters: pools in turn for units that never run inside each other."""
     if not units[0].is_sharded:
         return []
@@ -230,11 +230,14 @@ def _house(units: Sequence[Unit], keep: str, num_pools: int, device: torch.devic
     pools = [Pool() for _ in range(num_pools)]
     turns = [sharing[i :: len(pools)] for i in range(len(pools))]
     for pool, tenants in zip(pools, turns, strict=True):
-        pool.allocate(max((unit.full_bytes for unit in tenants), default=0), device)
+        if wire.maps_memory:
+            pool.open(max((unit.mapped_bytes for unit in tenants), default=0))
+        else:
+            pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
         for unit in tenants:
             unit.reside_in(pool)
     for unit in alone:
-        unit.reside_in(Private(unit.full_bytes, device))
+        unit.reside_in(Private(unit.full_bytes, wire.world.device))
     return pools
 
 

@@ -1,0 +1,117 @@
+"""What a rank owns is mapped into what it gathers: the same memory under two addresses, held once."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zeroexp.sharding.form import mapped_bytes
+from zeroexp.sharding.layout import LARGE_ELEMENTS, PAGE_BYTES
+from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.stitching import Stretch, stitch
+from zeroexp.strategies.sharded import Options, Sharded
+from zeroexp.world import World, barrier
+
+WIDTH = 1000  # a million elements and a thousand: no whole pages by themselves, large for up to three ranks
+
+
+def open_file(fill: int) -> int:
+    file = os.memfd_create("test")
+    os.write(file, bytes([fill]) * 3 * PAGE_BYTES)
+    return file
+
+
+def mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_two_files_under_one_range_of_addresses():
+    one, two = open_file(1), open_file(2)
+    before = mappings()
+    memory = stitch(
+        [
+            Stretch(one, PAGE_BYTES, PAGE_BYTES),
+            Stretch(two, 0, 2 * PAGE_BYTES),
+            Stretch(one, 0, PAGE_BYTES),
+        ]
+    )
+    assert memory.view(4, PAGE_BYTES)[:, 7].tolist() == [1, 2, 2, 1]
+    memory[0] = 9
+    memory[PAGE_BYTES] = 8
+    assert os.pread(one, 1, PAGE_BYTES) == b"\x09" and os.pread(two, 1, 0) == b"\x08"
+    os.close(one)
+    os.close(two)
+    assert memory.sum() == 9 + 8 - 3 + PAGE_BYTES * (1 + 2 + 2 + 1)
+    del memory
+    gc.collect()
+    assert mappings() == before
+
+
+def test_what_can_not_be_mapped_says_so():
+    with pytest.raises(OSError, match="mmap of 4096 bytes: Bad file descriptor"):
+        stitch([Stretch(-1, 0, PAGE_BYTES)])
+
+
+def large_engine(world: World, stage: str, transport: str) -> Sharded:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return Sharded(
+        module,
+        blocks=["0", "1", "2"],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(module.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.01),
+        world=world,
+        options=Options(transport=transport),
+    )
+
+
+def weights_after(strategy: Sharded, world: World, num_steps: int) -> list[torch.Tensor]:
+    """Every rank's pieces of the canonical weights, after steps on inputs of its own."""
+    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    for _ in range(num_steps):
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(inputs).square().mean())
+        strategy.step()
+        strategy.zero_grad()
+    strategy.drain()
+    state = strategy.state_dict()
+    return [piece.tensor.clone() for t in state.values() for piece in t["weight"].pieces]
+
+
+def compare_with_messages(world: World) -> None:
+    """Bit for bit what ranks that copy everything get; and a pool without the sections that are mapped."""
+    mapped, copied = (large_engine(world, "zero3", transport) for transport in ("direct", "gloo"))
+    ours = weights_after(mapped, world, 3)
+    for got, expected in zip(ours, weights_after(copied, world, 3), strict=True):
+        assert torch.equal(got, expected)
+    blocks = mapped._units[1:]
+    for unit in blocks:
+        (tensors,) = unit.chunks
+        assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_ELEMENTS
+        unit._store.release(forget=True)
+        unit.gather().wait()
+        unit.arrived()
+        own = tensors.full[tensors.chunk.section(world.rank)]
+        assert own.data_ptr() != tensors.piece.data_ptr() and torch.equal(own, tensors.piece)
+        tensors.piece[5] = 77.0
+        assert own[5] == 77.0
+        unit.free(forget=True)
+    (pool,) = mapped._pools
+    form = max(mapped_bytes([t.chunk for t in u.chunks], world.rank, 4) for u in blocks)
+    numel = WIDTH * WIDTH + WIDTH
+    most = 4 * numel * (world.size - 1) // world.size
+    assert pool.memory.nbytes == pool.file_bytes == form
+    assert most <= form <= most + (world.size + 1) * 2 * PAGE_BYTES
+    assert mapped.shared_bytes >= form + sum(t.piece.nbytes for u in blocks for t in u.chunks)
+    barrier()  # no rank closes its connections while another still reads
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_own_section_is_neither_copied_nor_held_twice(ranks, world_size):
+    ranks(compare_with_messages, world_size=world_size)

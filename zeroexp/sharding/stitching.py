@@ -1,0 +1,64 @@
+"""A gathered chunk whose own section is this rank's piece itself: pages of two files under one range of addresses.
+
+    file of the pool     | section 0 | section 2 | section 3 |        others' sections, copied when gathered
+    arena of rank 1      ... |  piece  | ...                          section 1, where it rests
+    addresses            | section 0 |  piece  | section 2 | section 3 |
+
+So a rank neither copies its own section to gather nor holds it twice. The mapping is made once and stays, so that
+views of it are permanent. It takes sections that begin and end on pages (layout.py cuts large chunks so).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PROT_NONE, MAP_FIXED = 0, 0x10  # <sys/mman.h>; Python's mmap can not choose the address
+FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Whole pages of a file."""
+
+    file: int
+    offset: int
+    num_bytes: int
+
+
+def stitch(stretches: Sequence[Stretch]) -> Tensor:
+    """The stretches side by side, as bytes that are read and written in place. The files may be closed afterwards."""
+    total = sum(stretch.num_bytes for stretch in stretches)
+    start = _map(None, total, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    memory = (ctypes.c_uint8 * total).from_address(start)
+    weakref.finalize(memory, _c_library().munmap, ctypes.c_void_p(start), ctypes.c_size_t(total))
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    for stretch in stretches:
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        _map(start, stretch.num_bytes, both, flags, stretch.file, stretch.offset)
+        start += stretch.num_bytes
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _map(
+    address: int | None, num_bytes: int, protection: int, flags: int, file: int, offset: int
+) -> int:
+    function = _c_library().mmap
+    function.restype = ctypes.c_void_p
+    place, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+    mapped = function(place, size, protection, flags, file, ctypes.c_long(offset))
+    if mapped == FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {num_bytes} bytes: {os.strerror(number)}")
+    return mapped
+
+
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
