@@ -28,7 +28,7 @@ ORDER = [
     {"zeroexp.report"},
     {"zeroexp.cluster"},
     {"zeroexp.sync"},
-    {"zeroexp.__main__", "zeroexp.watch", "hydra_plugins"},
+    {"zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "hydra_plugins"},
 ]
 
 DOORS = {
@@ -36,7 +36,7 @@ DOORS = {
     "omegaconf": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
     "submitit": {"zeroexp.cluster.slurm"},
     "mlflow": {"zeroexp.tracking.mlflow"},
-    "transformers": {"zeroexp.models.huggingface"},
+    "transformers": {"zeroexp.models.huggingface", "zeroexp.models.huggingface_folder"},
     "datasets": {"zeroexp.data.text"},
     "xxhash": {"zeroexp.checkpoint.manifest"},
     "deepspeed": {"zeroexp.strategies.deepspeed"},

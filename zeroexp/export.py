@@ -1,0 +1,148 @@
+"""`python -m zeroexp.export RUN`: the weights of a checkpoint in Hugging Face's format, for everybody else.
+
+    python -m zeroexp.export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
+    python -m zeroexp.export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
+    python -m zeroexp model.weights=DIR                     start from it
+
+Tensors are read one after the other, each hash checked, and written file by file into a hidden folder beside DIR; one
+rename gives it its name when it is whole. Exit codes: 0 written, 2 not, with the reason in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from zeroexp.config import Config, ConfigError, from_mapping
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        checkpoint = choose(arguments.run, arguments.step)
+        target = arguments.to or beside(checkpoint)
+        export(checkpoint, target, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size)
+    except ConfigError as error:
+        print(f"zeroexp: {error}", file=sys.stderr)
+        return 2
+    print(f"{target}: the weights of {checkpoint} in {arguments.dtype}; model.weights={target}")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="folder of a run, or of one of its checkpoints")
+    parser.add_argument("--to", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--step", type=int, help="the checkpoint after so many steps")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-shard-size", default="5GB", help="of one file, and of memory")
+    return parser.parse_args()
+
+
+def choose(folder: Path, step: int | None = None) -> Path:
+    """The checkpoint that a run's or a checkpoint's folder means, absolute. Raises CheckpointError."""
+    folder = folder.resolve()
+    if step is None and (folder / MANIFEST).is_file():
+        return folder
+    there = {folders.step_of(path): path for path in folders.whole(folder)}
+    if not there:
+        remedy = "give the folder of a run with checkpoints, or one of its checkpoint/step-*"
+        raise CheckpointError(f"{folder}: no whole checkpoint in there; {remedy}")
+    if step is not None and step not in there:
+        steps = ", ".join(map(str, there))
+        raise CheckpointError(f"--step={step}: no such checkpoint in {folder}; use {steps}")
+    return there[max(there) if step is None else step]
+
+
+def beside(checkpoint: Path) -> Path:
+    """Where it goes when nothing is said. Raises ConfigError for a checkpoint that lies in no run."""
+    if checkpoint.parent.name != folders.FOLDER:
+        raise ConfigError(f"--to=null: {checkpoint} lies in no run's folder; set --to=DIR")
+    return checkpoint.parents[1] / "exported" / checkpoint.name
+
+
+def export(
+    checkpoint: Path, target: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> None:
+    """Raises ConfigError: a target that exists or can not be written, a model that transformers does not have, and
+    CheckpointError for a damaged checkpoint. Nothing is left behind then.
+    """
+    manifest = read_manifest(checkpoint)
+    config = from_mapping(Config, manifest.config)
+    if os.path.lexists(target):
+        raise ConfigError(f"--to={target}: exists already; choose another folder, or remove it")
+    # Here and not above: transformers takes seconds to import, and what was refused so far needs none of it.
+    import torch
+
+    from zeroexp.checkpoint.weights import Weights
+    from zeroexp.models import huggingface_folder
+
+    weights = Weights(checkpoint, manifest)
+    try:
+        with _appearing(target) as folder:
+            huggingface_folder.write(
+                folder,
+                config.model,
+                weights.shapes,
+                weights.read,
+                dtype=getattr(torch, dtype),
+                max_shard_size=max_shard_size,
+                tokenizer=_tokenizer(config),
+            )
+    except OSError as error:
+        remedy = "make room there, or set --to to a folder that can be made"
+        raise ConfigError(f"--to={target}: {error.strerror}; {remedy}") from error
+
+
+def _tokenizer(config: Config):
+    """Of the text that was trained on; None where there was no text, or the tokenizer is not here any more."""
+    from zeroexp.data.sources import choose_words
+    from zeroexp.models.huggingface_folder import Tokenizer
+
+    if config.data.kind == "synthetic":
+        return None
+    try:
+        words = choose_words(config.data, config.model)
+    except ConfigError as error:
+        print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
+        return None
+    return Tokenizer(words.file, words.end_of_text, words.padding)
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder to write into, that is there under its name once all of it is on the disk, or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp's 0700 would shut it for others
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
+        folder.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""A model as a folder that transformers loads: safetensors, config.json, generation_config.json, tokenizer.
+
+    weight 1, 2, ... ─▶ rounded to the dtype ─▶ names and cuts of the published format ─▶ one file ─▶ the next file
+
+One file's tensors are in memory at a time. Which tensors share a file is planned before any is read, by our names:
+a fused tensor that the published format cuts up (Mixtral's experts) lies in one file with all its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.models.build import build_model
+from zeroexp.models.huggingface import BLOCKS
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    file: Path  # tokenizer.json; what is written beside it belongs to it
+    end_of_text: int
+    padding: int
+
+
+def write(
+    folder: Path,
+    config: ModelConfig,
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Fill the empty `folder`. `read` gives each parameter by its name in `shapes`, in any order, once.
+
+    Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. `max_shard_size` is transformers':
+    5GB, 500MB. Raises ConfigError for a model that transformers does not have, or whose parameters are others, and
+    OSError.
+    """
+    module = empty_model(config, shapes)
+    _write_weights(folder, module, shapes, read, dtype, max_shard_size)
+    module.config.architectures = [type(module).__name__]
+    module.config.dtype = dtype
+    module.config.use_cache = True  # off in training alone
+    if tokenizer is not None:
+        _write_tokenizer(folder, module, tokenizer)
+    module.config.save_pretrained(folder)
+    if config.task == "causal":
+        GenerationConfig.from_model_config(module.config).save_pretrained(folder)
+
+
+def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
+    """The model without memory. Its number of words is the embedding's where the config leaves it to the data."""
+    if config.family not in BLOCKS:
+        use = f"export a run of {', '.join(BLOCKS)}"
+        raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
+    config = replace(config, weights=None)
+    module: Any = build_model(config, seed=0, device="meta").module
+    if vocabulary(config) is None:
+        words = module.get_input_embeddings().weight
+        (name,) = (name for name, p in module.named_parameters() if p is words)
+        num_words = shapes[name][0] if name in shapes else None
+        module = build_model(config, seed=0, device="meta", vocab_size=num_words).module
+    _require_same(module, shapes)
+    return module
+
+
+def _require_same(module: nn.Module, shapes: Shapes) -> None:
+    expected = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    for name in (*expected, *shapes):
+        if expected.get(name) != shapes.get(name):
+            told = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
+            remedy = "export it with the version of transformers that trained it"
+            raise ConfigError(f"the checkpoint's model: {told}; {remedy}")
+
+
+def _write_weights(
+    folder: Path,
+    module: Any,
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    max_shard_size: str,
+) -> None:
+    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
+    plan = _plan(empty, max_shard_size)
+    file_of: dict[str, str] = {}
+    for file, names in plan.filename_to_tensors.items():
+        tensors = {name: read(name).to(dtype) for name in names}
+        file_of.update(dict.fromkeys(_write_file(folder / file, module, tensors), file))
+        del tensors  # before, not beside, those of the next file
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+    """Returns the published names."""
+    published = revert_weight_conversion(cast(Any, module), tensors)
+    published = {name: tensor.contiguous() for name, tensor in published.items()}
+    try:
+        save_file(published, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # an OSError of the system, in words
+        raise OSError(None, str(error), path) from error
+    return list(published)
+
+
+def _plan(empty: dict[str, Tensor], max_shard_size: str) -> Any:
+    try:
+        return split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    except ValueError as error:
+        remedy = "use a number and its unit, for example 5GB"
+        raise ConfigError(f"--max-shard-size={max_shard_size}: no size; {remedy}") from error
+
+
+def _write_tokenizer(folder: Path, module: Any, tokenizer: Tokenizer) -> None:
+    """Its files byte for byte; where nothing tells what its special words are for, what training used them for."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer.file.parent / name).is_file():
+            shutil.copyfile(tokenizer.file.parent / name, folder / name)
+    words = {row["id"]: row["content"] for row in _json(tokenizer.file)["added_tokens"]}
+    end = words.get(tokenizer.end_of_text)
+    beside = tokenizer.file.with_name("config.json")
+    ids = _json(beside) if beside.is_file() else {}
+    for key in ("bos_token_id", "eos_token_id"):
+        setattr(module.config, key, ids.get(key, tokenizer.end_of_text))
+    if not (folder / "tokenizer_config.json").exists():
+        content = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,
+            "eos_token": end,
+            "pad_token": words.get(tokenizer.padding),
+            "model_max_length": module.config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
