@@ -106,7 +106,7 @@ def _write_weights(
     file_of: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
         tensors = {name: read(name).to(dtype) for name in names}
-        file_of.update(dict.fromkeys(_write_file(folder / file, module, tensors), file))
+        file_of.update((name, file) for name in _write_file(folder / file, module, tensors))
         del tensors  # before, not beside, those of the next file
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": dict(sorted(file_of.items()))}
