@@ -209,10 +209,11 @@ def test_what_others_alone_may_read_is_refused(key, shut):
             (folder / file).write_text("text")
         Path(name).chmod(0o755)
         (Path(name) / shut).chmod(0)
+        config = composed(f"{key}={folder}")
         with not_root(), pytest.raises(ConfigError) as told:
-            check_inputs(composed(f"{key}={folder}"))
+            check_inputs(config)
         (Path(name) / shut).chmod(0o755)
-        check_inputs(composed(f"{key}={folder}"))
+        check_inputs(config)
     assert str(told.value).startswith(f"{key}={folder}: can not be read (Permission denied: ")
     assert str(told.value).endswith("; make it readable, or choose another")
 
