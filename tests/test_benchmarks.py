@@ -115,6 +115,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason=why_not_shaped() or "")
+@pytest.mark.slow
 class TestShapedLink:
     def test_a_slow_link_takes_the_time_its_bytes_need(self):
         comparison = run.Comparison("t", "tiny", link="200mbit", num_steps=5, num_rounds=1)
@@ -146,6 +147,7 @@ class TestShapedLink:
         pytest.param("fsdp2", 8, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_gpu_benchmark_runs_its_code_on_a_cpu(engine, world_size):
     case = Case(engine, "tiny", "cpu", world_size, batch_size=1, seq_len=16, num_steps=2)
     done = subprocess.run(

@@ -83,6 +83,7 @@ def expected(folder: Path) -> list[tuple[int, float]]:
     return [(record.step, record.loss) for record in read_records(folder)]
 
 
+@pytest.mark.slow
 def test_steps_arrive_while_the_run_goes_on_and_the_end_is_told(
     server: MlflowServer, tmp_path: Path
 ) -> None:
