@@ -28,6 +28,7 @@ from tests.cluster.minicluster import Minicluster, why_not
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
+from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
@@ -199,7 +200,8 @@ def last_pid(job: Job) -> float:
 
 
 def strike_task(job: Job, rank: int, number: signal.Signals) -> None:
-    """The task of a rank goes without a word, as on a node whose power or network fails."""
+    """The task of a rank goes without a word, as on a node whose power or network fails; its peers know it by then."""
+    time.sleep(2 * SECONDS_BETWEEN_CALLS + 1)
     os.kill(int((job.folder / f"task{rank}").read_text()), number)
 
 
