@@ -54,10 +54,12 @@ def outlive_its_node(folder: Path, *, device: str) -> None:
         return
     try:
         with RecordWriter(folder, from_step=step) as writer:
-            while number == 1 or any(_lives(folder, rank) for rank in (0, 1)):
+            alone = False
+            while not alone:  # the first may be gone already: the second writes once all the same
                 writer.write(record(step, loss=float(number)))
                 step += 1
                 time.sleep(0.1)
+                alone = number > 1 and not any(_lives(folder, rank) for rank in (0, 1))
     except attempt.Superseded as refusal:
         write_json(folder / f"refused{number}.json", {"words": str(refusal)})
         failure.write_raised(folder, rank, refusal)
