@@ -368,6 +368,7 @@ def test_at_its_time_limit_a_job_goes_on_as_often_as_it_may(ended: dict[str, End
     assert first == TIME_LIMIT
     assert second == f"{TIME_LIMIT}; not requeued: it was 1 times (cluster.slurm.max_requeues=1)"
     assert (end.status, end.reason) == ("timed_out", second)
+    assert "requeued_at" in end.job.state
     assert end.job.failure is None
     before, after = counted(end.job, 1)[0], counted(end.job, 2)[0]
     assert before and after and 0 < before["last"] == after["first"] < after["last"]
@@ -376,6 +377,7 @@ def test_at_its_time_limit_a_job_goes_on_as_often_as_it_may(ended: dict[str, End
 def test_a_preempted_job_saves_and_goes_on(ended: dict[str, Ended]) -> None:
     end = ended["makes_room"]
     assert (end.status, end.job.state["reason"]) == ("done", None)
+    assert "preempted_at" in end.job.state
     assert reasons(end.job) == [PREEMPTED, None]
     before, after = counted(end.job, 1)[0], counted(end.job, 2)[0]
     assert before and after and 0 < before["last"] == after["first"] < after["last"]

@@ -125,7 +125,7 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
         _note_nodes(job, seen.nodes)
     known = job.state
     if (status, reason) != (known["status"], known["reason"]):
-        job.enter(status, reason)
+        job.enter(status, reason, meanwhile=slurm_state.passed_through(job))
     return status, reason
 
 

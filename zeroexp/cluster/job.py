@@ -7,6 +7,7 @@ from a path.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,9 +54,19 @@ class Job:
     def failure(self) -> dict[str, Any] | None:
         return read_json(self.folder / "failure.json")
 
-    def enter(self, status: Status, reason: str | None = None) -> None:
-        """Write the next state; a reader sees the old or the new one, never half of it."""
-        passed = {key: value for key, value in self.state.items() if key.endswith("_at")}
+    def enter(
+        self,
+        status: Status,
+        reason: str | None = None,
+        *,
+        meanwhile: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the next state; a reader sees the old or the new one, never half of it.
+
+        meanwhile: `<status>_at` of what was passed through while nobody looked.
+        """
+        seen = {key: value for key, value in self.state.items() if key.endswith("_at")}
+        passed = {**(meanwhile or {}), **seen}
         state = {"status": status, "reason": reason, **passed, f"{status}_at": time.time()}
         write_json(self.folder / "state.json", state)
 

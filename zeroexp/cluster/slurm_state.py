@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause
 from zeroexp.cluster.task import PREEMPTED, TIME_LIMIT
@@ -133,6 +134,17 @@ def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
         return "pending", seen.reason
     status = "preempted" if job.state["status"] == "preempted" else "requeued"
     return status, _last_reason(job)
+
+
+def passed_through(job: Job) -> dict[str, float]:
+    """When the run was requeued or preempted, by its attempts: Slurm shows it for seconds, to who looks then."""
+    attempts = attempt.read(job.folder)
+    return {
+        "preempted_at" if each.get("reason") == PREEMPTED else "requeued_at": each.get(
+            "ended_at", after["began_at"]
+        )
+        for each, after in pairwise(attempts)
+    }
 
 
 def _last_reason(job: Job) -> str:
