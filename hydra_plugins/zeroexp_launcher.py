@@ -7,7 +7,6 @@ the whole sweep, since only that knows which points are defined and what may run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -26,12 +25,17 @@ class ZeroexpLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
+        # Before a sweeper writes there. Imported here: Hydra loads this file for every app.
+        from zeroexp.check.outputs import require_writable
+
+        for key in ("outputs", "hydra.sweep.dir"):
+            folder = OmegaConf.select(config, key)
+            require_writable(f"{key}={folder}", folder, "choose a folder that is yours")
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """One return per point, as sweepers want it: its final loss, None where it has none."""
-        Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # where sweepers write
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 

@@ -114,6 +114,10 @@ WRONG = {
     "data=synthetic data.source=me/reviews": ("data.source=me/reviews:", "leave it null"),
     "data=synthetic data.limit=10": ("data.limit=10:", "leave it null"),
     "data=synthetic data.path=.": ("data.path=.:", "leave it null"),
+    "data=yelp_causal data.path=. data.source=me/reviews": (
+        "data.source=me/reviews:",
+        "data.path=. is read; leave it null",
+    ),
     "model=moe_tiny model.weights=me/moe": ("model.weights=me/moe:", "leave it null"),
     # explicit settings that the chosen path would ignore
     "strategy.owners=greedy": ("strategy.owners=greedy:", "leave it null"),
@@ -230,12 +234,64 @@ def not_root():
         os.seteuid(was)
 
 
+# As above, where a file of that name is in the way, or the folder is on a disk that is full.
+UNWRITABLE = {
+    "outputs=text.txt": ("outputs=text.txt:", "(File exists: text.txt); choose a folder"),
+    "outputs=text.txt/mine": ("outputs=text.txt/mine:", "Not a directory"),
+    "-m outputs=text.txt,fine": ("outputs=text.txt:", "File exists"),
+    "hydra.sweep.dir=text.txt": ("hydra.sweep.dir=text.txt:", "choose a folder"),
+    "outputs=/proc/mine": ("outputs=/proc/mine:", "choose a folder"),
+    "outputs=/dev/full": ("outputs=/dev/full:", "choose a folder"),
+}
+
+
+@pytest.mark.parametrize("line", UNWRITABLE)
+def test_a_folder_that_takes_no_results_is_refused(line, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
+    assert zeroexp.main() == zeroexp.REFUSED
+    (told,) = capsys.readouterr().err.splitlines()
+    begins, remedy = UNWRITABLE[line]
+    assert told.startswith(f"zeroexp: {begins}") and remedy in told
+    assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+@pytest.mark.parametrize("folder", ["outputs", "sweep"])
+def test_a_folder_of_somebody_else_is_refused(folder, monkeypatch, capsys):
+    """To write a new sweep in, and to run an old one again in."""
+    with tempfile.TemporaryDirectory() as name:
+        theirs = Path(name) / folder
+        theirs.mkdir(mode=0o755)
+        theirs.chmod(0o555)
+        Path(name).chmod(0o755)
+        words = ["--rerun", str(theirs)] if folder == "sweep" else [f"outputs={theirs}"]
+        monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
+        with not_root():
+            assert zeroexp.main() == zeroexp.REFUSED
+        theirs.chmod(0o755)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"zeroexp: {' '.join(words)}: no folder that can be written (Permission")
+
+
 @pytest.mark.parametrize("line", ["data.path=/on/the/nodes", "model.weights=me/model"])
 def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
     config = composed("cluster=slurm", line)
     check_inputs(config)
     with pytest.raises(ConfigError):
         check_inputs(replace(config, cluster=composed().cluster))
+
+
+@pytest.mark.parametrize(
+    "line", ["model.weights=me/model", "data=yelp_causal data.source=me/reviews"]
+)
+def test_nodes_as_offline_as_we_are_judged_here(line, offline, monkeypatch):
+    """Jobs inherit HF_HUB_OFFLINE, unless the site's setup may change it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["cluster=slurm", *line.split()]
+    with pytest.raises(ConfigError, match=r"=me/.*: .*the hub can not be reached; "):
+        check_inputs(composed(*words))
+    check_inputs(composed(*words, "cluster.slurm.setup=['unset HF_HUB_OFFLINE']"))
 
 
 def test_what_was_fetched_before_needs_no_network(offline, tmp_path):

@@ -16,6 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 
 Schema = TypeVar("Schema")
 
+DEFAULT_REVIEWS = "Yelp/yelp_review_full"
+
 
 class ConfigError(ValueError):
     """A user's mistake: one line naming key, value and remedy. Never shown with a traceback."""
@@ -59,7 +61,7 @@ class DataConfig:
     global_batch_size: int = 12  # samples per optimizer step over all ranks
     micro_batch_size: int = 1  # samples per rank and forward pass
     path: str | None = None  # a local folder or file instead of the source's own
-    source: str | None = None  # hub id
+    source: str | None = None  # reviews: hub id; None = DEFAULT_REVIEWS where there is no path
     vocab_size: int | None = None  # of the tokenizer trained on the text; None = the model's
     limit: int | None = None  # reviews: the first so many of the source; None = all
 
@@ -204,15 +206,13 @@ class Config:
 
 
 def resolve(config: Config) -> Config:
-    """A copy in which every setting that has an effect and was left open holds its default, and the hub's id of data
-    that are read from data.path is null.
-    """
+    """A copy in which every setting that has an effect and was left open holds its default."""
     config = deepcopy(config)
     cluster = config.cluster
     if cluster.requeue is None:
         cluster.requeue = cluster.kind == "slurm" and config.checkpoint.every is not None
-    if config.data.path is not None:
-        config.data.source = None
+    if config.data.kind == "reviews" and config.data.path is None:
+        config.data.source = config.data.source or DEFAULT_REVIEWS
     strategy = config.strategy
     if strategy.implementation != "torch":
         for key, default in _engine_defaults(strategy).items():

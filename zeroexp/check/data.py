@@ -68,6 +68,8 @@ def source(config: Config) -> None:
     if config.data.kind != "reviews":
         for key in ("data.source", "data.limit"):
             without_effect(config, key, f"data.kind={config.data.kind} reads no reviews")
+    elif config.data.path is not None:
+        without_effect(config, "data.source", f"data.path={config.data.path} is read")
 
 
 def weights(config: Config) -> None:

@@ -2,7 +2,8 @@
 it costs looks at disk and network.
 
 Ranks of this machine see what we see. Slurm's nodes may see other folders and another network, so that of theirs only
-what is here too can be wrong.
+what is here too can be wrong; and of the hub's, what is not, where our environment, which jobs inherit, keeps them off
+the network.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 def check_inputs(config: Config) -> None:
     """Raises ConfigError for data or weights that its ranks could not read."""
-    here = config.cluster.kind == "local"
+    here, like_here = config.cluster.kind == "local", _reaches_what_we_reach(config)
     data, weights = config.data, config.model.weights
     if data.path:
         _readable("data.path", data.path, lambda: _data(data.path, data.kind, here))
-    elif data.kind == "reviews" and here:
+    elif data.kind == "reviews" and like_here:
         _source(str(data.source))
     if weights:
-        _readable("model.weights", weights, lambda: _weights(weights, here))
+        _readable("model.weights", weights, lambda: _weights(weights, here, like_here))
+
+
+def _reaches_what_we_reach(config: Config) -> bool:
+    """Whether the ranks find of the hub what we find: they are here, or as offline as we, with nothing to change it."""
+    cluster = config.cluster
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    changed = cluster.slurm.setup or cluster.slurm.python
+    return cluster.kind == "local" or (offline and not changed)
 
 
 def _readable(key: str, value: str, look: Callable[[], None]) -> None:
@@ -66,7 +75,7 @@ def _source(source: str) -> None:
 
 
 @cache
-def _weights(weights: str, here: bool) -> None:
+def _weights(weights: str, here: bool, like_here: bool) -> None:
     folder = Path(weights).expanduser()
     if folder.exists():
         _open_folder(folder)
@@ -76,9 +85,11 @@ def _weights(weights: str, here: bool) -> None:
             wrong("model.weights", weights, problem, "use a folder that holds a model")
         for file in files:
             file.open("rb").close()
-    elif here and weights[0] in "./~":
-        wrong("model.weights", weights, "no such folder", "use one that exists, a hub id, or null")
-    elif here:
+    elif weights[0] in "./~":
+        if here:
+            remedy = "use one that exists, a hub id, or null"
+            wrong("model.weights", weights, "no such folder", remedy)
+    elif like_here:
         from zeroexp import hub
 
         hub.require_model(weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.check.inputs import check_inputs
+from zeroexp.check.outputs import require_writable
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import UNFINISHED, refresh
 from zeroexp.cluster.job import Job, first_cause
@@ -68,6 +69,7 @@ class Sweep:
 
     def rerun(self, folder: Path) -> None:
         """Run again, in their folders, the points of an earlier sweep that did not come to their end."""
+        require_writable(f"--rerun {folder}", folder, "run it as who owns the sweep")
         found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
         self._jobs = sorted(found, key=lambda job: job.state["pending_at"])
         refresh(self._jobs)
@@ -112,6 +114,8 @@ class Sweep:
             raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
         if not self._jobs and all(point.refusal for point in points):
             raise ConfigError(points[0].refusal)
+        for outputs in {point.config.outputs for point in points}:
+            require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
         for point in points:
             store_uri(point.config.tracking.uri, Path(point.config.outputs))
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:

@@ -1,0 +1,25 @@
+"""That a folder takes results, found out by writing: quotas, full disks and read-only mounts are seen no other way."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from zeroexp.config import ConfigError
+
+ENOUGH_BYTES = 4096  # for the kernel to look for a block
+
+
+def require_writable(named: str, folder: str | Path, remedy: str) -> None:
+    """Make the folder and write something into it that is gone again. Raises ConfigError.
+
+    named: how it was asked for, `outputs=/scratch/me`.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(ENOUGH_BYTES))
+    except OSError as error:
+        where = "" if error.filename is None else f": {error.filename}"
+        problem = f"no folder that can be written ({error.strerror}{where})"
+        raise ConfigError(f"{named}: {problem}; {remedy}") from error
