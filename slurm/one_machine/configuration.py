@@ -12,6 +12,7 @@ from pathlib import Path
 from .processes import ClusterError
 
 PORTS = range(30_000, 32_000)
+REMEMBERS_SECONDS = 10  # squeue an ended job, where sacct goes on; without accounting nobody would
 
 SLURM_CONF = """\
 ClusterName=minicluster
@@ -43,7 +44,7 @@ KillWait=5
 SlurmdTimeout=10
 MessageTimeout=5
 InactiveLimit=0
-MinJobAge=3600
+MinJobAge={remembers_s}
 JobRequeue=1
 ReturnToService=2
 # Jobs of `high` evict those of `low`, which start again.
@@ -79,7 +80,10 @@ def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> Non
     """Write slurm.conf, gres.conf and hosts into `folder`; `dbd_port` None means no accounting."""
     ctld_port, *node_ports = free_ports(1 + shape.nodes)
     text = SLURM_CONF.format(
-        host=socket.gethostname().partition(".")[0], ctld_port=ctld_port, folder=folder
+        host=socket.gethostname().partition(".")[0],
+        ctld_port=ctld_port,
+        folder=folder,
+        remembers_s=3600 if dbd_port is None else REMEMBERS_SECONDS,
     )
     if dbd_port is not None:
         text += ACCOUNTING.format(dbd_port=dbd_port, folder=folder)

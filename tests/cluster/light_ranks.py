@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -112,6 +113,16 @@ def kill_rank_1(folder: Path, *, device: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     failure.write_raised(folder, 0, ConnectionError("Connection closed by peer"))
     time.sleep(1000)
+
+
+def ask_for_too_much(folder: Path, *, device: str) -> None:
+    rank, most = _note(folder), 1 << 30
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        bytearray(most)
+    except MemoryError as error:
+        failure.write_raised(folder, rank, error)
+        raise SystemExit(1) from error
 
 
 def exit_silently(folder: Path, *, device: str) -> None:

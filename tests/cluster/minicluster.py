@@ -24,6 +24,16 @@ def why_not() -> str | None:
     return "this container may make no namespaces" if unshare.returncode else None
 
 
+def why_no_accounting() -> str | None:
+    """Why `--accounting` can not be had here; None if it can."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    for program in ("slurmdbd", "mariadbd", "mariadb-install-db", "my_print_defaults"):
+        if shutil.which(program, path=path) is None:
+            packages = "slurmdbd mariadb-server-core mariadb-client-core"
+            return f"{program} is not installed: apt-get install {packages}"
+    return None
+
+
 class Minicluster:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self.flags = folder, flags

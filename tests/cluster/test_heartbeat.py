@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zeroexp.cluster.heartbeat import BEAT, BYE, Heartbeat
+from zeroexp.cluster.heartbeat import BEAT, BYE, START_SECONDS, Heartbeat
 
 PERIOD_SECONDS = 2.0  # two threads of a busy machine must each get their turn within it
 
@@ -33,9 +33,18 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 class Task:
     """A Heartbeat that waits for `child` in a thread."""
 
-    def __init__(self, rank: int, address: str, child: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        child: subprocess.Popen[bytes],
+        world_size: int = 2,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
-        self._heartbeat = Heartbeat(rank, 2, address, PERIOD_SECONDS)
+        self._heartbeat = Heartbeat(
+            rank, world_size, address, PERIOD_SECONDS, start_seconds=start_seconds
+        )
         self._lost = self._threads.submit(self._wait, child.pid)
 
     def _wait(self, pid: int) -> str | None:
@@ -68,7 +77,8 @@ def test_nobody_is_lost_where_all_end(address: str, child: subprocess.Popen[byte
 def test_a_member_may_start_long_before_the_hub(
     address: str, child: subprocess.Popen[bytes]
 ) -> None:
-    member = Task(1, address, child)
+    """Longer than it would wait for a machine that does not answer: this one refuses its calls."""
+    member = Task(1, address, child, start_seconds=0)
     time.sleep(1.5 * PERIOD_SECONDS)
     assert member.waits
     hub = Task(0, address, child)
@@ -89,6 +99,35 @@ def test_a_closed_connection_is_a_loss_at_once(
     hub = Task(0, address, child)
     peer(address, b"rank 1 on far\n", BEAT).close()
     assert hub.lost() == "rank 1 on far is gone: its connection closed without a word"
+
+
+def test_who_never_came_is_missed(address: str, child: subprocess.Popen[bytes]) -> None:
+    hub = Task(0, address, child, world_size=4, start_seconds=1)
+    with peer(address, b"rank 2 on far\n", BEAT, BYE):
+        port = address.rpartition(":")[2]
+        silence = f"did not reach port {port} of 127.0.0.1 within 3 s"
+        assert hub.lost() == f"rank 1 is gone: it {silence}, nor did 1 more"
+
+
+def test_a_hub_whose_machine_says_nothing_is_missed(child: subprocess.Popen[bytes]) -> None:
+    """A queue that is full answers no further call, as a machine without power."""
+    with socket.socket() as deaf, socket.socket() as last_answered:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        last_answered.connect(deaf.getsockname())
+        port = deaf.getsockname()[1]
+        member = Task(1, f"127.0.0.1:{port}", child, start_seconds=0.5)
+        silence = f"did not answer from port {port} of 127.0.0.1 within 2 s"
+        assert member.lost() == f"rank 0 is gone: it {silence}"
+
+
+def test_a_hub_without_a_port_misses_nobody(child: subprocess.Popen[bytes]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        hub = Task(0, f"127.0.0.1:{taken.getsockname()[1]}", child, start_seconds=0)
+        time.sleep(1.5 * PERIOD_SECONDS)
+        assert hub.waits
+    child.kill()
+    assert hub.lost() is None
 
 
 def test_who_said_goodbye_is_not_missed(address: str, child: subprocess.Popen[bytes]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,11 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.minicluster import Minicluster, why_not
+from tests.cluster.minicluster import Minicluster, why_no_accounting, why_not
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
-from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS
+from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
@@ -45,10 +44,12 @@ pytestmark = [
 ]
 
 HEALTHY, CRASHED, DEAF, EVICTED = "node[1-4]", "node[5-6]", "node[7-8]", "node[9-10]"
+ACCOUNTING = () if why_no_accounting() else ("--accounting",)
+LATE = "node[24-25]"
 # Of runs that go on: two nodes each, and as many to go on with where some are lost.
 FORGOTTEN, SPARED, SLOW = "node[11-14]", "node[15-16]", "node[17-18]"
 MAKING_ROOM, HALVED = "node[19-20]", "node[21-23]"
-NUM_NODES = 23
+NUM_NODES = 25
 
 
 # ---- the scenarios
@@ -64,13 +65,25 @@ class Scenario:
     heartbeat_s: int = 60
     device: str = "cpu"
     requeues: int = 0  # how often at most
+    stuck: bool = False  # tasks but that of rank 0 do not get as far as Python
 
     @property
     def sbatch(self) -> dict[str, str]:
         """All nodes of a list that is as long as the job, else those that it needs."""
         if self.nodes not in (HEALTHY, FORGOTTEN, HALVED):
             return {"nodelist": self.nodes}
-        lists = (HEALTHY, CRASHED, DEAF, EVICTED, FORGOTTEN, SPARED, SLOW, MAKING_ROOM, HALVED)
+        lists = (
+            LATE,
+            HEALTHY,
+            CRASHED,
+            DEAF,
+            EVICTED,
+            FORGOTTEN,
+            SPARED,
+            SLOW,
+            MAKING_ROOM,
+            HALVED,
+        )
         return {"exclude": ",".join(nodes for nodes in lists if nodes != self.nodes)}
 
 
@@ -90,6 +103,8 @@ SCENARIOS = {
     "raises": Scenario("light_ranks:raise_on_rank_1", 2),
     "killed": Scenario("light_ranks:kill_rank_1", 2),
     "exits": Scenario("light_ranks:exit_silently", 2),
+    "too_large": Scenario("light_ranks:ask_for_too_much", 1),
+    "never_comes": Scenario("light_ranks:hang", 2, LATE, heartbeat_s=5, stuck=True),
     "cancelled": Scenario("light_ranks:hang", 2),
     "cancelled_for_good": Scenario("light_ranks:count_until_asked", 1, requeues=2),
     "node_crashes": Scenario("light_ranks:hang", 2, nodes=CRASHED),
@@ -135,7 +150,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def cluster(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
     folder = tmp_path_factory.mktemp("slurm") / "cluster"
     with (
-        Minicluster(folder, f"--nodes={NUM_NODES}", "--cpus=8", "--gpus=4") as started,
+        Minicluster(folder, f"--nodes={NUM_NODES}", "--cpus=8", "--gpus=4", *ACCOUNTING) as started,
         pytest.MonkeyPatch.context() as m,
     ):
         m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
@@ -209,7 +224,17 @@ def submit(folder: Path, scenario: Scenario) -> Job:
     site = SlurmConfig(
         ranks_per_node=scenario.ranks_per_node, cpus_per_rank=1, sbatch=scenario.sbatch, save_s=20
     )
+    if scenario.stuck:
+        site.srun = [f"--task-prolog={stuck_at(folder)}"]
     return submit_with(folder, scenario, site)
+
+
+def stuck_at(folder: Path) -> Path:
+    """As on a node whose file system hangs."""
+    script = folder.with_suffix(".sh")
+    script.write_text("#!/bin/sh\ntest $SLURM_PROCID = 0 || exec sleep 1000\n")
+    script.chmod(0o755)
+    return script
 
 
 def submit_with(folder: Path, scenario: Scenario, site: SlurmConfig) -> Job:
@@ -253,8 +278,12 @@ def tell_mlflow(job: Job) -> str:
 
 def slurm_ended(cluster: Minicluster, job: Job) -> float:
     """When Slurm counts it as ended, in Unix seconds."""
-    shown = ("--noheader", "--states=all", f"--jobs={slurm_id(job)}", "--Format=EndTime:|")
-    return datetime.fromisoformat(cluster.run("squeue", *shown).strip().rstrip("|")).timestamp()
+    this = ("--noheader", f"--jobs={slurm_id(job)}")
+    if ACCOUNTING:
+        told = cluster.run("sacct", *this, "--allocations", "--parsable", "--format=End")
+    else:
+        told = cluster.run("squeue", *this, "--states=all", "--Format=EndTime:|")
+    return datetime.fromisoformat(told.strip().rstrip("|")).timestamp()
 
 
 # ---- started as asked
@@ -342,6 +371,19 @@ def test_a_task_that_is_gone_ends_the_job(ended: dict[str, Ended]) -> None:
     assert end.status == "failed"
     assert end.reason.startswith("TaskLost: rank 0 on node"), end.reason
     assert end.seconds < 15
+
+
+def test_a_task_that_never_comes_ends_the_job(ended: dict[str, Ended]) -> None:
+    end = ended["never_comes"]
+    assert end.status == "failed"
+    assert end.reason.startswith("TaskLost: rank 1 on node25 is gone: it did not reach port")
+    assert end.reason.endswith(f"of node24 within {START_SECONDS + 5:.0f} s"), end.reason
+    assert end.seconds < START_SECONDS + 5 + 15
+
+
+def test_want_of_memory_is_told_apart(ended: dict[str, Ended]) -> None:
+    assert ended["too_large"].status == "out_of_memory"
+    assert "rank 0 on node" in ended["too_large"].reason
 
 
 def test_preemption_is_told_apart(ended: dict[str, Ended]) -> None:
@@ -451,33 +493,6 @@ def test_a_full_disk_is_the_cause(ended: dict[str, Ended]) -> None:
     assert end.seconds < 15
 
 
-def test_a_job_nobody_knows_is_none(cluster: Minicluster) -> None:
-    """Without accounting; sacct itself says so, and is not taken for an answer."""
-    assert slurm_state.look(["987654"]) == {}
-
-
-@pytest.mark.skipif(
-    shutil.which("slurmdbd", path="/usr/sbin:/usr/bin") is None, reason="needs slurmdbd, MariaDB"
-)
-def test_accounting_knows_what_squeue_forgot(tmp_path: Path) -> None:
-    with (
-        Minicluster(tmp_path / "cluster", "--nodes=1", "--accounting") as cluster,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-        fails, hangs = (
-            cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap", command).strip()
-            for command in ("exit 3", "sleep 300")
-        )
-        cluster.run("scancel", hangs)
-        ended = {fails: "FAILED", hangs: "CANCELLED"}
-        cluster.wait_for(lambda: words_of_sacct(ended) == ended, 30)
-
-
-def words_of_sacct(job_ids: Iterable[str]) -> dict[str, str]:
-    return {job_id: seen.word for job_id, seen in slurm_state.ask_sacct(set(job_ids)).items()}
-
-
 # ---- what a user does
 
 
@@ -496,3 +511,31 @@ def test_cancel_ends_what_runs_and_what_waits(cluster: Minicluster, tmp_path: Pa
     assert cancel(jobs, "enough") == jobs
     assert [job.state["status"] for job in jobs] == ["cancelled", "cancelled"]
     cluster.wait_for(lambda: cluster.job_state(str(slurm_id(jobs[0]))) == "CANCELLED", 30)
+
+
+# ---- what accounting knows
+
+
+WORDS = {
+    "one": "COMPLETED",
+    "raises": "FAILED",
+    "too_large": "FAILED",
+    "too_long": "TIMEOUT",
+    "cancelled": "CANCELLED",
+    "node_crashes": "NODE_FAIL",
+}
+
+
+@pytest.mark.skipif(not ACCOUNTING, reason=str(why_no_accounting()))
+def test_accounting_says_the_same_after_squeue_forgot(
+    cluster: Minicluster, ended: dict[str, Ended]
+) -> None:
+    """Of every way in which a job can end; read by who comes when they have all left the queue."""
+    jobs = {str(slurm_id(end.job)): end for end in ended.values()}
+    cluster.wait_for(lambda: not slurm_state.ask_squeue(set(jobs)), 60)
+    seen = slurm_state.look(jobs)
+    assert {job_id: slurm_state.conclude(jobs[job_id].job, seen[job_id]) for job_id in seen} == {
+        job_id: (end.status, end.job.state["reason"]) for job_id, end in jobs.items()
+    }
+    for name, word in WORDS.items():
+        assert seen[str(slurm_id(ended[name].job))].word == word, name

@@ -17,6 +17,7 @@ import yaml
 
 from tests.cluster.minicluster import Minicluster, why_not
 from tests.mlflow_server import MlflowServer
+from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.tracking.files import read_json, read_records
@@ -191,6 +192,14 @@ def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Pa
     assert "#SBATCH --nodes=2\n" in done.stdout
     assert "srun " in done.stdout
     assert cluster.run("squeue", "--noheader", "--states=all") == before
+
+
+def test_without_accounting_a_job_nobody_knows_is_none(
+    cluster: Minicluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sacct itself says that there is none, and is not taken for an answer."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    assert slurm_state.look(["987654"]) == {}
 
 
 def run(cluster: Minicluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -13,10 +13,11 @@ import pytest
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import Shape, SlurmCluster
-from zeroexp.cluster.slurm_state import Sighting, conclude
+from zeroexp.cluster.slurm_state import Sighting, conclude, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
+from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
-from zeroexp.tracking import failure
+from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,36 @@ def test_the_first_cause_counts_unless_slurm_took_the_job_away(tmp_path: Path) -
     assert reason == "node lost (node[1-2])"
     _, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=True))
     assert reason == "preempted by a job of higher priority (node[1-2])"
+
+
+def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> None:
+    """Accounting only knows that it failed; its own note knows why."""
+    job = make_job(tmp_path)
+    seen = Sighting("FAILED", "None", "node[1-2]", preempted=False)
+    assert conclude(job, seen) != ("failed", f"{PREEMPTED} (node[1-2])")
+    ended = {"number": 1, "began_at": 10.0, "ended_at": 15.0, "reason": PREEMPTED}
+    write_json(tmp_path / "attempts.json", {"attempts": [ended]})
+    assert conclude(job, seen) == ("failed", f"{PREEMPTED} (node[1-2])")
+    assert conclude(job, None) == ("failed", PREEMPTED)
+
+
+def test_what_a_run_passed_through_is_told_by_its_attempts(tmp_path: Path) -> None:
+    """Each that another followed, whoever looked when; the last one's end is the state itself."""
+    job = make_job(tmp_path)
+    assert passed_through(job) == {}
+    attempts: list[dict[str, object]] = [{"number": 1, "began_at": 10.0}]
+    told = {"attempts": attempts}
+    write_json(tmp_path / "attempts.json", told)
+    assert passed_through(job) == {}
+    attempts[0] |= {"ended_at": 15.0, "reason": PREEMPTED}
+    attempts.append({"number": 2, "began_at": 20.0, "reason": attempt.WITHOUT_A_WORD})
+    attempts.append({"number": 3, "began_at": 30.0, "ended_at": 35.0, "reason": TIME_LIMIT})
+    write_json(tmp_path / "attempts.json", told)
+    assert passed_through(job) == {"preempted_at": 15.0, "requeued_at": 30.0}
+    job.enter("timed_out", TIME_LIMIT, meanwhile=passed_through(job))
+    assert [key for key in sorted(job.state, key=str) if key.endswith("_at")] == [
+        *("preempted_at", "requeued_at", "timed_out_at")
+    ]
 
 
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
@@ -216,6 +247,8 @@ def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
     finally:
         running.kill()
     assert Job(tmp_path).failure is None
+    (told,) = attempt.read(tmp_path)
+    assert told["reason"] == ENDED
 
 
 def task(folder: Path, main: str) -> list[str]:
@@ -226,6 +259,7 @@ def task(folder: Path, main: str) -> list[str]:
 def slurm_task(rank: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    place["SLURM_JOB_ID"] = "987654"
     place["ZEROEXP_HEARTBEAT"] = "127.0.0.1:1"  # where nobody listens: an early task calls again
     return {**os.environ, **place, "PYTHONPATH": path}
 

@@ -4,11 +4,16 @@
 
 Both ends send a beat three times per period and expect one within it. Who ends says so first, for whatever reason, so
 a connection that closes without a word is a loss too. The ranks take no part in it: they may compute for minutes.
+
+Who never came is missed as well, a period after the time that a job gets to start in: the task of rank 0 knows how many
+should call, and the others whether its machine answers at all. One that refuses their calls does, and its task's death
+is then Slurm's to tell; one that says nothing for that long is lost.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import socket
 import sys
@@ -19,9 +24,11 @@ from types import TracebackType
 
 BEAT, BYE = b".", b"!"
 BEATS_PER_PERIOD = 3
+START_SECONDS = 60.0  # from a job's first task to its last: Python, from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0
 PACKET_BYTES = MAX_NAME_BYTES = 4096
+NAME = re.compile(r"rank (\d+) on \S+")
 
 
 @dataclass
@@ -33,18 +40,33 @@ class Peer:
 
 
 class Heartbeat:
-    """Of one task; `address` is host:port of the task of rank 0. A context manager: leaving it says goodbye."""
+    """Of one task; `address` is host:port of the task of rank 0. A context manager: leaving it says goodbye.
 
-    def __init__(self, rank: int, world_size: int, address: str, period_seconds: float) -> None:
+    name_of: what to call a rank that never called, whose name nobody heard.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        period_seconds: float,
+        *,
+        name_of: Callable[[int], str] = "rank {}".format,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
         host, _, port = address.rpartition(":")
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
-        self._period = period_seconds
+        self._period, self._patience = period_seconds, start_seconds + period_seconds
+        self._name_of = name_of
+        self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._peers: dict[socket.socket, Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._calls = rank != 0
         self._next_beat = self._next_call = 0.0
         self._looked = time.monotonic()  # at the peers' silence
+        self._all_by = self._looked + self._patience  # then nobody may be missing
         if rank == 0 and world_size > 1:
             self._listen(int(port), world_size)
 
@@ -61,7 +83,7 @@ class Heartbeat:
                 ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
                 if child in ready:
                     return self._hear([key.fileobj for key, _ in self._selector.select(0)])
-                if words := self._hear(ready) or self._silent():
+                if words := self._hear(ready) or self._silent() or self._never_came():
                     return words
                 if self._speak() and (words := until()):
                     return words
@@ -90,6 +112,7 @@ class Heartbeat:
             self._listener = socket.create_server(("", port), backlog=world_size)
         except OSError as error:  # the job is worth more than its heartbeat
             print(f"no heartbeat between tasks: port {port}: {error}", file=sys.stderr)
+            self._missing.clear()
             return
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -124,6 +147,7 @@ class Heartbeat:
     def _silent(self) -> str | None:
         now = time.monotonic()
         if now - self._looked > self._period / 2:  # we slept ourselves: stopped, or short of CPU
+            self._all_by += now - self._looked
             for peer in self._peers.values():
                 peer.heard = now
         self._looked = now
@@ -131,6 +155,18 @@ class Heartbeat:
             if not peer.left and now - peer.heard > self._period:
                 return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
         return None
+
+    def _never_came(self) -> str | None:
+        if not self._missing or time.monotonic() < self._all_by:
+            return None
+        host, port = self._hub
+        first, *others = sorted(self._missing)
+        nor = f", nor did {len(others)} more" if others else ""
+        how = "answer from" if self._calls else "reach"
+        return (
+            f"{self._name_of(first)} is gone: it did not {how} port {port} of {host} "
+            f"within {self._patience:.0f} s{nor}"
+        )
 
     def _speak(self) -> bool:
         """True where it was time for a beat."""
@@ -149,9 +185,14 @@ class Heartbeat:
         """Connect to the task of rank 0; it may not have started yet."""
         try:
             connection = socket.create_connection(self._hub, timeout=CALL_SECONDS)
-        except OSError:
-            return
-        self._calls = not self._meet(connection)
+        except OSError as error:
+            answered = isinstance(error, ConnectionRefusedError)
+        else:
+            answered = True
+            self._calls = not self._meet(connection)
+        self._looked = time.monotonic()  # we were busy, not asleep
+        if answered:
+            self._all_by = self._looked + self._patience
 
     def _meet(self, connection: socket.socket) -> bool:
         """Exchange names, each in one short line; False where somebody else is at the other end."""
@@ -162,9 +203,10 @@ class Heartbeat:
                 name = lines.readline(MAX_NAME_BYTES).decode(errors="replace").strip()
         except OSError:
             name = ""
-        if not name.startswith("rank "):
+        if not (said := NAME.match(name)):
             connection.close()
             return False
+        self._missing.discard(int(said[1]))
         self._peers[connection] = Peer(connection, name, time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ)
         return True

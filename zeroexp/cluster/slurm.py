@@ -22,7 +22,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.snapshot import take_snapshot
-from zeroexp.cluster.task import HEARTBEAT_AT, Duty, run_task
+from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, Duty, run_task
 from zeroexp.config import ClusterConfig, ConfigError
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import write_json
@@ -144,11 +144,12 @@ class SlurmCluster:
             "OPENBLAS_NUM_THREADS": 1,
             "TOKENIZERS_PARALLELISM": "false",
         }
-        first_node = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        hosts = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST")"'
         return [
             "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
             *(f"export {name}={shlex.quote(str(value))}" for name, value in exports.items()),
-            f"first_node={first_node}",
+            f"export {HOSTS}={hosts}",
+            f"first_node=${{{HOSTS}%%[[:space:]]*}}",
             f"export ZEROEXP_RENDEZVOUS=tcp://$first_node:{_port(RENDEZVOUS_PORT)}",
             f"export {HEARTBEAT_AT}=$first_node:{_port(HEARTBEAT_PORT)}",
             *self._attempt(job),

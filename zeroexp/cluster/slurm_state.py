@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause
-from zeroexp.cluster.task import PREEMPTED, TIME_LIMIT
+from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
 from zeroexp.tracking import attempt
 
@@ -119,7 +119,8 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
         return "cancelled", "cancelled in Slurm"
     if seen.word in ("TIMEOUT", "DEADLINE"):
         return "timed_out", f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
-    word = "PREEMPTED" if seen.preempted and seen.word == "FAILED" else seen.word
+    preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct can not say so
+    word = "PREEMPTED" if preempted and seen.word == "FAILED" else seen.word
     if word == "OUT_OF_MEMORY" and job.failure:
         return "out_of_memory", first_cause(job.failure)
     if word in LOST:
@@ -164,6 +165,8 @@ def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
         return "done", None
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # saved, and not to be requeued
         return "timed_out", reason
+    if reason in (PREEMPTED, ENDED):
+        return "failed", reason
     return "failed", _first_of_srun(job) or otherwise
 
 

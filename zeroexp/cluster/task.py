@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,9 @@ from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # host:port of the task of rank 0
+HOSTS = "ZEROEXP_HOSTS"  # of the job, in Slurm's order
 SECONDS_BETWEEN_SIGNALS = 1.0  # Slurm's, from a task's child to the task
+SECONDS_TO_NOTE = 2.0  # for one question to Slurm and one small file
 SIGNALLED = 128  # exit codes of shells: this plus the signal
 TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
 PREEMPTED = "preempted by a job of higher priority"
@@ -62,8 +64,14 @@ def run_task(duty: Duty) -> NoReturn:
     kills = kills_by_kernel()
     child = _start(duty, rank)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    address = os.environ[HEARTBEAT_AT]
-    with beside, Heartbeat(rank, world_size, address, duty.heartbeat_s) as heartbeat:
+    heart = Heartbeat(
+        rank,
+        world_size,
+        os.environ[HEARTBEAT_AT],
+        duty.heartbeat_s,
+        name_of=lambda other: _name_of(other, world_size),
+    )
+    with beside, heart as heartbeat:
         lost = heartbeat.wait(child.pid, until=lambda: _superseded(folder))
         if lost:
             failure.write_unranked(folder, "TaskLost", lost, over=not asked.to_end)
@@ -82,6 +90,8 @@ def run_task(duty: Duty) -> NoReturn:
             )
     if status == SAVED:
         _leave_to_slurm(duty, rank, asked)
+    elif status != 0 and asked.to_end:
+        _note_end(folder, rank)
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
@@ -98,6 +108,15 @@ def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(command, stdout=output, stderr=output)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return child
+
+
+def _name_of(rank: int, world_size: int) -> str:
+    """`rank 3 on node17`, where srun fills one node after the other, as it does by itself."""
+    hosts = os.environ.get(HOSTS, "").split()
+    in_blocks = os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if hosts and (in_blocks or len(hosts) == world_size):
+        return f"rank {rank} on {hosts[rank * len(hosts) // world_size]}"
+    return f"rank {rank}"
 
 
 def _superseded(folder: Path) -> str | None:
@@ -122,13 +141,20 @@ def _leave_to_slurm(duty: Duty, rank: int, asked: _Asked) -> None:
         time.sleep(1)
 
 
+def _note_end(folder: Path, rank: int) -> None:
+    """Why Slurm ended the attempt: it will forget that it was to make room, and accounting never knew."""
+    if rank == 0:
+        with suppress(attempt.Superseded):
+            attempt.end(folder, PREEMPTED if _in_slurm()[1] else ENDED)
+    else:
+        time.sleep(SECONDS_TO_NOTE)  # srun kills rank 0's task as soon as another has failed
+
+
 def _in_slurm() -> tuple[str, bool]:
     """The state of this job, and whether it is being preempted."""
-    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
-    told = subprocess.run(
-        [*command, "--Format=State:|,PreemptTime:|"], capture_output=True, text=True
-    )
-    state, _, preempted = told.stdout.strip().rstrip("|").partition("|")
+    this = f"--jobs={os.environ['SLURM_JOB_ID']}"
+    told, _ = _ask("squeue", "--noheader", this, "--Format=State:|,PreemptTime:|")
+    state, _, preempted = told.strip().rstrip("|").partition("|")
     return state, preempted not in ("", "N/A")
 
 
@@ -137,8 +163,16 @@ def _requeue(most: int) -> str | None:
     job_id, restarts = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if restarts >= most:
         return f"it was {restarts} times (cluster.slurm.max_requeues={most})"
-    asked = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True)
-    return asked.stderr.strip() or "scontrol refused" if asked.returncode else None
+    return _ask("scontrol", "requeue", job_id)[1]
+
+
+def _ask(*command: str) -> tuple[str, str | None]:
+    """What a command of Slurm says, and its complaint if it fails; a container may not have it."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "", f"there is no {command[0]} here"
+    return done.stdout, done.stderr.strip() or "refused" if done.returncode else None
 
 
 class _Asked:
