@@ -57,7 +57,7 @@ class Heartbeat:
     ) -> None:
         host, _, port = address.rpartition(":")
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
-        self._period, self._patience = period_seconds, start_seconds + period_seconds
+        self._period, self._start = period_seconds, start_seconds
         self._name_of = name_of
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._peers: dict[socket.socket, Peer] = {}
@@ -66,7 +66,7 @@ class Heartbeat:
         self._calls = rank != 0
         self._next_beat = self._next_call = 0.0
         self._looked = time.monotonic()  # at the peers' silence
-        self._all_by = self._looked + self._patience  # then nobody may be missing
+        self._all_by = self._looked + self._start + self._period  # then nobody may be missing
         if rank == 0 and world_size > 1:
             self._listen(int(port), world_size)
 
@@ -165,7 +165,7 @@ class Heartbeat:
         how = "answer from" if self._calls else "reach"
         return (
             f"{self._name_of(first)} is gone: it did not {how} port {port} of {host} "
-            f"within {self._patience:.0f} s{nor}"
+            f"within {self._start:.0f} s + cluster.heartbeat_s={self._period:.0f}{nor}"
         )
 
     def _speak(self) -> bool:
@@ -192,7 +192,7 @@ class Heartbeat:
             self._calls = not self._meet(connection)
         self._looked = time.monotonic()  # we were busy, not asleep
         if answered:
-            self._all_by = self._looked + self._patience
+            self._all_by = self._looked + self._start + self._period
 
     def _meet(self, connection: socket.socket) -> bool:
         """Exchange names, each in one short line; False where somebody else is at the other end."""
