@@ -20,6 +20,7 @@ from tests.mlflow_server import MlflowServer
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import slurm_id
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm import NO_GPUS
 from zeroexp.tracking.files import read_json, read_records
 
 pytestmark = [
@@ -192,6 +193,16 @@ def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Pa
     assert "#SBATCH --nodes=2\n" in done.stdout
     assert "srun " in done.stdout
     assert cluster.run("squeue", "--noheader", "--states=all") == before
+
+
+def test_gpus_that_nobody_has_are_told_with_the_remedy(
+    cluster: Minicluster, tmp_path: Path
+) -> None:
+    words = [*SMALL, "cluster.device=cuda", "tracking=files"]
+    done = run(cluster, tmp_path, "zeroexp", *words)
+    (job,) = jobs(tmp_path)
+    assert (done.returncode, job.state["status"]) == (1, "failed")
+    assert job.state["reason"].endswith(f"Invalid generic resource (gres) specification; {NO_GPUS}")
 
 
 def test_without_accounting_a_job_nobody_knows_is_none(

@@ -31,6 +31,10 @@ from zeroexp.tracking.json_files import write_json
 NUM_PORTS = 10_000
 HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
 
+NO_GPUS = (
+    "its nodes have no such GPUs: use cluster.device=cpu, fewer ranks_per_node or another partition"
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -176,4 +180,5 @@ def _port(first: int) -> str:
 def _words_of_sbatch(error: Exception) -> str:
     """Its one line of complaint, out of what submitit says around it."""
     lines = [line.strip() for line in str(error).splitlines() if "error:" in line]
-    return lines[-1] if lines else str(error).partition("\n")[0]
+    words = lines[-1] if lines else str(error).partition("\n")[0]
+    return f"{words}; {NO_GPUS}" if "generic resource" in words else words
