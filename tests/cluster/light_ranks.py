@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,11 @@ def ask_for_too_much(folder: Path, *, device: str) -> None:
     except MemoryError as error:
         failure.write_raised(folder, rank, error)
         raise SystemExit(1) from error
+
+
+def leave_a_thread(folder: Path, *, device: str) -> None:
+    """One that the interpreter would wait for, or kill, at its end."""
+    threading.Thread(target=time.sleep, args=(1000,)).start()
 
 
 def exit_silently(folder: Path, *, device: str) -> None:

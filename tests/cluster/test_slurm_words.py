@@ -229,6 +229,12 @@ def test_a_task_says_how_its_rank_died(
     assert found is not None and (found["rank"], found["exception"]) == (1, exception)
 
 
+def test_a_rank_that_is_done_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+    """Nor for the interpreter's end, which kills them, and with one of gloo's the process."""
+    done = subprocess.run(task(tmp_path, "leave_a_thread"), env=slurm_task(1), timeout=60)
+    assert (done.returncode, Job(tmp_path).failure) == (0, None)
+
+
 def test_a_rank_that_can_not_start_leaves_its_traceback(tmp_path: Path) -> None:
     done = subprocess.run(task(tmp_path, "no_such_function"), env=slurm_task(1), timeout=60)
     assert done.returncode == 1

@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import NoReturn
 import torch
 
 from zeroexp.cluster.job import Ending
+from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.supervise import Rank, end, supervise
 from zeroexp.tracking import attempt, failure
 from zeroexp.world import Place, environment
@@ -108,8 +108,8 @@ def _too_few_gpus(world_size: int) -> str:
 
 def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]) -> NoReturn:
     """In the child: never comes back into the server's code, whatever happens."""
-    code = 1
-    try:
+
+    def begin() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:  # it died before the kernel knew that we want to die with it
             raise SystemExit(1)
@@ -119,15 +119,8 @@ def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]
         os.environ.update(environment(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         run()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_leave(begin)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from zeroexp.cluster.heartbeat import Heartbeat
+from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.live import sender
 from zeroexp.stop import ASKS_TO_STOP, SAVED
 from zeroexp.tracking import attempt, failure
@@ -195,11 +196,13 @@ class _Asked:
         self.to_end = True
 
 
-def main() -> None:
+def main() -> NoReturn:
     """The child: `python -m zeroexp.cluster.task <module:function> <folder> <device>`"""
     rank_main, folder, device = sys.argv[1:]
     module, _, function = rank_main.partition(":")
-    getattr(importlib.import_module(module), function)(Path(folder), device=device)
+    run_and_leave(
+        lambda: getattr(importlib.import_module(module), function)(Path(folder), device=device)
+    )
 
 
 if __name__ == "__main__":
