@@ -44,12 +44,12 @@ pytestmark = [
 ]
 
 HEALTHY, CRASHED, DEAF, EVICTED = "node[1-4]", "node[5-6]", "node[7-8]", "node[9-10]"
-ACCOUNTING = () if why_no_accounting() else ("--accounting",)
 LATE = "node[24-25]"
 # Of runs that go on: two nodes each, and as many to go on with where some are lost.
 FORGOTTEN, SPARED, SLOW = "node[11-14]", "node[15-16]", "node[17-18]"
 MAKING_ROOM, HALVED = "node[19-20]", "node[21-23]"
 NUM_NODES = 25
+ACCOUNTING = () if why_no_accounting() else ("--accounting",)
 
 
 # ---- the scenarios
@@ -72,19 +72,8 @@ class Scenario:
         """All nodes of a list that is as long as the job, else those that it needs."""
         if self.nodes not in (HEALTHY, FORGOTTEN, HALVED):
             return {"nodelist": self.nodes}
-        lists = (
-            LATE,
-            HEALTHY,
-            CRASHED,
-            DEAF,
-            EVICTED,
-            FORGOTTEN,
-            SPARED,
-            SLOW,
-            MAKING_ROOM,
-            HALVED,
-        )
-        return {"exclude": ",".join(nodes for nodes in lists if nodes != self.nodes)}
+        others = {each.nodes for each in SCENARIOS.values()} - {self.nodes}
+        return {"exclude": ",".join(sorted(others))}
 
 
 TRAINS, NUM_STEPS, SAVE_EVERY = "zeroexp.rank:main", 150, 10

@@ -65,14 +65,7 @@ def run_task(duty: Duty) -> NoReturn:
     kills = kills_by_kernel()
     child = _start(duty, rank)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    heart = Heartbeat(
-        rank,
-        world_size,
-        os.environ[HEARTBEAT_AT],
-        duty.heartbeat_s,
-        name_of=lambda other: _name_of(other, world_size),
-    )
-    with beside, heart as heartbeat:
+    with beside, _heartbeat(duty, rank, world_size) as heartbeat:
         lost = heartbeat.wait(child.pid, until=lambda: _superseded(folder))
         if lost:
             failure.write_unranked(folder, "TaskLost", lost, over=not asked.to_end)
@@ -109,6 +102,14 @@ def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(command, stdout=output, stderr=output)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return child
+
+
+def _heartbeat(duty: Duty, rank: int, world_size: int) -> Heartbeat:
+    def name_of(other: int) -> str:
+        return _name_of(other, world_size)
+
+    address = os.environ[HEARTBEAT_AT]
+    return Heartbeat(rank, world_size, address, duty.heartbeat_s, name_of=name_of)
 
 
 def _name_of(rank: int, world_size: int) -> str:
