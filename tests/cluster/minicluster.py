@@ -40,7 +40,11 @@ class Minicluster:
         self.environment = dict(os.environ)
 
     def __enter__(self) -> Minicluster:
-        export = self.command("up", *self.flags)
+        try:
+            export = self.command("up", *self.flags)
+        except BaseException:  # Ctrl-C, of which `up` was killed halfway
+            subprocess.run([MINICLUSTER, f"--folder={self.folder}", "down"], capture_output=True)
+            raise
         name, _, value = export.removeprefix("export ").strip().partition("=")
         self.environment[name] = value
         return self
