@@ -5,6 +5,7 @@
 #   make lint         ruff and pyright
 #   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
 #   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
+#   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; four minutes; writes docs/checkpoints.md
 #   make report       the table of the newest sweep in outputs/
 #   make clean        removes the environment and caches, keeps outputs/
 
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DISABLE_MLFLOW_INTEGRATION := true
 
-.PHONY: run test test-all lint bench bench-quick report clean
+.PHONY: run test test-all lint bench bench-quick bench-checkpoints report clean
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
@@ -38,6 +39,9 @@ bench-quick: .venv/base.stamp
 bench: .venv/base.stamp
 	timeout 7200 $(BIN)/python -m benchmarks.run --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.check
+
+bench-checkpoints: .venv/base.stamp
+	timeout 900 $(BIN)/python -m benchmarks.checkpoints --write docs/checkpoints.md
 
 report: .venv/base.stamp
 	$(BIN)/python -m zeroexp.report

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ START_SECONDS = 300  # to import, build and join
 TURN_SECONDS = 600
 # Forked once for all ranks, after the imports and before any thread: a rank then starts in milliseconds.
 CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["benchmarks.ranks", "transformers.models.llama"])
 
 
 class RankFailed(RuntimeError):
@@ -56,10 +59,18 @@ class Turn:
     form_bytes: int | None  # what our collectives counted; None where the engine does not count
 
 
-class Ranks:
-    """The parent's handle: one process per rank, alive until `stop`."""
+class Runner(Protocol):
+    """What waits on the rank's end of the pipe."""
 
-    def __init__(self, spec: Spec, link: Link) -> None:
+    def turn(self, order: Any) -> Any: ...
+
+
+class Ranks:
+    """The parent's handle: one process per rank, alive until `stop`; `make` gives each its runner there."""
+
+    def __init__(
+        self, spec: Spec, link: Link, make: Callable[[Spec], Runner] | None = None
+    ) -> None:
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(prefix="zeroexp-bench-")
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
@@ -68,7 +79,8 @@ class Ranks:
         for rank in range(spec.world_size):
             ours, theirs = CONTEXT.Pipe()
             place = Place(rank, rendezvous, link.namespace_of(rank), link.interface_of(rank))
-            process = CONTEXT.Process(target=_serve, args=(spec, place, theirs), daemon=True)
+            arguments = (make or StepRunner, spec, place, theirs)
+            process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -77,10 +89,10 @@ class Ranks:
     def wait_until_ready(self) -> None:
         self._answers(START_SECONDS)
 
-    def turn(self, num_steps: int) -> list[Turn]:
-        """One Turn per rank."""
+    def turn(self, order: Any) -> list[Any]:
+        """What each rank's runner answers, by rank."""
         for pipe in self._pipes:
-            pipe.send(num_steps)
+            pipe.send(order)
         return self._answers(TURN_SECONDS)
 
     def stop(self) -> None:
@@ -117,8 +129,8 @@ class Place:
     interface: str
 
 
-def _serve(spec: Spec, place: Place, pipe: Connection) -> None:
-    """What a rank process does: build, say so, then answer each number of steps with a Turn."""
+def _serve(make: Callable[[Spec], Runner], spec: Spec, place: Place, pipe: Connection) -> None:
+    """What a rank process does: build, say so, then answer each order with what its turn cost."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines that log to stdout
     try:
         if place.namespace is not None:
@@ -133,7 +145,7 @@ def _serve(spec: Spec, place: Place, pipe: Connection) -> None:
         torch.set_num_threads(1)
         keep_freed_memory()
         count_cpu_allocations()
-        runner = _Runner(spec)
+        runner = make(spec)
         pipe.send(None)
         with contextlib.suppress(EOFError):  # the parent closed the pipe: the end
             while True:
@@ -142,22 +154,43 @@ def _serve(spec: Spec, place: Place, pipe: Connection) -> None:
         pipe.send(traceback.format_exc())
 
 
-class _Runner:
+class Training:
+    """The engine of a spec on this rank, and a batch that it is trained on again and again."""
+
     def __init__(self, spec: Spec) -> None:
-        self._world = worlds.join(timeout_seconds=TURN_SECONDS)
-        self._strategy: Timed = build_engine(
+        self.world = worlds.join(timeout_seconds=TURN_SECONDS)
+        self.strategy: Timed = build_engine(
             spec.engine,
             model_config(spec.model),
             precision=spec.precision,
-            world=self._world,
+            world=self.world,
             clip=spec.clip,
         )
         words = model_config(spec.model).hf_config["vocab_size"]
-        generator = torch.Generator().manual_seed(self._world.rank)
+        generator = torch.Generator().manual_seed(self.world.rank)
         self._tokens = torch.randint(words, (1, SEQ_LEN + 1), generator=generator)
-        self._num_valid = SEQ_LEN * self._world.size
+        self._num_valid = SEQ_LEN * self.world.size
 
-    def turn(self, num_steps: int) -> Turn:
+    def step(self) -> None:
+        with self.strategy.microbatch(last=True):
+            self.strategy.backward(self._loss())
+        self.strategy.step()
+        self.strategy.zero_grad()
+
+    def _loss(self) -> Tensor:
+        """A function of its own, so that the model's output dies before backward."""
+        output = self.strategy.model(input_ids=self._tokens[:, :-1])
+        return loss_sum(output, self._tokens[:, 1:], "causal") / self._num_valid
+
+
+class StepRunner:
+    """A turn is a number of steps."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._training = Training(spec)
+        self._world, self._strategy = self._training.world, self._training.strategy
+
+    def turn(self, order: int) -> Turn:
         """[Note: a turn] of the package: drained and barriered at both ends."""
         gc.collect()
         gc.disable()  # a collection in somebody's turn would be his bad luck
@@ -166,33 +199,21 @@ class _Runner:
         self._take_form_bytes()
         memory, wire = AllocationMeter(self._world.device), WireMeter(self._world.backend)
         start, cpu_start = time.perf_counter(), time.process_time()
-        for _ in range(num_steps):
-            self._step()
+        for _ in range(order):
+            self._training.step()
         self._strategy.drain()
         worlds.barrier()
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
         gc.enable()
         return Turn(
-            step_seconds=seconds / num_steps,
-            cpu_seconds=cpu_seconds / num_steps,
+            step_seconds=seconds / order,
+            cpu_seconds=cpu_seconds / order,
             peak_bytes=_plus(memory.peak_bytes(), self._strategy.shared_bytes),
-            allocated_bytes=_per(num_steps, memory.allocated_bytes()),
-            wire_bytes=_per(num_steps, wire.sent_bytes()),
-            form_bytes=_per(num_steps, self._take_form_bytes()),
+            allocated_bytes=_per(order, memory.allocated_bytes()),
+            wire_bytes=_per(order, wire.sent_bytes()),
+            form_bytes=_per(order, self._take_form_bytes()),
         )
-
-    def _step(self) -> None:
-        strategy = self._strategy
-        with strategy.microbatch(last=True):
-            strategy.backward(self._loss())
-        strategy.step()
-        strategy.zero_grad()
-
-    def _loss(self) -> Tensor:
-        """A function of its own, so that the model's output dies before backward."""
-        output = self._strategy.model(input_ids=self._tokens[:, :-1])
-        return loss_sum(output, self._tokens[:, 1:], "causal") / self._num_valid
 
     def _take_form_bytes(self) -> int:
         return sum(self._strategy.take_traffic().bytes_by_kind.values())

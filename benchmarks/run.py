@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 from benchmarks import table
 from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.links import SHAPES, Link, open_link, why_not_shaped
-from benchmarks.ranks import CONTEXT, RankFailed, Ranks, Spec, Turn
+from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
 
 LATEST = Path("outputs/bench/latest.json")
 REFERENCES = ("limit", "ddp")  # in every group: ratios refer to them
@@ -69,7 +69,6 @@ def main() -> int:
     if args.list:
         print("\n".join(str(comparison) for comparison in COMPARISONS))
         return 0
-    CONTEXT.set_forkserver_preload(["benchmarks.ranks", "transformers.models.llama"])
     rows: list[dict[str, Any]] = []
     for comparison in _chosen(args):
         rows += compare(comparison)
@@ -77,7 +76,7 @@ def main() -> int:
         LATEST.write_text(json.dumps(rows, indent=1) + "\n")
     print(table.markdown(rows))
     if args.write is not None:
-        table.replace_in(args.write, rows)
+        table.replace_in(args.write, table.markdown(rows))
     return 0
 
 
@@ -158,7 +157,6 @@ def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[
     """What a comparison learnt about one engine. Bytes: the fullest rank's peak, the mean of what ranks sent."""
     seconds = [max(turn.step_seconds for turn in ranks) for ranks in rounds]
     last = rounds[-1]
-    lower, _, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return {
         "comparison": comparison.name,
         "engine": engine,
@@ -169,24 +167,30 @@ def _row(comparison: Comparison, engine: str, rounds: list[list[Turn]]) -> dict[
         "precision": comparison.precision,
         "clip": comparison.clip,
         "step_seconds": statistics.median(seconds),
-        "step_seconds_quartiles": [lower, upper],
+        "step_seconds_quartiles": quartiles(seconds),
         "num_turns": len(seconds),
-        "peak_bytes": _of_ranks(max, [turn.peak_bytes for turn in last]),
-        "allocated_bytes": _of_ranks(max, [turn.allocated_bytes for turn in last]),
-        "wire_bytes": _of_ranks(statistics.mean, [turn.wire_bytes for turn in last]),
+        "peak_bytes": of_ranks(max, [turn.peak_bytes for turn in last]),
+        "allocated_bytes": of_ranks(max, [turn.allocated_bytes for turn in last]),
+        "wire_bytes": of_ranks(statistics.mean, [turn.wire_bytes for turn in last]),
         "form_bytes": _form_bytes(comparison, engine, last),
     }
+
+
+def quartiles(seconds: list[float]) -> list[float]:
+    """The lower and the upper."""
+    lower, _, upper = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+    return [lower, upper]
 
 
 def _form_bytes(comparison: Comparison, engine: str, ranks: list[Turn]) -> float | None:
     theory = ENGINES[engine].theory
     if theory is None:
-        return _of_ranks(statistics.mean, [turn.form_bytes for turn in ranks])
+        return of_ranks(statistics.mean, [turn.form_bytes for turn in ranks])
     num_bytes = parameter_bytes(comparison.model, comparison.precision)
     return theory * num_bytes * (comparison.world_size - 1) / comparison.world_size
 
 
-def _of_ranks(choose: Any, values: list[int | None]) -> float | None:
+def of_ranks(choose: Any, values: list[int | None]) -> float | None:
     known = [value for value in values if value is not None]
     return choose(known) if len(known) == len(values) else None
 
@@ -206,11 +210,11 @@ def _groups(comparison: Comparison) -> list[list[str]]:
     engines = [e for e in comparison.engines or there if e in there and e not in REFERENCES]
     states = 4 * parameter_bytes(comparison.model, "fp32")  # weights, gradients, two moments
     each = comparison.world_size * (0.85 * states + 150 * MiB)
-    fit = max(1, int(0.85 * _available_bytes() / each) - len(REFERENCES))
+    fit = max(1, int(0.85 * available_bytes() / each) - len(REFERENCES))
     return [[*REFERENCES, *engines[i : i + fit]] for i in range(0, max(1, len(engines)), fit)]
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     words = Path("/proc/meminfo").read_text().split()
     return int(words[words.index("MemAvailable:") + 1]) * 1024
 

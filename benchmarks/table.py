@@ -36,24 +36,30 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, "### Against the targets", targets.markdown(rows)])
 
 
-def replace_in(page: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace what is between the markers of the page."""
+def replace_in(page: Path, text: str) -> None:
+    """Put `text` between the markers of the page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
         raise SystemExit(f"{page}: no lines {BEGIN} and {END} to write between")
-    page.write_text(f"{before}{BEGIN}\n{markdown(rows)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def _circumstances(rows: list[dict[str, Any]]) -> str:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    loads = [row["load_before"] for row in rows]
     turns = sorted({row["num_turns"] for row in rows})
+    loads = [row["load_before"] for row in rows]
+    return (
+        f"{machine()} Medians of {turns[0]}–{turns[-1]} turns; load average before each comparison "
+        f"{min(loads):.1f}–{max(loads):.1f}."
+    )
+
+
+def machine() -> str:
+    """When, on what, with which versions."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
         f"Measured on {today}: {_processor()}, {os.cpu_count()} cores, one thread per rank; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}. "
-        f"Medians of {turns[0]}–{turns[-1]} turns; load average before each comparison "
-        f"{min(loads):.1f}–{max(loads):.1f}."
+        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}."
     )
 
 
@@ -74,12 +80,12 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['ratio_to_limit']:.2f}",
         f"{row['ratio_to_ddp']:.2f}",
         *(
-            _megabytes(row[key])
+            megabytes(row[key])
             for key in ("peak_bytes", "allocated_bytes", "wire_bytes", "form_bytes")
         ),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _megabytes(num_bytes: float | None) -> str:
+def megabytes(num_bytes: float | None) -> str:
     return "–" if num_bytes is None else f"{num_bytes / MB:.0f}"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import check, run, table
+from benchmarks import check, checkpoints, run, table
+from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, why_not_shaped
@@ -63,7 +64,7 @@ def test_the_limit_does_the_work_of_one_share_and_is_the_reference(rows):
 def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    table.replace_in(page, rows)
+    table.replace_in(page, table.markdown(rows))
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -75,7 +76,7 @@ def test_page_without_markers_is_refused(tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text("no place for numbers")
     with pytest.raises(SystemExit, match="measured: begin"):
-        table.replace_in(page, [])
+        table.replace_in(page, "numbers")
 
 
 def test_check_finds_what_got_worse_and_nothing_else(rows):
@@ -92,13 +93,63 @@ def test_check_finds_what_got_worse_and_nothing_else(rows):
 
 
 def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):
-    monkeypatch.setattr(run, "_available_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(run, "available_bytes", lambda: 16 << 30)
     comparison = run.Comparison("t", "smollm2_135m", engines=tuple(ENGINES))
     groups = run._groups(comparison)
     assert len(groups) > 1
     assert all(group[:2] == ["limit", "ddp"] for group in groups)
     measured = {engine for group in groups for engine in group}
     assert measured == set(engines_for(world_size=2))
+
+
+# -- checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory) -> list[dict]:
+    """Each way saves and loads, twice; a rank raises where what it loaded is not what it saved, bit for bit."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    rows = checkpoints.compare(checkpoints.Comparison("t", "million", num_rounds=1), folder)
+    assert list(folder.iterdir()) == [], "what was measured is removed"
+    return rows
+
+
+def test_every_way_saves_the_same_bytes(costs):
+    ways = [(engine, way) for engine, ways in checkpoints.WAYS.items() for way in ways]
+    operations = ("blocked", "save", "load")
+    told = [(row["engine"], row["saved_by"], row["operation"]) for row in costs]
+    assert told == [(*way, operation) for way in ways for operation in operations]
+    shapes = shapes_of("million")
+    state = 3 * parameter_bytes("million", "fp32") + 4 * len(
+        shapes
+    )  # two moments and a number each
+    for row in costs:
+        assert row["bytes"] == state
+        assert row["mb_per_second"] == pytest.approx(state / 1e6 / row["seconds"])
+        assert state < row["written_bytes"] < 1.2 * state, "once, with what says what it is"
+
+
+def test_a_save_costs_a_copy_of_a_share_or_of_all(costs):
+    """A share that is written beside training, or the whole on rank 0; and a tensor of a tenth on its way there."""
+    extra = {(r["engine"], r["saved_by"]): r for r in costs if r["operation"] == "save"}
+    for (_, way), row in extra.items():
+        copied = {"torch.save": 1.0, "DCP": 0.0}.get(way, 0.5) * row["bytes"]
+        assert copied <= row["peak_extra_bytes"] < copied + 0.2 * row["bytes"], way
+
+
+def test_training_stands_still_until_torch_save_is_whole(costs):
+    seconds = {(r["engine"], r["saved_by"], r["operation"]): r["seconds"] for r in costs}
+    for engine, ways in checkpoints.WAYS.items():
+        for way in ways:
+            blocked, whole = (seconds[engine, way, kind] for kind in ("blocked", "save"))
+            assert 0 < blocked <= whole
+
+
+def test_table_of_checkpoints_has_a_line_for_each_way(costs):
+    lines = checkpoints.markdown(costs).splitlines()
+    for engine, ways in checkpoints.WAYS.items():
+        for way in ways:
+            assert sum(line.startswith(f"| {engine} | {way} |") for line in lines) == 1
 
 
 def namespaces() -> str:
