@@ -41,9 +41,8 @@ class Cost:
 
     blocked_seconds: float  # until training may go on
     seconds: float  # until it is whole and synced
-    extra_bytes: (
-        int | None
-    )  # the most that was held at once beyond what training holds between two steps
+    # The most held at once: saving, beyond what training holds without it; loading, beyond what is there.
+    extra_bytes: int | None
     state_bytes: int  # weights and moments that this rank contributes
     written_bytes: int = 0  # in the folder, of all ranks
 
@@ -93,7 +92,7 @@ class CheckpointRunner:
         self._change()
         assert self._hashes() != self._saved
         with self._alone():
-            held = self._held()  # with what saving keeps, which a run that begins does not have
+            held = self._held()
             memory, began = AllocationMeter(self._world.device), time.perf_counter()
             chosen.load()
             seconds = time.perf_counter() - began

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -42,9 +43,8 @@ WAYS = {
     "zero3_buffer": (OURS,),
     "fsdp2": (TORCH_SAVE, DCP, DCP_ASYNC),
 }
-STATES_HELD = (
-    24  # times the parameters' bytes: by all ranks of all engines together, copies included
-)
+# Times the parameters' bytes: by all ranks of all engines together, copies included.
+STATES_HELD = 24
 HEAD = """\
 | engine | saved by | training stands still, ms | whole, ms | quartiles | MB/s | load, ms | quartiles | MB/s | \
 extra memory to save, MB | to load, MB | written, MB |
@@ -74,6 +74,7 @@ def main() -> int:
     if args.list:
         print("\n".join(str(comparison) for comparison in COMPARISONS))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was written is removed then, too
     rows: list[dict[str, Any]] = []
     for comparison in COMPARISONS:
         if comparison.name in (args.only or [comparison.name]):

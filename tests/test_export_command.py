@@ -1,0 +1,121 @@
+"""The export as a user runs it: a process with an exit code, killed at any moment; and the tokenizer it takes along."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.test_export import config_of, load, require_bits, save
+from zeroexp import export
+from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
+
+MANY_FILES = ("model=tiny", "model.hf_config.num_hidden_layers=24")
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    ranks(save, config_of(*MANY_FILES), folder)
+    return folder
+
+
+def command(*arguments: object) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "zeroexp.export", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
+
+
+def refused(*arguments: object) -> str:
+    process = command(*arguments)
+    told, line = process.communicate(timeout=60)
+    assert (process.returncode, told) == (2, "")
+    assert line.startswith("zeroexp: ") and line.count("\n") == 1 and "; " in line, line
+    return line
+
+
+def test_refusals_are_one_line_and_exit_code_2(run, tmp_path):
+    target = tmp_path / "to"
+    assert "no whole checkpoint in there" in refused(tmp_path, "--to", target)
+    checkpoint = shutil.copytree(run, tmp_path / "run") / "checkpoint" / "step-000002"
+    weight = read_manifest(checkpoint).state["model.norm.weight"]["weight"].pieces[0]
+    with (checkpoint / weight.file).open("r+b") as file:
+        file.seek(weight.offset)
+        file.write(b"\x7f")
+    assert "damaged, model.norm.weight at byte" in refused(checkpoint, "--to", target)
+    (checkpoint / MANIFEST).write_text("{")
+    assert f"{checkpoint / MANIFEST}: damaged" in refused(checkpoint, "--to", target)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def kill_when(sign: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not sign():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+
+
+def test_killed_it_leaves_nothing_under_its_name_or_all_of_it(run, tmp_path):
+    target, size = tmp_path / "to", ("--max-shard-size", "100KB")
+    process = command(run, "--to", target, *size)
+    kill_when(lambda: list(tmp_path.glob(".to-*/*.safetensors")), process)
+    assert process.returncode == -signal.SIGKILL and not target.exists()
+    process = command(run, "--to", target, *size)  # what is left of the first is in nobody's way
+    kill_when(target.exists, process)
+    require_bits(target, config_of(*MANY_FILES))
+    assert len(list(tmp_path.glob(".to-*"))) == 1
+
+
+# -- the tokenizer of model.weights -----------------------------------------------------------------
+
+
+@pytest.fixture
+def weights(ranks, tmp_path) -> Path:
+    """Of somebody else: another end of text, and files about words that nothing here reads."""
+    (tmp_path / "first").mkdir()
+    ranks(save, config_of("model=tiny"), tmp_path / "first")
+    folder = tmp_path / "weights"
+    export.export(export.choose(tmp_path / "first"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "bos_token_id": 3, "eos_token_id": 5})
+    )
+    words = json.loads((folder / "tokenizer_config.json").read_text())
+    words = {**words, "model_max_length": 77, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+def test_it_goes_along_byte_for_byte(ranks, tmp_path, weights):
+    (tmp_path / "run").mkdir()
+    ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
+    export.export(export.choose(tmp_path / "run"), tmp_path / "to")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert (tmp_path / "to" / name).read_bytes() == (weights / name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "to")
+    assert (tokenizer.model_max_length, tokenizer.chat_template) == (77, "{{ messages }}")
+    model = load(tmp_path / "to", "causal")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (3, 5)
+    assert model.generation_config.eos_token_id == 5
+
+
+def test_one_that_is_not_here_any_more_is_left_out_and_told(ranks, tmp_path, weights, capsys):
+    (tmp_path / "run").mkdir()
+    ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
+    shutil.rmtree(weights)
+    export.export(export.choose(tmp_path / "run"), tmp_path / "to")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zeroexp: exported without a tokenizer: ") and str(weights) in line
+    assert not list((tmp_path / "to").glob("*token*"))
+    load(tmp_path / "to", "causal")
