@@ -5,7 +5,7 @@
 #   make lint         ruff and pyright
 #   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
 #   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
-#   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; four minutes; writes docs/checkpoints.md
+#   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; five minutes; writes docs/checkpoints.md
 #   make report       the table of the newest sweep in outputs/
 #   make clean        removes the environment and caches, keeps outputs/
 
