@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroexp import world as worlds
 from zeroexp.config import Config
 from zeroexp.measure.record import Traffic
 from zeroexp.models.build import BuiltModel
@@ -69,6 +70,14 @@ class Limit:
 
     def take_traffic(self) -> Traffic:
         return Traffic()
+
+
+class LimitInStep(Limit):
+    """The same with all ranks in step, as a sum of gradients keeps them: they wait, and want the memory all at once."""
+
+    def step(self) -> Tensor:
+        worlds.barrier()
+        return super().step()
 
 
 class Plain:

@@ -58,7 +58,7 @@ COMPARISONS = [
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
     Comparison("million_4_ranks", "million", world_size=4, num_steps=20),
     Comparison("small_alone", "small", world_size=1, engines=("plain", *OURS)),
-    Comparison("135m", "smollm2_135m", num_rounds=4, engines=(*PEERS, *OURS)),
+    Comparison("135m", "smollm2_135m", num_rounds=4, engines=("limit_in_step", *PEERS, *OURS)),
     Comparison("small_1gbit", "small", link="1gbit", num_rounds=3, engines=(*PEERS, *OURS)),
     Comparison("small_200mbit", "small", link="200mbit", num_rounds=2, engines=(*PEERS, *OURS)),
 ]

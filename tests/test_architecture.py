@@ -24,6 +24,7 @@ ORDER = [
     {"zeroexp.models", "zeroexp.data", "zeroexp.optim", "zeroexp.stop"},
     {"zeroexp.strategies"},
     {"zeroexp.train", "zeroexp.tracking", "zeroexp.checkpoint"},
+    {"zeroexp.links"},
     {"zeroexp.rank"},
     {"zeroexp.report"},
     {"zeroexp.cluster"},

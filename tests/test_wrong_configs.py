@@ -67,6 +67,8 @@ WRONG = {
     ),
     "cluster.world_sizes=[] world_size=all": ("cluster.world_sizes=[]:", "use [1, 2]"),
     "strategy=zero2 strategy.bucket_mb=0": ("strategy.bucket_mb=0", "more than 0"),
+    "strategy=zero2 strategy.bucket_mb=large": ("strategy.bucket_mb=large", "auto"),
+    "strategy=zero2 strategy.bucket_mb=true": ("strategy.bucket_mb=", "auto"),
     "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),
     "data.path=/no/such/text": ("data.path=/no/such/text:", "use one that exists"),
     "tracking.uri=file:./mlruns": ("tracking.uri=file:./mlruns ", "sqlite:///"),

@@ -8,6 +8,7 @@ default into the run's config. No torch in this file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 Schema = TypeVar("Schema")
 
 DEFAULT_REVIEWS = "Yelp/yelp_review_full"
+AUTO = "auto"
 
 
 class ConfigError(ValueError):
@@ -80,9 +82,8 @@ class StrategyConfig:
     prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
     keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
     reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
-    bucket_mb: float | None = (
-        None  # MiB, the most that one reduction takes; None: the transport's best
-    )
+    # MiB, the most that one reduction takes; None: the transport's best; auto: from the links' measured speed.
+    bucket_mb: Any = None
     # Settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
 
@@ -237,7 +238,11 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
 def save(config: Config, path: Path) -> None:
     import yaml
 
-    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    beside = path.with_name(
+        f".{path.name}.{os.getpid()}"
+    )  # a reader sees the old content or the new one
+    beside.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    beside.replace(path)
 
 
 def load(path: Path) -> Config:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from zeroexp import config as configs
+from zeroexp import links
 from zeroexp import world as worlds
 from zeroexp.checkpoint.folders import newest
 from zeroexp.checkpoint.load import Shapes, load
@@ -112,6 +113,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     if config.train.activation_checkpointing:
         checkpoint_blocks(model.module, model.blocks)
+    config = links.settle(config, folder, world)
     strategy = build_strategy(config, model, world)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from zeroexp.check.refusal import nearest, value_of, wrong
-from zeroexp.config import Config
+from zeroexp.config import AUTO, Config
 from zeroexp.sharding.placement import Placement
 
 DTYPES = ("float32", "bfloat16")
@@ -111,8 +113,11 @@ def world_sizes(config: Config) -> None:
 
 def bucket(config: Config) -> None:
     size = config.strategy.bucket_mb
-    if size is not None and size <= 0:
-        wrong("strategy.bucket_mb", size, "not a size in MiB", "use more than 0, or null")
+    if size in (None, AUTO):
+        return
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
+        remedy = "use more than 0, auto (measured once per cluster), or null"
+        wrong("strategy.bucket_mb", size, "not a size in MiB", remedy)
 
 
 def study(config: Config) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from zeroexp.config import Config, StrategyConfig, resolve
+from zeroexp.config import AUTO, Config, StrategyConfig, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.sharding.placement import Stage
@@ -93,6 +93,8 @@ def _dtypes(strategy: StrategyConfig) -> Dtypes:
 
 def _options(strategy: StrategyConfig) -> Options:
     """Options are the config's words; what has no effect in this stage is None there, and left at its default."""
+    if strategy.bucket_mb == AUTO:
+        raise ValueError("strategy.bucket_mb=auto: measure it first, with zeroexp.links.settle")
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
     words["family"] = strategy.implementation
     return Options(**{word: value for word, value in words.items() if value is not None})

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroexp.config import AUTO
 from zeroexp.measure.record import KINDS, RunSummary, StepRecord
 from zeroexp.tracking.files import RECORDS, SUMMARY
 from zeroexp.tracking.run import Run
@@ -88,8 +89,15 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
 
 
 def params(run: Run) -> dict[str, str]:
-    """The resolved config, dotted; `study` says why a point ran, not what it was."""
-    return {key: value for key, value in run.config.items() if not key.startswith("study.")}
+    """The resolved config, dotted; `study` says why a point ran, not what it was.
+
+    A param is written once: what is still to be measured waits until config.yaml holds the number.
+    """
+    return {
+        key: value
+        for key, value in run.config.items()
+        if not key.startswith("study.") and (key, value) != ("strategy.bucket_mb", AUTO)
+    }
 
 
 def tags(run: Run, status: str) -> dict[str, str]:

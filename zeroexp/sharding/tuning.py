@@ -1,0 +1,93 @@
+"""How large a reduction should be, from what one costs here: latency and bandwidth measured, the rest arithmetic.
+
+    seconds of a reduction of b bytes  =  latency + b / bandwidth
+
+Small buckets keep little memory waiting and leave little for the end of backward; but every one pays the latency. A
+bucket of 9 x latency x bandwidth pays a tenth of its time for it: from there on a larger one gains nearly nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroexp import world as worlds
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import slot_bytes
+from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
+from zeroexp.sharding.moves import ReducePart
+from zeroexp.sharding.placement import STAGES
+from zeroexp.world import World
+
+LATENCY_SHARE = 0.1  # of the time of a reduction of the size chosen
+MIB = 1 << 20
+LEAST_MB, MOST_MB = 0.25, 64.0  # of a choice
+PROBED_BYTES = (128 << 10, MIB, 16 * MIB)  # the last is in no cache of one core
+NUM_REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Link:
+    """What reductions cost between the ranks of one world, at the slowest rank."""
+
+    latency_seconds: float
+    bytes_per_second: float  # of gradient on each rank, whatever part of it travels
+
+    @property
+    def bucket_mb(self) -> float:
+        """MiB, a power of two."""
+        worth = self.latency_seconds * self.bytes_per_second * (1 - LATENCY_SHARE) / LATENCY_SHARE
+        size = LEAST_MB
+        while size < MOST_MB and size * MIB < worth:
+            size *= 2
+        return size
+
+
+def fit(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The line through these points, each weighted so that a relative error counts alike at every size."""
+    weights = [1 / s**2 for s in seconds]
+    total = sum(weights)
+    mean_bytes = sum(w * b for w, b in zip(weights, num_bytes, strict=True)) / total
+    mean_seconds = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
+    points = list(zip(weights, num_bytes, seconds, strict=True))
+    spread = sum(w * (b - mean_bytes) ** 2 for w, b, _ in points)
+    slope = sum(w * (b - mean_bytes) * (s - mean_seconds) for w, b, s in points) / spread
+    slope = max(slope, 1e-13)  # 10 TB/s: so fast that noise hides it
+    return Link(max(mean_seconds - slope * mean_bytes, 0.0), 1 / slope)
+
+
+def measure(world: World, *, transport: str = "auto") -> Link:
+    """Time reductions of a few sizes between all ranks of `world`, which call it together. Some tenths of a second."""
+    if world.size == 1:
+        return Link(0.0, float("inf"))
+    chunks = [_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
+    wire = Collectives(world, transport=transport)
+    wire.meet()
+    wire.reserve(0, slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
+    return fit(PROBED_BYTES, [_seconds_of(chunk, wire) for chunk in chunks])
+
+
+def _chunk(numel: int, world_size: int) -> Chunk:
+    (chunk,) = lay_out("buffer", [[ParameterSpec("probe", numel, itemsize=4)]], world_size)[0]
+    return chunk
+
+
+def _seconds_of(chunk: Chunk, wire: Collectives) -> float:
+    """Median over repeats of the slowest rank's time; the first, which finds nothing warm, does not count."""
+    device = wire.world.device
+    gradient = torch.zeros(chunk.numel, device=device)
+    out = [torch.empty(span.numel, device=device) for span in chunk.spans(wire.world.rank)]
+    seconds: list[float] = []
+    for _ in range(1 + NUM_REPEATS):
+        worlds.barrier()
+        began = time.perf_counter()
+        wire.reduce_scatter([ReducePart(chunk, [gradient], out)], "probe").wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    slowest = [max(ranks) for ranks in zip(*worlds.gather(seconds[1:]), strict=True)]
+    return statistics.median(slowest)
