@@ -94,7 +94,6 @@ def _ours(stage: str, implementation: str) -> Engine:
 
 ENGINES: dict[str, Engine] = {
     "limit": Engine("limit", build=peers.Limit, theory=0),
-    "limit_in_step": Engine("limit", build=peers.LimitInStep, theory=0),
     "plain": Engine("plain", build=peers.Plain, theory=0),  # one rank only
     "ddp": Engine("ddp", {"implementation": "torch", "gradient_as_bucket_view": True}, theory=2),
     "zero_redundancy": Engine(

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroexp import world as worlds
 from zeroexp.config import Config
 from zeroexp.measure.record import Traffic
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory
 from zeroexp.world import World
+
+BUCKET_ELEMENTS = 5_000_000  # of DeepSpeed: 20 MB in float32, about DDP's bucket
 
 
 def _in_compute_dtype(
@@ -70,14 +71,6 @@ class Limit:
 
     def take_traffic(self) -> Traffic:
         return Traffic()
-
-
-class LimitInStep(Limit):
-    """The same with all ranks in step, as a sum of gradients keeps them: they wait, and want the memory all at once."""
-
-    def step(self) -> Tensor:
-        worlds.barrier()
-        return super().step()
 
 
 class Plain:
@@ -173,6 +166,14 @@ def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
         "bf16": {"enabled": config.precision.compute == "bfloat16"},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            # Elements. Its defaults, of 500M and 50M, are memory set aside for models a hundred times as large.
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+        },
         "steps_per_print": 10**9,
     }

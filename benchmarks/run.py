@@ -53,12 +53,12 @@ PEERS = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2", "deepspeed2", "deepspee
 COMPARISONS = [
     Comparison("quick", "small", num_rounds=3),
     Comparison("small", "small", num_rounds=9),
-    Comparison("small_4_ranks", "small", world_size=4, num_rounds=5),
+    Comparison("small_4_ranks", "small", world_size=4, num_rounds=5, engines=(*PEERS, *OURS)),
     Comparison("small_bf16", "small", precision="bf16_master", engines=OURS),
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
-    Comparison("million_4_ranks", "million", world_size=4, num_steps=20),
+    Comparison("million_4_ranks", "million", world_size=4, num_steps=20, engines=(*PEERS, *OURS)),
     Comparison("small_alone", "small", world_size=1, engines=("plain", *OURS)),
-    Comparison("135m", "smollm2_135m", num_rounds=4, engines=("limit_in_step", *PEERS, *OURS)),
+    Comparison("135m", "smollm2_135m", num_rounds=3, engines=(*PEERS, *OURS)),
     Comparison("small_1gbit", "small", link="1gbit", num_rounds=3, engines=(*PEERS, *OURS)),
     Comparison("small_200mbit", "small", link="200mbit", num_rounds=2, engines=(*PEERS, *OURS)),
 ]
