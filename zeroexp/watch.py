@@ -36,6 +36,10 @@ def main() -> int:
     except (ConfigError, SlurmSilent) as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return WRONG
+    except PermissionError as error:
+        remedy = "watch as the user who submitted the sweep"
+        print(f"zeroexp: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        return WRONG
     except KeyboardInterrupt:
         print("left; the jobs go on", file=sys.stderr)
         return EVERYTHING_FINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def write(run: Path, step: int, config: Config, **changes: object) -> Path:
     manifest = replace(MADE, config=asdict(config), step=step, **changes)
     assert isinstance(manifest, Manifest)
     (folder / MANIFEST).write_bytes(to_json(manifest))
+    for file, num_bytes in manifest.file_bytes().items():
+        (folder / file).write_bytes(bytes(num_bytes))
     return folder
 
 
@@ -66,6 +69,32 @@ def test_latest_is_the_newest_that_fits(tmp_path):
     write(tmp_path / "b" / "run", 40, other)
     write(tmp_path / "c" / "run", 60, config).joinpath(MANIFEST).write_text("{")
     assert resolve_resume(config) == str(fits)
+
+
+@pytest.mark.parametrize("left", [None, 1], ids=["missing", "truncated"])
+def test_a_file_that_is_not_whole_is_told_here_and_passed_over_by_latest(tmp_path, left):
+    config = config_for(tmp_path)
+    run = tmp_path / "sweep" / "run"
+    older, newer = (write(run, step, config) for step in (20, 40))
+    file = newer / next(iter(MADE.file_bytes()))
+    size = file.stat().st_size
+    file.unlink()
+    told = "missing"
+    if left is not None:
+        file.write_bytes(bytes(left))
+        told = f"truncated to {left} of {size} bytes"
+    line = refused(replace(config, resume=str(run)), CheckpointError)
+    assert line == f"{file}: {told}; use resume={older}"
+    other = write(tmp_path / "sweep" / "other", 30, config)
+    os.utime(other / MANIFEST, (0, 0))  # older than both
+    assert resolve_resume(replace(config, resume="latest")) == str(older)
+
+
+def test_latest_does_not_go_back_in_a_run_that_is_over(tmp_path):
+    config = config_for(tmp_path, "resume=latest", "train.warmup_steps=0", "train.steps=40")
+    for step in (20, 40):
+        write(tmp_path / "sweep" / "run", step, config)
+    assert "40 steps are done, of 40 here" in refused(config, UndefinedCombination)
 
 
 def test_latest_without_any(tmp_path):

@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 
 FOLDER = "checkpoint"  # inside of a run's
 ATTEMPT = ".attempt"
@@ -37,6 +37,24 @@ def step_of(checkpoint: Path) -> int:
     match = WHOLE.fullmatch(checkpoint.name)
     assert match is not None, checkpoint
     return int(match[1])
+
+
+def missing(checkpoint: Path, manifest: Manifest) -> str | None:
+    """The first file that is not there or too short, in words with a remedy; what is in them only hashes tell."""
+    for file, num_bytes in manifest.file_bytes().items():
+        path = checkpoint / file
+        if not path.is_file():
+            return f"{path}: missing{remedy(checkpoint)}"
+        size = path.stat().st_size
+        if size < num_bytes:
+            return f"{path}: truncated to {size} of {num_bytes} bytes{remedy(checkpoint)}"
+    return None
+
+
+def remedy(checkpoint: Path) -> str:
+    """An older checkpoint of the same run, if there is one."""
+    older = [path for path in whole(checkpoint.parent.parent) if path.name < checkpoint.name]
+    return f"; use resume={older[-1]}" if older else "; give another checkpoint"
 
 
 def prepare(run: Path, attempt: int) -> None:

@@ -67,28 +67,14 @@ def _shape(shapes: Shapes, name: str) -> str:
 
 def _damage(checkpoint: Path, manifest: Manifest, world: World) -> str | None:
     """The first thing wrong with this rank's share of the pieces, in words."""
-    for file, num_bytes in manifest.file_bytes().items():
-        path = checkpoint / file
-        if not path.is_file():
-            return f"{path}: missing{_remedy(checkpoint)}"
-        if path.stat().st_size < num_bytes:
-            size = path.stat().st_size
-            return f"{path}: truncated to {size} of {num_bytes} bytes{_remedy(checkpoint)}"
+    if told := folders.missing(checkpoint, manifest):
+        return told
     buffer = memoryview(bytearray(BUFFER_BYTES))
     for name, tensor, piece in _share(manifest, world):
         if hash_of(_read(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
-            where = f"{name} at byte {piece.offset}"
-            return (
-                f"{checkpoint / piece.file}: damaged, {where} has another hash{_remedy(checkpoint)}"
-            )
+            told = f"damaged, {name} at byte {piece.offset} has another hash"
+            return f"{checkpoint / piece.file}: {told}{folders.remedy(checkpoint)}"
     return None
-
-
-def _remedy(checkpoint: Path) -> str:
-    """An older checkpoint of the same run, if there is one."""
-    run = checkpoint.parent.parent
-    older = [path for path in folders.whole(run) if path.name < checkpoint.name]
-    return f"; use resume={older[-1]}" if older else "; give another checkpoint"
 
 
 def _share(manifest: Manifest, world: World) -> Iterator[tuple[str, StoredTensor, StoredPiece]]:

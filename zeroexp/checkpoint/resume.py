@@ -33,8 +33,11 @@ def resolve_resume(config: Config) -> str | None:
     if config.resume == LATEST:
         return str(_latest(config))
     checkpoint = _named(config.resume)
-    if misfit := _misfit(config, read_manifest(checkpoint)):
+    manifest = read_manifest(checkpoint)
+    if misfit := _misfit(config, manifest):
         raise UndefinedCombination(f"resume={config.resume}: {misfit}")
+    if told := folders.missing(checkpoint, manifest):
+        raise CheckpointError(told)
     return str(checkpoint)
 
 
@@ -48,21 +51,28 @@ def _named(resume: str) -> Path:
 
 
 def _latest(config: Config) -> Path:
-    """The newest that fits, of any run under outputs."""
+    """The newest that fits, of any run under outputs; of a run whose newest is damaged, an older one."""
     runs = Path(config.outputs).resolve().glob(f"*/*/{folders.FOLDER}")
-    found = [checkpoint for run in runs if (checkpoint := folders.newest(run.parent))]
+    found = [checkpoint for run in runs for checkpoint in folders.whole(run.parent)]
     found.sort(key=lambda path: (path / MANIFEST).stat().st_mtime, reverse=True)
-    misfits: list[str] = []
+    unfit: set[Path] = set()  # runs: if the newest is another model's, so are the older ones
+    why: list[str] = []
     for checkpoint in found:
+        if checkpoint.parent in unfit:
+            continue
         try:
-            misfit = _misfit(config, read_manifest(checkpoint))
+            manifest = read_manifest(checkpoint)
         except CheckpointError as error:
-            misfit = str(error)
-        if misfit is None:
+            why.append(str(error))
+            continue
+        if misfit := _misfit(config, manifest):
+            unfit.add(checkpoint.parent)
+        told = misfit or folders.missing(checkpoint, manifest)
+        if told is None:
             return checkpoint
-        misfits.append(misfit)
-    why = f"{misfits[0]} (and {len(found) - 1} older)" if misfits else "there is none"
-    told = f"no checkpoint under {config.outputs} fits: {why}"
+        why.append(told)
+    first = f"{why[0]} (and {len(why) - 1} older)" if why else "there is none"
+    told = f"no checkpoint under {config.outputs} fits: {first}"
     raise UndefinedCombination(f"resume={LATEST}: {told}; use resume=null to begin anew")
 
 
