@@ -58,7 +58,6 @@ class Recipe:
     accumulation: int = 2  # microbatches per rank and step
     precision: str = "fp32"
     optimizer: str = "adamw"
-    fused: bool = True
     fused: bool = False
     max_grad_norm: float | None = None
     checkpointing: bool = False
