@@ -8,6 +8,8 @@
     targets.py  what we aim at, beside what was measured
     check.py    rows against the stored ratios: what got worse
     gpu.py      one GPU, self-contained
+    breakdown.py     where the milliseconds of a step go
+    startup.py       from the command to the first step
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py
 
 [Note: a turn] An engine may leave an all-gather in flight at the end of a step, which whoever runs next would pay.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import check, checkpoints, run, table
+from benchmarks import breakdown, check, checkpoints, run, startup, table
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
@@ -100,6 +100,42 @@ def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):
     assert all(group[:2] == ["limit", "ddp"] for group in groups)
     measured = {engine for group in groups for engine in group}
     assert measured == set(engines_for(world_size=2))
+
+
+# -- where time goes, and how it begins ---------------------------------------------------------------
+
+
+def test_the_parts_of_a_step_are_those_an_engine_has():
+    engines = ["limit", "zero2_buffer", "zero3_buffer_sockets"]
+    rows = breakdown.measure(engines, "tiny", num_turns=1)
+    assert list(rows) == engines
+    for row in rows.values():
+        assert list(row) == [*breakdown.PARTS, breakdown.OTHER]
+        assert all(row[part] > 0 for part in ("forward", "backward", "optimizer"))
+    moves = ("norm", "lay out", "sum", "copy")
+    assert all(rows["limit"][part] == 0 for part in (*moves, "wait"))
+    assert all(rows["zero2_buffer"][part] > 0 for part in moves)
+    assert rows["zero3_buffer_sockets"]["copy"] == 0, "messages are not read where they lie"
+    lines = breakdown.markdown(rows).splitlines()
+    assert [line.split(" | ")[0] for line in lines[-3:]] == [f"| {engine}" for engine in engines]
+
+
+def test_a_part_does_not_count_what_is_timed_inside_of_it(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: next(now))
+    watch = breakdown.Stopwatch()  # at 0
+    inner = watch._timed("inner", lambda: None)
+    watch._timed(
+        "outer", lambda: inner()
+    )()  # outer begins at 1, inner lasts from 2 to 3, outer ends at 4
+    assert watch.read() == {"other": 2, "outer": 2, "inner": 1}  # read at 5
+
+
+@pytest.mark.slow
+def test_start_up_has_its_parts():
+    start = startup.measure()
+    assert 0 < start.build < start.first_point
+    assert start.following_points < start.first_point
 
 
 # -- checkpoints ------------------------------------------------------------------------------------
