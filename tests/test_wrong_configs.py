@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.composing import composed
 from zeroexp import __main__ as zeroexp
 from zeroexp import hub
 from zeroexp.check.inputs import check_inputs
+from zeroexp.check.outputs import require_writable
 from zeroexp.config import ConfigError
 
 # Command line -> parts of the one line it gets: key=value first, then what is wrong or what to do.
@@ -259,21 +261,32 @@ def test_a_folder_that_takes_no_results_is_refused(line, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
 
 
-@pytest.mark.parametrize("folder", ["outputs", "sweep"])
-def test_a_folder_of_somebody_else_is_refused(folder, monkeypatch, capsys):
-    """To write a new sweep in, and to run an old one again in."""
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A folder of somebody else, in a place that everybody may enter."""
     with tempfile.TemporaryDirectory() as name:
-        theirs = Path(name) / folder
-        theirs.mkdir(mode=0o755)
-        theirs.chmod(0o555)
+        folder = Path(name) / "theirs"
+        folder.mkdir()
+        folder.chmod(0o555)
         Path(name).chmod(0o755)
-        words = ["--rerun", str(theirs)] if folder == "sweep" else [f"outputs={theirs}"]
-        monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
-        with not_root():
-            assert zeroexp.main() == zeroexp.REFUSED
-        theirs.chmod(0o755)
+        yield folder
+        folder.chmod(0o755)
+
+
+def test_a_folder_of_somebody_else_takes_no_results(theirs):
+    """Asked for in the middle, since who is not root may not enter the folder this repository lies in."""
+    with not_root(), pytest.raises(ConfigError) as caught:
+        require_writable(f"outputs={theirs}", theirs, "choose another")
+    told = f"outputs={theirs}: no folder that can be written (Permission denied"
+    assert str(caught.value).startswith(told) and str(caught.value).endswith("; choose another")
+
+
+def test_a_sweep_of_somebody_else_can_not_be_run_again_in_place(theirs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zeroexp", "--rerun", str(theirs)])
+    with not_root():
+        assert zeroexp.main() == zeroexp.REFUSED
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"zeroexp: {' '.join(words)}: no folder that can be written (Permission")
+    assert told.startswith(f"zeroexp: --rerun {theirs}: no folder that can be written (Permission")
 
 
 @pytest.mark.parametrize("line", ["data.path=/on/the/nodes", "model.weights=me/model"])
