@@ -91,8 +91,11 @@ class Ranks:
 
     def turn(self, order: Any) -> list[Any]:
         """What each rank's runner answers, by rank."""
-        for pipe in self._pipes:
-            pipe.send(order)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(order)
+            except BrokenPipeError as error:
+                raise RankFailed(f"{self.spec}: rank {rank} is gone") from error
         return self._answers(TURN_SECONDS)
 
     def stop(self) -> None:

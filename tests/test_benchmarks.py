@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks import breakdown, check, checkpoints, run, startup, table
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
-from benchmarks.links import SHAPES, why_not_shaped
+from benchmarks.links import SHAPES, open_link, why_not_shaped
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
@@ -90,6 +91,21 @@ def test_check_finds_what_got_worse_and_nothing_else(rows):
     assert len(problems) == 2
     assert "t/zero3_buffer_sockets: ratio_to_limit" in "\n".join(problems)
     assert "t/zero1_buffer: peak_bytes" in "\n".join(problems)
+
+
+@pytest.mark.parametrize("moment", ["between turns", "in a turn"])
+def test_an_engine_that_dies_is_left_out_and_the_others_go_on(moment):
+    comparison = run.Comparison("t", "tiny", num_steps=2, num_rounds=2)
+    group = ["limit", "ddp", "zero2_buffer"]
+    with open_link("loopback") as link, run._running(comparison, group, link) as engines:
+        victim = engines["zero2_buffer"]._processes[1]
+        os.kill(victim.pid, signal.SIGKILL if moment == "between turns" else signal.SIGSTOP)
+        if moment == "between turns":
+            victim.join()
+        else:  # it has its order, and dies before it answers
+            threading.Timer(1.0, victim.kill).start()
+        turns = run._take_turns(comparison, engines)
+    assert {engine: len(rounds) for engine, rounds in turns.items()} == {"limit": 2, "ddp": 2}
 
 
 def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):

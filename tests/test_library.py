@@ -37,3 +37,16 @@ def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     two = losses(script, torchrun, 2)
     assert one[-1] < one[0] - 1
     assert two == pytest.approx(one, abs=1e-4)  # printed to six places, summed in another order
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    """The interpreter's end would abort under one that holds a tensor still."""
+    script = tmp_path / "train.py"
+    after = """
+import os
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+assert not [name for name in names if name.startswith("pt_gloo")], names
+assert strategy
+"""
+    script.write_text(program() + after)
+    losses(script, [sys.executable], 1)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
+from tests.somebody_else import not_root, open_to_all
 from zeroexp import watch
+from zeroexp.cluster.job import Job
 from zeroexp.config import load, save
 
 
@@ -40,3 +42,21 @@ def test_a_folder_that_is_no_sweep_is_one_line(
 ) -> None:
     assert watched(monkeypatch, str(tmp_path), "--once") == watch.WRONG
     assert capsys.readouterr().err.startswith(f"zeroexp: {tmp_path}: no run in there; give")
+
+
+def test_a_sweep_of_somebody_else_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is new can not be written down there. Slurm, which would tell it, is asked in tests/cluster."""
+
+    def find_ended(jobs: list[Job]) -> None:
+        with not_root():
+            jobs[0].enter("failed")
+
+    monkeypatch.setattr(watch, "refresh", find_ended)
+    with open_to_all() as sweep:
+        run_of(sweep, "zero2", "running")
+        assert watched(monkeypatch, str(sweep), "--once") == watch.WRONG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"zeroexp: {sweep}/zero2-buffer-n2/")
+    assert line.endswith(": Permission denied; watch as the user who submitted the sweep")

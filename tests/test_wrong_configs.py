@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.composing import composed
+from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp import hub
 from zeroexp.check.inputs import check_inputs
@@ -210,32 +209,19 @@ def test_what_ranks_could_not_read_is_refused(line, tmp_path, offline, monkeypat
     ],
 )
 def test_what_others_alone_may_read_is_refused(key, shut):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "folder"
+    with open_to_all() as home:
+        folder = home / "folder"
         folder.mkdir()
         for file in ("model.safetensors", "text.txt"):
             (folder / file).write_text("text")
-        Path(name).chmod(0o755)
-        (Path(name) / shut).chmod(0)
+        (home / shut).chmod(0)
         config = composed(f"{key}={folder}")
         with not_root(), pytest.raises(ConfigError) as told:
             check_inputs(config)
-        (Path(name) / shut).chmod(0o755)
+        (home / shut).chmod(0o755)
         check_inputs(config)
     assert str(told.value).startswith(f"{key}={folder}: can not be read (Permission denied: ")
     assert str(told.value).endswith("; make it readable, or choose another")
-
-
-@contextmanager
-def not_root():
-    """Root may read everything."""
-    was = os.geteuid()
-    if was == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(was)
 
 
 # As above, where a file of that name is in the way, or the folder is on a disk that is full.
@@ -263,14 +249,11 @@ def test_a_folder_that_takes_no_results_is_refused(line, tmp_path, monkeypatch, 
 
 @pytest.fixture
 def theirs() -> Iterator[Path]:
-    """A folder of somebody else, in a place that everybody may enter."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "theirs"
+    with open_to_all() as home:
+        folder = home / "theirs"
         folder.mkdir()
-        folder.chmod(0o555)
-        Path(name).chmod(0o755)
-        yield folder
-        folder.chmod(0o755)
+        with read_only(folder):
+            yield folder
 
 
 def test_a_folder_of_somebody_else_takes_no_results(theirs):

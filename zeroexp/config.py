@@ -236,11 +236,10 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
 
 
 def save(config: Config, path: Path) -> None:
+    """A reader sees the old content or the new one."""
     import yaml
 
-    beside = path.with_name(
-        f".{path.name}.{os.getpid()}"
-    )  # a reader sees the old content or the new one
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
     beside.replace(path)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group is there: its defaults would keep it for good
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ def host_identity() -> tuple[str, int]:
 
 
 def leave() -> None:
+    """Ends gloo's threads too, since nothing of ours keeps the group: one of them, letting go of its last tensor in the
+    interpreter's end, would take the process with it.
+    """
     dist.destroy_process_group()
 
 

@@ -67,11 +67,11 @@ def test_run_again_it_goes_on_bit_for_bit(reference, interrupted):
 
 def test_a_sweep_of_others_goes_on_from_one_checkpoint(reference, interrupted, tmp_path):
     """The next samples are the same, so that losses differ by the order of summation alone."""
-    words = ["strategy=zero1,zero3", "strategy.implementation=torch", "world_size=3"]
+    words = ["strategy=zero1,zero3", "strategy.implementation=parameter,torch", "world_size=3"]
     resume = [f"resume={only_job(interrupted).folder}", "train.steps=32"]
     result = zeroexp(tmp_path, "-m", *LONG, *words, *resume)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(jobs(tmp_path)) == 2
+    assert len(jobs(tmp_path)) == 4
     for name, job in jobs(tmp_path).items():
         rows = numbers(job)
         assert list(rows) == [31, 32], name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,18 +24,8 @@ def check(ranks, engine, recipe, run, steps) -> None:
         assert_same(rest, Outcome(whole.losses[step:], whole.norms[step:], whole.state))
 
 
-def worlds_of_engines() -> list[Any]:
-    """Every engine at one of the world sizes in turn; at the others in the slow tests."""
-    quick = {name: 1 + number % 3 for number, name in enumerate(ENGINES)}
-    slow = [pytest.mark.slow]
-    return [
-        pytest.param(name, world_size, marks=() if world_size == quick[name] else slow)
-        for name in ENGINES
-        for world_size in (1, 2, 3)
-    ]
-
-
-@pytest.mark.parametrize(("name", "world_size"), worlds_of_engines())
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ENGINES)
 def test_after_every_step(ranks, tmp_path, name, world_size):
     recipe = Recipe(world_size=world_size, fused=True, max_grad_norm=0.5)
     check(ranks, ENGINES[name], recipe, tmp_path, [1, 2])

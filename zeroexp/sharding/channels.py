@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments: 200 MB take half the time
@@ -41,13 +42,12 @@ class Channel(Protocol):
 class GlooChannel:
     """Point-to-point messages: what a move needs, no more, straight from and into the tensors."""
 
-    def __init__(self, group: Any, peer: int):
-        self._group = group
+    def __init__(self, peer: int):
         self._peer = peer
 
     def send(self, tag: int, tensors: Sequence[Tensor]) -> list[Any]:
         buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
-        return [self._group.send([buffer], self._peer, tag) for buffer in buffers]
+        return [_group().send([buffer], self._peer, tag) for buffer in buffers]
 
     def receive(self, tag: int, like: Sequence[Tensor], *, into: bool) -> Arrival:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
@@ -55,7 +55,7 @@ class GlooChannel:
         packed: list[tuple[Tensor, list[Tensor]]] = []
         for message in _messages(targets):
             buffer = message[0] if len(message) == 1 else _packed_like(message)
-            works.append(self._group.recv([buffer], self._peer, tag))
+            works.append(_group().recv([buffer], self._peer, tag))
             if len(message) > 1:
                 packed.append((buffer, message))
 
@@ -67,6 +67,12 @@ class GlooChannel:
             return targets
 
         return Arrival(wait, release=lambda: None)
+
+
+def _group() -> dist.ProcessGroup:
+    """Asked for at each message: the threads of a group that something keeps outlive `world.leave`."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

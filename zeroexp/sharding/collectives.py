@@ -48,22 +48,20 @@ class Transport(Protocol):
 
 
 class Collectives:
-    """The three moves and the sum of a scalar, over the ranks of one group, counted by kind of message.
+    """The three moves and the sum of a scalar, over all ranks, counted by kind of message.
 
     transport: "direct" (over shared memory where ranks share a host), "gloo" (direct, but always by message),
     "native" (the backend's own collectives), or "auto": direct on CPU, native elsewhere.
     """
 
-    def __init__(self, world: World, *, transport: str = "auto", group: Any = None):
-        group = group or dist.group.WORLD
+    def __init__(self, world: World, *, transport: str = "auto"):
         if transport == "auto":
             transport = "direct" if world.backend == "gloo" else "native"
         self._transport: Transport = (
-            Native(group, world.rank, world.size)
+            Native(world.rank, world.size)
             if transport == "native"
-            else Direct(group, world, share_memory=transport == "direct")
+            else Direct(world, share_memory=transport == "direct")
         )
-        self._group = group
         self.world = world
         self.traffic = Traffic()
 
@@ -132,7 +130,7 @@ class Collectives:
         """The same in the background: `value` is the sum once this is waited for."""
         if self.world.size == 1:
             return Pending([])
-        work = dist.all_reduce(value, group=self._group, async_op=True)
+        work = dist.all_reduce(value, async_op=True)
         num_bytes = 2 * value.nbytes * (self.world.size - 1) // self.world.size
         return self._count(kind, (Pending([work]), num_bytes))
 
@@ -140,7 +138,7 @@ class Collectives:
         """Whether all ranks hold the same non-negative number below 2**62."""
         extremes = torch.tensor([number, -number], device=self.world.device)
         if self.world.size > 1:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         return bool(extremes[0] == -extremes[1])
 
     def take_traffic(self) -> Traffic:

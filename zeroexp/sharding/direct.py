@@ -23,12 +23,11 @@ TIMEOUT_SECONDS = 600.0  # a neighbour silent for longer is taken for dead
 class Direct:
     """Every rank hands each peer what that peer is to have, over the best channel between the two."""
 
-    def __init__(self, group: Any, world: World, *, share_memory: bool):
-        self._group = group
+    def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank
         self._ranks = range(world.size)
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-        self._channels: dict[int, Channel] = {p: GlooChannel(group, p) for p in self._peers}
+        self._channels: dict[int, Channel] = {p: GlooChannel(p) for p in self._peers}
         self._tag = 0
         self._world = world
         self._share_memory = share_memory and world.size > 1
@@ -42,7 +41,7 @@ class Direct:
     def meet(self) -> bool:
         if not self._share_memory:
             return False
-        self._neighbours = Neighbourhood(self._world, self._group, TIMEOUT_SECONDS)
+        self._neighbours = Neighbourhood(self._world, TIMEOUT_SECONDS)
         return len(self._neighbours.peers) == len(self._peers)
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:

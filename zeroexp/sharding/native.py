@@ -22,8 +22,7 @@ class Native:
     staging_bytes = shared_bytes = 0
     moves_on_wait = False
 
-    def __init__(self, group: Any, rank: int, size: int):
-        self._group = group
+    def __init__(self, rank: int, size: int):
         self._rank = rank
         self._size = size
 
@@ -50,7 +49,7 @@ class Native:
         num_bytes = 0
         for part in parts:
             if part.chunk.even:
-                works.append(_all_gather(part.full, part.piece, self._group))
+                works.append(_all_gather(part.full, part.piece))
                 num_bytes += part.piece.nbytes * (self._size - 1)
                 continue
             own = part.full[part.chunk.section(self._rank)]
@@ -70,7 +69,7 @@ class Native:
             own = flat[part.chunk.section(self._rank)]
             if part.chunk.even:
                 own = torch.empty_like(own)
-                works.append(_reduce_scatter(own, flat, self._group))
+                works.append(_reduce_scatter(own, flat))
             else:
                 for owner in range(self._size):
                     section = flat[part.chunk.section(owner)]
@@ -87,7 +86,7 @@ class Native:
 
     def all_reduce(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]:
         flats = [_flatten(part) for part in parts]
-        works = [dist.all_reduce(flat, group=self._group, async_op=True) for flat in flats]
+        works = [dist.all_reduce(flat, async_op=True) for flat in flats]
 
         def spread() -> None:
             for part, flat in zip(parts, flats, strict=True):
@@ -98,7 +97,7 @@ class Native:
         return Pending(works, spread), sent
 
     def _async(self, op: Callable[..., Any], section: Tensor, owner: int) -> Any:
-        return op(section, owner, group=self._group, async_op=True)
+        return op(section, owner, async_op=True)
 
 
 def _flatten(part: ReducePart) -> Tensor:
@@ -109,13 +108,13 @@ def _flatten(part: ReducePart) -> Tensor:
     return flat
 
 
-def _all_gather(full: Tensor, piece: Tensor, group: Any) -> Any:
+def _all_gather(full: Tensor, piece: Tensor) -> Any:
     op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
-    return op(full, piece, group=group, async_op=True)
+    return op(full, piece, async_op=True)
 
 
-def _reduce_scatter(own: Tensor, flat: Tensor, group: Any) -> Any:
+def _reduce_scatter(own: Tensor, flat: Tensor) -> Any:
     op = (
         getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     )  # renamed in 2.13
-    return op(own, flat, group=group, async_op=True)
+    return op(own, flat, async_op=True)

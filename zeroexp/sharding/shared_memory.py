@@ -48,13 +48,13 @@ _DONE = 3  # I read none of your offers any more
 class Neighbourhood:
     """The ranks of one host: their sockets, their arenas, and mine."""
 
-    def __init__(self, world: World, group: Any, timeout_seconds: float):
+    def __init__(self, world: World, timeout_seconds: float):
         address = f"\0zeroexp-{uuid.uuid4()}"  # abstract: no file to leave behind
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(address)
         listener.listen(world.size)
         everyone: list[Any] = [None] * world.size
-        dist.all_gather_object(everyone, (host_identity(), address), group=group)
+        dist.all_gather_object(everyone, (host_identity(), address))
         same_host = [r for r, (host, _) in enumerate(everyone) if host == host_identity()]
         self.peers = [rank for rank in same_host if rank != world.rank]
         self._sockets = _connect(world.rank, self.peers, [a for _, a in everyone], listener)

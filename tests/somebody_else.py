@@ -1,0 +1,39 @@
+"""This process as a user who is not root, and a folder of somebody else: what is told where a file says no."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def not_root() -> Iterator[None]:
+    """Root may read everything. Who is not may not even enter the folder this repository lies in, maybe."""
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+@contextmanager
+def open_to_all() -> Iterator[Path]:
+    """A new folder that everybody may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    folder.chmod(0o555)
+    try:
+        yield
+    finally:
+        folder.chmod(0o755)
