@@ -23,6 +23,7 @@ from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.storage import Pool, Private
+from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.sharding.unit import Dtypes, Unit
 from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.strategies.sharded_state import canonical_state, load_canonical
@@ -99,6 +100,7 @@ class Sharded:
             keep=options.keep,
             reduce_each=options.reduce_each,
         )
+        keep_rows_apart(module)  # before the hooks that ask for the whole gradient
         for unit, group in zip(self._units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self.optimizer = optimizer_factory(_masters_in_groups(self._units, param_groups))
