@@ -18,9 +18,8 @@ from types import TracebackType
 
 CLONE_NEWNET = 0x40000000
 DEVICE = "slow0"  # on either side
-TCP_PAYLOAD_OF_FRAME = (
-    1448 / 1514
-)  # of Ethernet frames with 1500 bytes: what the token bucket counts
+# of Ethernet frames with 1500 bytes: what the token bucket counts
+TCP_PAYLOAD_OF_FRAME = 1448 / 1514
 
 
 @dataclass(frozen=True)

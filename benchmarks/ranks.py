@@ -94,7 +94,7 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send(order)
-            except BrokenPipeError as error:
+            except ConnectionError as error:
                 raise RankFailed(f"{self.spec}: rank {rank} is gone") from error
         return self._answers(TURN_SECONDS)
 
@@ -114,7 +114,7 @@ class Ranks:
                 raise RankFailed(f"{self.spec}: rank {rank} did not answer in {seconds:.0f} s")
             try:
                 answer = pipe.recv()
-            except EOFError as error:
+            except (EOFError, ConnectionError) as error:
                 raise RankFailed(f"{self.spec}: rank {rank} died without a word") from error
             if isinstance(answer, str):
                 raise RankFailed(f"{self.spec}: rank {rank} raised\n{answer}")

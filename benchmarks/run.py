@@ -55,7 +55,8 @@ COMPARISONS = [
     Comparison("quick", "small", num_rounds=3),
     Comparison("small", "small", num_rounds=7),
     Comparison("135m", "smollm2_135m", num_steps=3, num_rounds=3, engines=(*TORCH, *OURS)),
-    Comparison(  # long turns: the link lies idle once in each, until there is a first gradient to send
+    # Long turns: the link lies idle once in each, until there is a first gradient to send.
+    Comparison(
         "small_1gbit",
         "small",
         link="1gbit",

@@ -11,14 +11,16 @@ from pathlib import Path
 
 @contextmanager
 def not_root() -> Iterator[None]:
-    """Root may read everything. Who is not may not even enter the folder this repository lies in, maybe."""
-    was = os.geteuid()
-    if was == 0:
+    """Root, who may read everything, acts as nobody, who may be unable to enter the folder this repository lies in."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        os.setegid(65534)
         os.seteuid(65534)
     try:
         yield
     finally:
-        os.seteuid(was)
+        os.seteuid(user)
+        os.setegid(group)
 
 
 @contextmanager
@@ -32,6 +34,7 @@ def open_to_all() -> Iterator[Path]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
+    """For those who may write there otherwise."""
     folder.chmod(0o555)
     try:
         yield

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -93,17 +92,24 @@ def test_check_finds_what_got_worse_and_nothing_else(rows):
     assert "t/zero1_buffer: peak_bytes" in "\n".join(problems)
 
 
-@pytest.mark.parametrize("moment", ["between turns", "in a turn"])
-def test_an_engine_that_dies_is_left_out_and_the_others_go_on(moment):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["between turns", "with an order"])
+def test_an_engine_that_dies_is_left_out_and_the_others_go_on(moment, rank):
     comparison = run.Comparison("t", "tiny", num_steps=2, num_rounds=2)
     group = ["limit", "ddp", "zero2_buffer"]
     with open_link("loopback") as link, run._running(comparison, group, link) as engines:
-        victim = engines["zero2_buffer"]._processes[1]
-        os.kill(victim.pid, signal.SIGKILL if moment == "between turns" else signal.SIGSTOP)
+        victim, pipe = (
+            engines["zero2_buffer"]._processes[rank],
+            engines["zero2_buffer"]._pipes[rank],
+        )
         if moment == "between turns":
+            victim.kill()
             victim.join()
-        else:  # it has its order, and dies before it answers
-            threading.Timer(1.0, victim.kill).start()
+        else:
+            os.kill(victim.pid, signal.SIGSTOP)  # so that it never reads the order
+            pipe.send(1)
+            victim.kill()
+            victim.join()
         turns = run._take_turns(comparison, engines)
     assert {engine: len(rounds) for engine, rounds in turns.items()} == {"limit": 2, "ddp": 2}
 
@@ -172,9 +178,8 @@ def test_every_way_saves_the_same_bytes(costs):
     told = [(row["engine"], row["saved_by"], row["operation"]) for row in costs]
     assert told == [(*way, operation) for way in ways for operation in operations]
     shapes = shapes_of("million")
-    state = 3 * parameter_bytes("million", "fp32") + 4 * len(
-        shapes
-    )  # two moments and a number each
+    steps = 4 * len(shapes)  # a number each, beside weight and two moments
+    state = 3 * parameter_bytes("million", "fp32") + steps
     for row in costs:
         assert row["bytes"] == state
         assert row["mb_per_second"] == pytest.approx(state / 1e6 / row["seconds"])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
 def program() -> str:
@@ -32,21 +34,24 @@ def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(program())
     one = losses(script, [sys.executable], 1)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    two = losses(script, torchrun, 2)
+    two = losses(script, TORCHRUN, 2)
     assert one[-1] < one[0] - 1
     assert two == pytest.approx(one, abs=1e-4)  # printed to six places, summed in another order
 
 
-def test_no_thread_of_the_group_outlives_it(tmp_path):
-    """The interpreter's end would abort under one that holds a tensor still."""
-    script = tmp_path / "train.py"
-    after = """
-import os
-names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-assert not [name for name in names if name.startswith("pt_gloo")], names
-assert strategy
+THREADS = """
+def threads():
+    import os
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return [name for name in names if name.startswith("pt_gloo")]
 """
-    script.write_text(program() + after)
-    losses(script, [sys.executable], 1)
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    """It would abort the process if it let go of a tensor in the interpreter's end."""
+    script = tmp_path / "train.py"
+    inside = "    for step in range(10):\n"
+    assert inside in program()
+    counted = program().replace(inside, f"    assert threads()\n{inside}")
+    script.write_text(f"{THREADS}\n{counted}\nassert not threads(), strategy  # which lives on\n")
+    losses(script, TORCHRUN, 2)

@@ -125,9 +125,8 @@ def test_checkpointing_holds_fewer_activations_and_trains_the_same(local, tmp_pa
     kept_peak, recomputed_peak = kept_records[-1].peak_bytes, recomputed_records[-1].peak_bytes
     assert kept_peak is not None and recomputed_peak is not None
     one_activation = 256 * 64 * 4
-    assert (
-        recomputed_peak <= kept_peak - 8 * one_activation
-    )  # at least one kept less for each block
+    # At least one is kept less for each block.
+    assert recomputed_peak <= kept_peak - 8 * one_activation
 
 
 def test_a_rank_killed_in_training_ends_the_run_within_seconds(local, tmp_path):

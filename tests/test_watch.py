@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from tests.somebody_else import not_root, open_to_all
+from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import watch
 from zeroexp.cluster.job import Job
 from zeroexp.config import load, save
@@ -50,7 +50,7 @@ def test_a_sweep_of_somebody_else_is_one_line(
     """What is new can not be written down there. Slurm, which would tell it, is asked in tests/cluster."""
 
     def find_ended(jobs: list[Job]) -> None:
-        with not_root():
+        with read_only(jobs[0].folder), not_root():
             jobs[0].enter("failed")
 
     monkeypatch.setattr(watch, "refresh", find_ended)

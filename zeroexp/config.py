@@ -143,9 +143,7 @@ class SlurmConfig:
     memory_gb: float | None = None  # of one node
     max_requeues: int = 10  # times that one job may start again from its checkpoint, for any reason
     save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
-    python: str | None = (
-        None  # command that starts Python on a node, e.g. in a container; None = ours
-    )
+    python: str | None = None  # starts Python on a node, e.g. in a container; None = ours
     setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
     srun: list[str] = field(default_factory=list[str])  # further arguments of srun
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])  # further options of sbatch
@@ -159,13 +157,11 @@ class ClusterConfig:
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
-    wait: bool = (
-        True  # slurm: False submits and returns; `python -m zeroexp.watch` shows what became of it
-    )
+    # slurm: False submits and returns; `python -m zeroexp.watch` shows what became of it
+    wait: bool = True
     heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
-    requeue: bool | None = (
-        None  # slurm: start again what Slurm ended; None = where checkpoints are saved
-    )
+    # slurm: start again what Slurm ended; None = where checkpoint.every is set
+    requeue: bool | None = None
     dry_run: bool = False  # slurm: print the sbatch files and submit nothing
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 

@@ -94,8 +94,8 @@ def host_identity() -> tuple[str, int]:
 
 
 def leave() -> None:
-    """Ends gloo's threads too, since nothing of ours keeps the group: one of them, letting go of its last tensor in the
-    interpreter's end, would take the process with it.
+    """Nothing of ours may keep the group: its gloo threads end only with it, and one that frees a tensor while the
+    interpreter shuts down aborts the process.
     """
     dist.destroy_process_group()
 

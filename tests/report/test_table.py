@@ -87,9 +87,8 @@ def test_a_narrow_terminal_gets_two_tables_with_every_number_once(sweep: list[Ru
     table, foot = narrow.split("\nstep, tokens/s:")
     assert wide.endswith(foot)
     first, second = (part.splitlines() for part in table.split("\n\n"))
-    assert (
-        max(map(len, [*first[:5], *second])) <= 110
-    )  # but for reasons, which are last in their row
+    # But for reasons, which are last in their row.
+    assert max(map(len, [*first[:5], *second])) <= 110
     assert "tokens/s" in first[0] and "sent/step" in first[0] and first[0].endswith("status")
     assert second[0].split()[2:] == ["params", "grads", "optimizer", "total", "mean", "peak"]
     numbers = set(wide.splitlines()[3].split()) - {"2"}

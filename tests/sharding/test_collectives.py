@@ -20,10 +20,9 @@ from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
-LONG = (
-    3 * SEGMENT_BYTES // 4 + 13
-)  # elements of float32: more than a segment for each of three ranks
-PACKED = (32 << 10) // 4  # elements of float32: shorter messages are packed together
+# Elements of float32: more than a segment for each of three ranks, and the least that is not packed with others.
+LONG = 3 * SEGMENT_BYTES // 4 + 13
+PACKED = (32 << 10) // 4
 
 # family and sizes of parameters
 CASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -117,10 +118,73 @@ def test_a_long_text_of_few_words():
     plain = Tied()
     ours = deepcopy(plain)
     keep_rows_apart(ours)
-    ids = torch.randint(5, (16, 256), generator=torch.manual_seed(2))
+    ids = torch.randint(5, (2, 24), generator=torch.manual_seed(2))
     for model in (plain, ours):
         usual(model, ids).backward()
     assert torch.equal(ours.embed.weight.grad, plain.embed.weight.grad)
+
+
+IDS_OF_ALL_SHAPES = {
+    "none": torch.empty(0, 3, dtype=torch.int64),
+    "one": torch.tensor(7),
+    "a column": IDS[:, :1],
+    "transposed": IDS.t(),
+    "int32": IDS.int(),
+    "as many as words": torch.arange(2 * VOCABULARY) % VOCABULARY,
+}
+
+
+@pytest.mark.parametrize("shape", IDS_OF_ALL_SHAPES)
+def test_ids_of_any_shape(shape: str):
+    plain = Tied(padding_idx=7)
+    ours = deepcopy(plain)
+    keep_rows_apart(ours)
+    for model in (plain, ours):
+        usual(model, IDS_OF_ALL_SHAPES[shape]).backward()
+    assert torch.equal(ours.embed.weight.grad, plain.embed.weight.grad)
+
+
+def test_nothing_is_left_of_a_backward_that_failed():
+    plain = Tied()
+    ours = deepcopy(plain)
+    (gradient,) = keep_rows_apart(ours)
+
+    def fail(_gradient: Tensor) -> None:
+        raise MemoryError
+
+    trigger = ours.embed.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        usual(ours, IDS).backward()
+    trigger.remove()
+    ours.zero_grad()
+    gradient.clear()
+    for model in (plain, ours):
+        usual(model, (IDS + 1) % VOCABULARY).backward()
+    assert torch.equal(ours.embed.weight.grad, plain.embed.weight.grad)
+
+
+def copied(model: Tied) -> Tied:
+    return deepcopy(model)
+
+
+def pickled(model: Tied) -> Tied:
+    return pickle.loads(pickle.dumps(model))
+
+
+def given_another_weight(model: Tied) -> Tied:
+    model.embed.weight = nn.Parameter(model.embed.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("made", [copied, pickled, given_another_weight])
+def test_a_weight_without_our_hook_is_autograds(made: Callable[[Tied], Tied]):
+    expected = made(Tied())
+    model = Tied()
+    keep_rows_apart(model)
+    model = made(model)
+    for each in (expected, model):
+        usual(each, IDS).backward()
+    assert torch.equal(model.embed.weight.grad, expected.embed.weight.grad)
 
 
 def test_compiled_it_is_autograds_own():
@@ -154,33 +218,69 @@ def test_one_dense_tensor():
     assert dense_tensors_made(model) == 1
 
 
+def test_two_embeddings_and_a_head():
+    class Two(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Embedding(VOCABULARY, WIDTH)
+            self.decoder.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.between(self.decoder(ids.flip(1))) * self.embed(ids))
+
+    plain = Two()
+    ours = deepcopy(plain)
+    assert len(keep_rows_apart(ours)) == 1
+    for model in (plain, ours):
+        model(IDS).square().sum().backward()
+    assert torch.equal(ours.embed.weight.grad, plain.embed.weight.grad)
+
+
 class Scaled(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
 
 
-UNTOUCHED = {
-    "subclass": Scaled(VOCABULARY, WIDTH),
-    "max_norm": nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0),
-    "scale_grad_by_freq": nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True),
-    "sparse": nn.Embedding(VOCABULARY, WIDTH, sparse=True),
+def of_forward_replaced() -> nn.Embedding:
+    embed = nn.Embedding(VOCABULARY, WIDTH)
+    embed.forward = embed.forward
+    return embed
+
+
+OF_ANOTHER_KIND = {
+    "subclass": lambda: Scaled(VOCABULARY, WIDTH),
+    "forward replaced": of_forward_replaced,
+    "max_norm": lambda: nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0),
+    "scale_grad_by_freq": lambda: nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True),
+    "sparse": lambda: nn.Embedding(VOCABULARY, WIDTH, sparse=True),
 }
 
 
-@pytest.mark.parametrize("kind", UNTOUCHED)
+@pytest.mark.parametrize("kind", OF_ANOTHER_KIND)
 def test_embeddings_of_another_kind_are_left_alone(kind: str):
     model = Tied()
-    model.embed = UNTOUCHED[kind]
+    model.embed = OF_ANOTHER_KIND[kind]()
     model.head.weight = model.embed.weight
-    keep_rows_apart(model)
-    assert "forward" not in vars(model.embed)
+    assert not keep_rows_apart(model)
 
 
-@pytest.mark.parametrize("kind", ["untied", "frozen"])
-def test_so_is_a_weight_that_has_no_two_gradients(kind: str):
+def test_so_is_a_weight_that_one_of_them_shares():
     model = Tied()
-    if kind == "untied":
-        model.head.weight = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
-    model.embed.weight.requires_grad_(kind == "untied")
-    keep_rows_apart(model)
-    assert "forward" not in vars(model.embed)
+    sparse = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+    sparse.weight = model.embed.weight
+    model.add_module("sparse", sparse)
+    assert not keep_rows_apart(model)
+
+
+def test_so_is_a_weight_without_a_head():
+    model = Tied()
+    second = nn.Embedding(VOCABULARY, WIDTH)
+    second.weight = model.embed.weight
+    lookups = nn.ModuleList([model.embed, second])
+    assert not keep_rows_apart(lookups)
+
+
+def test_so_is_a_frozen_weight():
+    model = Tied()
+    model.embed.weight.requires_grad_(False)
+    assert not keep_rows_apart(model)

@@ -1,7 +1,7 @@
 """The peak of a step is explained: states and buffers as they are held, and at most 1.10 times the activations.
 
 What is held equals the closed forms (tests/sharding/test_form.py). Activations are what one process needs for the same
-pass beside its parameters when every gradient is dropped as it comes.
+pass beside its parameters when every gradient is dropped as it comes, and that of the tied embedding is held once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from benchmarks.engines import SEQ_LEN, build_engine, model_config
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
+from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.strategies.sharded import Sharded
 from zeroexp.world import World, barrier
 
@@ -47,6 +48,7 @@ def most_beside(before: int, meter: AllocationMeter) -> int:
 def activation_bytes(world: World) -> int:
     assert count_cpu_allocations() is None
     module = build_model(model_config(MODEL), seed=0, device="cpu").module
+    keep_rows_apart(module)
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     loss_of(module).backward()

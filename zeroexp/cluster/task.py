@@ -183,9 +183,8 @@ class _Asked:
     def __init__(self) -> None:
         self.to_end = False
         signal.signal(signal.SIGTERM, self._note)
-        signal.signal(
-            signal.SIGUSR2, signal.SIG_IGN
-        )  # an answer to it comes from all ranks, or none
+        # All ranks answer it together, or none.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
     def wait(self) -> None:
         """Slurm signals one process after the other: the child may have died of it before this one hears."""

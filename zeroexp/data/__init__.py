@@ -23,9 +23,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Microbatch:
     inputs: dict[str, Tensor]  # keyword arguments of the model, first dimension micro_batch_size
-    labels: (
-        Tensor  # as models.loss.loss_sum takes them; causal: labels[t] is the target of position t
-    )
+    labels: Tensor  # see models.loss.loss_sum; causal: labels[t] is the target of position t
 
     def to(self, device: torch.device) -> Microbatch:
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}

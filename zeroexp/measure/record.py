@@ -15,15 +15,17 @@ KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
 class Traffic:
     """What one rank sent in one step, by kind of message."""
 
-    bytes_by_kind: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # gather | reduce | publish | norm | ...
-    calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])  # number of collectives
+    # gather | reduce | publish | norm | ... -> bytes, and number of collectives
+    bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
+    calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass
 class StepRecord:
-    """One optimizer step as one rank saw it; `loss`, `grad_norm` and `num_tokens` are global."""
+    """One optimizer step as one rank saw it; `loss`, `grad_norm` and `num_tokens` are global.
+
+    Bytes are None where they were not read or can not be known.
+    """
 
     step: int  # 0-based, warm-up steps included
     warmup: bool  # True: not counted in the summary's times
@@ -34,22 +36,13 @@ class StepRecord:
     num_tokens: int  # valid tokens of all ranks
     step_seconds: float  # whole step; time spent reading memory is not in it
     phase_seconds: dict[str, float]  # forward | backward | step
-    memory_bytes: (
-        dict[str, dict[str, int]] | None
-    )  # moment -> kind -> bytes; None where it was not read
-    peak_bytes: (
-        int | None
-    )  # most bytes allocated at once during this step; None where it cannot be known
-    allocated_bytes: (
-        int | None
-    )  # sum of all allocations of this step; None where it cannot be known
+    memory_bytes: dict[str, dict[str, int]] | None  # moment -> kind -> bytes
+    peak_bytes: int | None  # most bytes allocated at once during this step
+    allocated_bytes: int | None  # sum of all allocations of this step
     traffic: Traffic
-    wire_bytes: int | None = (
-        None  # payload this rank's TCP connections carried; None where it cannot be known
-    )
-    saving_seconds: float = (
-        0.0  # stood still before this step to copy a checkpoint: in no other time
-    )
+    wire_bytes: int | None = None  # payload this rank's TCP connections carried
+    # Stood still before this step, to copy a checkpoint: in no other time.
+    saving_seconds: float = 0.0
 
 
 @dataclass

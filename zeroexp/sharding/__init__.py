@@ -34,11 +34,11 @@ Read the files in this order; imports run the same way.
     channels.py       tensors from one rank to one peer: messages; shared_memory.py: on one host, reading instead
     moves.py          what a move takes and gives back
     direct.py         the moves, each peer handed just what it owns; native.py: the backend's own collectives
-    collectives.py    the one door to them, which counts what they send
+    collectives.py    the one door to them, which counts what they send; tuning.py: how much one should take
     storage.py        the memory gathered parameters lie in; stitching.py: beside this rank's own, mapped
-    gradients.py      one chunk's gradients, from autograd to the optimizer
+    gradients.py      one chunk's gradients, from autograd to the optimizer; tied.py: of embedding and head in one
     unit.py           parameters that move together: the five verbs
-    partition.py      module -> units
+    partition.py      module -> units; housing.py: units -> memory for what they gather
     overlap.py        when each verb happens
     hooks.py          what happens in a module, told to overlap.py
 

@@ -216,9 +216,8 @@ class Form:
             return whole * reduce
         if self.stage.gradients is Placement.SHARD:
             return owned_numel * reduce
-        in_place = (
-            self.precision.reduce == self.precision.compute
-        )  # the sum lies in the partial gradient
+        # Where the dtype is the same the sum lies in the partial gradient.
+        in_place = self.precision.reduce == self.precision.compute
         return (whole + (0 if in_place else owned_numel)) * reduce
 
     def _pool_bytes(self, rank: int) -> int:

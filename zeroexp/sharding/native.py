@@ -109,12 +109,12 @@ def _flatten(part: ReducePart) -> Tensor:
 
 
 def _all_gather(full: Tensor, piece: Tensor) -> Any:
-    op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+    # renamed in torch 2.13
+    op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return op(full, piece, async_op=True)
 
 
 def _reduce_scatter(own: Tensor, flat: Tensor) -> Any:
-    op = (
-        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    )  # renamed in 2.13
+    # renamed in torch 2.13
+    op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return op(own, flat, async_op=True)

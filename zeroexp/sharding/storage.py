@@ -24,9 +24,8 @@ class Store(Protocol):
     memory: Tensor  # bytes
     holds: object | None  # whose values lie here, still valid
     tenant: object | None  # who may write and read here now
-    file: (
-        int | None
-    )  # open file behind the memory, which tenants map beside their own pieces (stitching.py)
+    # Descriptor of the file behind the memory: tenants map it beside their own pieces (stitching.py).
+    file: int | None
 
     def lease(self, tenant: object) -> None: ...
     def release(self, *, forget: bool) -> None: ...

@@ -1,18 +1,22 @@
-"""The gradient of a weight that is embedding and head at once, held dense once instead of three times.
+"""The gradient of a weight that is embedding and head at once, without two more dense tensors.
 
 The head's gradient is dense and comes first, the embedding's comes last: a few rows, which autograd would spread over
 a dense tensor of zeros to add it. Here rows stay rows:
 
     backward of the head         dense; autograd keeps it until every use of the weight had its backward
-    backward of the embedding    ids and rows, kept here; for autograd the weight gets nothing from it
+    backward of the embedding    ids and rows, kept here; to autograd it gives nothing
     then, all uses done          the dense gradient is `weight.grad`, and the rows are added to it in place
 
-Bit for bit what autograd does with one head: the rows of one id are summed by its own kernel, then added once.
+Equal to what autograd does, where one dense gradient comes before the embedding's: the rows of one id are summed by
+autograd's own kernel, then added once. `torch.autograd.grad` with respect to such a weight sees the head's part alone.
+
+[Note: one stream] Autograd makes streams of a GPU wait for gradients that pass through it. Rows do not: forward and
+backward of a model run on one stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,55 +26,76 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 
-def keep_rows_apart(module: nn.Module) -> None:
-    """For every embedding in `module` whose trainable weight is another module's too."""
+def keep_rows_apart(module: nn.Module) -> list[TiedGradient]:
+    """For every trainable weight that an embedding in `module` shares with something else than embeddings."""
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for user in module.modules():
         for parameter in user.parameters(recurse=False):
             users.setdefault(parameter, set()).add(user)
+    tied: list[TiedGradient] = []
     for weight, sharing in users.items():
-        lookups = [user for user in sharing if isinstance(user, nn.Embedding) and _is_plain(user)]
-        if weight.requires_grad and 0 < len(lookups) < len(sharing):
-            gradient = _TiedGradient()
+        lookups = [user for user in sharing if isinstance(user, nn.Embedding)]
+        if (
+            weight.requires_grad
+            and 0 < len(lookups) < len(sharing)
+            and all(map(_is_plain, lookups))
+        ):
+            gradient = TiedGradient(weight)
             for each in lookups:
                 each.forward = partial(_look_up, each, gradient)
-            weight.register_hook(partial(gradient.before_accumulation, weight))
-            weight.register_post_accumulate_grad_hook(gradient.after_accumulation)
+            weight.register_post_accumulate_grad_hook(gradient.add_rows)
+            tied.append(gradient)
+    return tied
 
 
 def _is_plain(lookup: nn.Embedding) -> bool:
-    """Neither a subclass with a forward of its own nor one of the options that change what its backward does."""
-    ordinary = lookup.max_norm is None and not lookup.scale_grad_by_freq and not lookup.sparse
-    return type(lookup) is nn.Embedding and ordinary
+    """No subclass, nobody's forward but its own, and no option that changes what its backward does."""
+    usual = type(lookup) is nn.Embedding and "forward" not in vars(lookup)
+    return usual and lookup.max_norm is None and not (lookup.scale_grad_by_freq or lookup.sparse)
 
 
-@dataclass
-class _TiedGradient:
+class TiedGradient:
     """What one weight has got in this backward beside the dense gradient."""
 
-    rows: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # slots with ids, and their sums
-    earlier: Tensor | None = None  # of earlier microbatches
+    def __init__(self, weight: nn.Parameter | None):
+        self.weight = weight
+        self._rows: list[tuple[Tensor, Tensor]] = []  # ids, and a row for each
+        self._earlier: Tensor | None = None  # the sum of earlier microbatches
 
-    def before_accumulation(self, weight: nn.Parameter, _gradient: Tensor) -> None:
-        """Set the earlier sum aside: dense and rows of this microbatch come together first."""
-        self.earlier, weight.grad = weight.grad, None
+    def __reduce__(self) -> tuple[Callable[..., TiedGradient], tuple[None]]:
+        """A copy of the model has no hooks: its embeddings do what they always do."""
+        return TiedGradient, (None,)
 
-    def after_accumulation(self, weight: Tensor) -> None:
+    def keep(self, ids: Tensor, sums: Tensor) -> None:
+        """Before autograd accumulates. Dense and rows of one backward come together before the earlier sum."""
+        assert self.weight is not None
+        if not self._rows:
+            self._earlier, self.weight.grad = self.weight.grad, None
+        self._rows.append((ids, sums))
+
+    def add_rows(self, weight: Tensor) -> None:
+        """After it has."""
+        if not self._rows:
+            return
         gradient = weight.grad
         if gradient is None:  # the head was not used
             gradient = torch.zeros_like(weight)
-        for ids, sums in self.rows:
+        for ids, sums in self._rows:
             gradient.index_add_(0, ids, sums)
-        weight.grad = gradient if self.earlier is None else self.earlier.add_(gradient)
-        self.earlier = None
-        self.rows.clear()
+        weight.grad = gradient if self._earlier is None else self._earlier.add_(gradient)
+        self.clear()
+
+    def clear(self) -> None:
+        """Also what a backward that raised has left."""
+        self._rows.clear()
+        self._earlier = None
 
 
-def _look_up(module: nn.Embedding, gradient: _TiedGradient, input: Tensor) -> Tensor:
+def _look_up(module: nn.Embedding, gradient: TiedGradient, input: Tensor) -> Tensor:
     """The forward of nn.Embedding."""
-    if torch.compiler.is_compiling():  # the compiler knows nothing of what backward leaves with us
+    replaced = module.weight is not gradient.weight
+    as_large = input.numel() >= module.num_embeddings  # rows are no less than a dense tensor
+    if replaced or as_large or torch.compiler.is_compiling():
         return embedding(input, module.weight, module.padding_idx)
     return _LookUp.apply(module.weight, input, module.padding_idx, gradient)
 
@@ -78,7 +103,7 @@ def _look_up(module: nn.Embedding, gradient: _TiedGradient, input: Tensor) -> Te
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None, gradient: _TiedGradient
+        ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None, gradient: TiedGradient
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.padding_idx, ctx.gradient = padding_idx, gradient
@@ -88,21 +113,19 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, rows: Tensor) -> tuple[None, None, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.gradient.rows.append(_sum_rows(ids, rows, ctx.padding_idx))
+        ctx.gradient.keep(*_sum_rows(ids.flatten().contiguous(), rows, ctx.padding_idx))
         return None, None, None, None
 
 
 def _sum_rows(ids: Tensor, rows: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-    """The ids sorted, and for each of them a row: where an id comes first its sum, where it comes again zeros.
+    """The ids sorted, and a row for each: where an id comes first its sum, where it comes again zeros.
 
     As many as there are tokens, so that nobody has to wait for a device to count the different ones.
     """
-    ids = ids.flatten()
     in_order = ids.sort().values
-    slots = torch.searchsorted(in_order, ids)  # where its id comes first
+    first = torch.searchsorted(in_order, ids)
     if padding_idx is not None:
-        slots.masked_fill_(ids == padding_idx, -1)
-    sums = torch.ops.aten.embedding_dense_backward(
-        rows.reshape(ids.numel(), -1), slots, ids.numel(), -1, False
-    )
+        first.masked_fill_(ids == padding_idx, -1)
+    rows = rows.reshape(-1, rows.shape[-1])
+    sums = torch.ops.aten.embedding_dense_backward(rows, first, len(ids), -1, False)
     return in_order, sums

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from zeroexp.measure.record import Traffic
 from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import private_units
 from zeroexp.sharding.hooks import attach
+from zeroexp.sharding.housing import give_memory
 from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
-from zeroexp.sharding.storage import Pool, Private
 from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.sharding.unit import Dtypes, Unit
 from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
@@ -45,9 +44,7 @@ class Options:
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
     keep: str = "last"  # none | last | all: what stays gathered between forward and backward
     reduce_each: str = "step"  # microbatch | step
-    bucket_mb: float | None = (
-        None  # MiB, the most that one reduction takes; None: the transport's best
-    )
+    bucket_mb: float | None = None  # MiB, the most one reduction takes; None: the transport's best
     transport: str = "auto"  # auto | direct | gloo | native
 
 
@@ -91,7 +88,7 @@ class Sharded:
             bucket_bytes=bucket_bytes,
         )
         prefetch = self._prefetch_depth(options)
-        self._pools = _house(self._units, options.keep, 1 + prefetch, self._wire)
+        self._pools = give_memory(self._units, options.keep, 1 + prefetch, self._wire)
         self._schedule = Schedule(
             self._units,
             self._wire,
@@ -100,7 +97,7 @@ class Sharded:
             keep=options.keep,
             reduce_each=options.reduce_each,
         )
-        keep_rows_apart(module)  # before the hooks that ask for the whole gradient
+        self._tied = keep_rows_apart(module)  # before the hooks that ask for the whole gradient
         for unit, group in zip(self._units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self.optimizer = optimizer_factory(_masters_in_groups(self._units, param_groups))
@@ -133,6 +130,8 @@ class Sharded:
     def zero_grad(self) -> None:
         for unit in self._units:
             unit.zero_grad()
+        for gradient in self._tied:
+            gradient.clear()
 
     def drain(self) -> None:
         self._schedule.drain()
@@ -220,27 +219,6 @@ def _bucket_bytes(options: Options, *, one_host: bool) -> int | None:
     if options.bucket_mb is not None:
         return int(options.bucket_mb * MIB)
     return BUCKET_BYTES_ON_ONE_HOST if one_host else None
-
-
-def _house(units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives) -> list[Pool]:
-    """Memory for gathered parameters: pools in turn for units that never run inside each other."""
-    if not units[0].is_sharded:
-        return []
-    private = private_units([unit.name for unit in units], keep)
-    alone = [unit for unit in units if unit.name in private]
-    sharing = [unit for unit in units if unit not in alone]
-    pools = [Pool() for _ in range(num_pools)]
-    turns = [sharing[i :: len(pools)] for i in range(len(pools))]
-    for pool, tenants in zip(pools, turns, strict=True):
-        if wire.maps_memory:
-            pool.open(max((unit.mapped_bytes for unit in tenants), default=0))
-        else:
-            pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
-        for unit in tenants:
-            unit.reside_in(pool)
-    for unit in alone:
-        unit.reside_in(Private(unit.full_bytes, wire.world.device))
-    return pools
 
 
 def _masters_in_groups(

@@ -146,9 +146,8 @@ def _make_optimizer(
         optimizer = factory(groups)
         return optimizer, optimizer
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # its package uses what torch itself deprecates
+        # Its package uses what torch itself deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     outer = ZeroRedundancyOptimizer(
         groups,

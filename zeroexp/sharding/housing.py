@@ -1,0 +1,39 @@
+"""Which memory each unit's gathered parameters lie in: a pool it shares in turns, or its own.
+
+Units that never run inside each other take turns in pools, of which there is one more than units gathered ahead. A unit
+that is kept between forward and backward, or inside of which others run (the root), has memory of its own; so gets one
+that finds its pool in use (overlap.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import private_units
+from zeroexp.sharding.storage import Pool, Private
+from zeroexp.sharding.unit import Unit
+
+
+def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives) -> list[Pool]:
+    """To every sharded unit, which is freed after it; returns the pools.
+
+    keep: none | last | all, what stays gathered between forward and backward.
+    """
+    if not units[0].is_sharded:
+        return []
+    private = private_units([unit.name for unit in units], keep)
+    alone = [unit for unit in units if unit.name in private]
+    sharing = [unit for unit in units if unit not in alone]
+    pools = [Pool() for _ in range(num_pools)]
+    turns = [sharing[i :: len(pools)] for i in range(len(pools))]
+    for pool, tenants in zip(pools, turns, strict=True):
+        if wire.maps_memory:
+            pool.open(max((unit.mapped_bytes for unit in tenants), default=0))
+        else:
+            pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
+        for unit in tenants:
+            unit.reside_in(pool)
+    for unit in alone:
+        unit.reside_in(Private(unit.full_bytes, wire.world.device))
+    return pools
