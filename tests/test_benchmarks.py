@@ -94,22 +94,26 @@ def test_check_finds_what_got_worse_and_nothing_else(rows):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("moment", ["between turns", "with an order"])
-def test_an_engine_that_dies_is_left_out_and_the_others_go_on(moment, rank):
+def test_an_engine_that_dies_is_left_out_and_the_others_go_on(moment, rank, monkeypatch):
     comparison = run.Comparison("t", "tiny", num_steps=2, num_rounds=2)
     group = ["limit", "ddp", "zero2_buffer"]
     with open_link("loopback") as link, run._running(comparison, group, link) as engines:
-        victim, pipe = (
-            engines["zero2_buffer"]._processes[rank],
-            engines["zero2_buffer"]._pipes[rank],
-        )
-        if moment == "between turns":
+        engine = engines["zero2_buffer"]
+        victim, read_answers = engine._processes[rank], engine._answers
+
+        def die() -> None:
             victim.kill()
             victim.join()
+
+        def answers(seconds: float) -> list:
+            die()
+            return read_answers(seconds)
+
+        if moment == "between turns":
+            die()
         else:
             os.kill(victim.pid, signal.SIGSTOP)  # so that it never reads the order
-            pipe.send(1)
-            victim.kill()
-            victim.join()
+            monkeypatch.setattr(engine, "_answers", answers)
         turns = run._take_turns(comparison, engines)
     assert {engine: len(rounds) for engine, rounds in turns.items()} == {"limit": 2, "ddp": 2}
 
