@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import ENGINES
+
 LATEST = Path("outputs/bench/latest.json")
 STORED = Path(__file__).with_name("ratios.json")
 TIME_TOLERANCE = 1.12  # twice the spread of medians seen between runs on a quiet machine
@@ -37,11 +39,11 @@ def main() -> int:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """What is kept of rows: comparison/engine -> numbers that travel between machines. `limit` is 1 by definition."""
+    """What is kept of rows: comparison/engine -> numbers that travel between machines, of our engines alone."""
     return {
         f"{row['comparison']}/{row['engine']}": {key: row[key] for key in TOLERANCES if row[key]}
         for row in rows
-        if row["engine"] != "limit"
+        if ENGINES[row["engine"]].is_ours
     }
 
 

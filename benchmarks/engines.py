@@ -69,6 +69,10 @@ class Engine:
     # Bytes a rank must send in a step in units of parameter bytes x (N-1)/N. None: our collectives count them.
     theory: float | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        return self.theory is None
+
 
 def _over_sockets(config: Config, model: BuiltModel, world: World) -> Timed:
     """Our engine as between hosts, although its ranks share one: with the transport its peers have."""
