@@ -85,3 +85,28 @@ def test_nothing_but_states_and_activations(ranks, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):
         beside = peak - states
         assert 0 < beside <= 1.10 * activations, (rank, peak, states, activations)
+
+
+def allocated_with_and_without_rows_apart(world: World) -> tuple[int, int, int]:
+    """Bytes allocated in backward, with our forward of the tied embedding and with its own; bytes of the weight."""
+    assert count_cpu_allocations() is None
+    strategy = build_engine("zero2_buffer", model_config(MODEL), precision="fp32", world=world)
+    embedding = next(m for m in strategy.model.modules() if isinstance(m, torch.nn.Embedding))
+    num_bytes = embedding.weight.nbytes
+    allocated: list[int] = []
+    for _ in range(2):
+        with strategy.microbatch(last=True):
+            loss = loss_of(strategy.model)
+            meter = AllocationMeter(CPU)
+            strategy.backward(loss)
+            allocated.append(meter.allocated_bytes() or 0)
+        strategy.step()
+        strategy.zero_grad()
+        vars(embedding).pop("forward", None)
+    barrier()
+    return allocated[0], allocated[1], num_bytes
+
+
+def test_the_engine_keeps_rows_apart(ranks):
+    for ours, autograds, dense in ranks(allocated_with_and_without_rows_apart):
+        assert autograds - ours > 1.5 * dense, (ours, autograds, dense)
