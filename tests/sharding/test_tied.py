@@ -13,7 +13,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.tied import keep_rows_apart
+from zeroexp.strategies.sharded import Sharded
+from zeroexp.world import World
 
 VOCABULARY, WIDTH = 50, 6
 IDS = torch.tensor([[3, 7, 3, 49], [0, 3, 7, 1]])  # some of them more than once
@@ -198,8 +201,8 @@ def test_compiled_it_is_autograds_own():
     assert torch.equal(ours.embed.weight.grad, plain.embed.weight.grad)
 
 
-def allocated_in_backward(model: Tied) -> int:
-    loss = usual(model, IDS)
+def allocated_in_backward(model: Tied, ids: Tensor = IDS) -> int:
+    loss = usual(model, ids)
     meter = AllocationMeter(torch.device("cpu"))
     loss.backward()
     allocated = meter.allocated_bytes()
@@ -218,6 +221,45 @@ def test_two_dense_tensors_less():
     model.zero_grad(set_to_none=True)
     keep_rows_apart(model)
     assert plain - allocated_in_backward(model) > 1.99 * model.embed.weight.nbytes
+
+
+def test_no_rows_where_they_are_as_many_as_words():
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    plain = Tied()
+    ours = deepcopy(plain)
+    keep_rows_apart(ours)
+    ids = torch.arange(4 * VOCABULARY) % VOCABULARY
+    assert allocated_in_backward(ours, ids) == allocated_in_backward(plain, ids)
+
+
+def norm_of_a_step(world: World, fails_first: bool) -> float:
+    model = Tied()
+    strategy = Sharded(
+        model,
+        blocks=[],
+        stage=STAGES["zero2"],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+    )
+
+    def fail(_gradient: Tensor) -> None:
+        raise MemoryError
+
+    if fails_first:
+        trigger = model.embed.weight.register_hook(fail)
+        with pytest.raises(MemoryError), strategy.microbatch(last=True):
+            strategy.backward(usual(model, IDS))
+        trigger.remove()
+        strategy.zero_grad()
+    with strategy.microbatch(last=True):
+        strategy.backward(usual(model, (IDS + 1) % VOCABULARY))
+    return float(strategy.step())
+
+
+def test_the_engine_clears_rows_with_the_gradients(ranks):
+    assert ranks(norm_of_a_step, True, world_size=1) == ranks(norm_of_a_step, False, world_size=1)
 
 
 def test_two_embeddings_and_a_head():
