@@ -18,7 +18,7 @@ from types import TracebackType
 
 CLONE_NEWNET = 0x40000000
 DEVICE = "slow0"  # on either side
-# of Ethernet frames with 1500 bytes: what the token bucket counts
+# Of Ethernet frames with 1500 bytes, which is what the token bucket counts.
 TCP_PAYLOAD_OF_FRAME = 1448 / 1514
 
 
