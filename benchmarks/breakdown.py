@@ -106,18 +106,24 @@ def main() -> int:
     )
     parser.add_argument("engines", nargs="*", default=DEFAULT, metavar="ENGINE")
     parser.add_argument("--model", default="small")
+    parser.add_argument("--world-size", type=int, default=2)
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.engines if name not in ENGINES]:
         raise SystemExit(f"{unknown[0]}: no such engine, use {', '.join(ENGINES)}")
-    print(markdown(measure(["limit", *arguments.engines], arguments.model)))
+    engines = ["limit", *arguments.engines]
+    print(markdown(measure(engines, arguments.model, arguments.world_size)))
     return 0
 
 
-def measure(engines: Sequence[str], model: str, num_turns: int = NUM_TURNS) -> dict[str, Any]:
+def measure(
+    engines: Sequence[str], model: str, world_size: int = 2, num_turns: int = NUM_TURNS
+) -> dict[str, Any]:
     """engine -> part -> milliseconds of a step: the median over turns of the mean over ranks."""
     turns: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
     with open_link("loopback") as link:
-        running = {e: Ranks(Spec(e, model, "fp32", 2), link, BreakdownRunner) for e in engines}
+        running = {
+            e: Ranks(Spec(e, model, "fp32", world_size), link, BreakdownRunner) for e in engines
+        }
         try:
             for ranks in running.values():
                 ranks.wait_until_ready()

@@ -62,7 +62,7 @@ COMPARISONS = [
         link="1gbit",
         num_steps=12,
         num_rounds=3,
-        engines=(*PEERS, *OURS),
+        engines=(*PEERS, *OURS, "zero3_buffer_keep_all"),
     ),
     Comparison("small_bf16", "small", precision="bf16_master", engines=OURS),
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
@@ -73,9 +73,9 @@ COMPARISONS = [
         "small_200mbit",
         "small",
         link="200mbit",
-        num_steps=3,
+        num_steps=5,
         num_rounds=2,
-        engines=(*PEERS, *OURS),
+        engines=(*PEERS, *OURS, "zero3_buffer_keep_all"),
     ),
 ]
 

@@ -22,6 +22,10 @@ def _loopback(bound: float) -> dict[str, float]:
 
 
 TIME, PEAK, ALLOCATED = "step_seconds", "peak_bytes", "allocated_bytes"
+ZERO3 = (
+    "zero3_buffer",
+    "zero3_buffer_keep_all",
+)  # the second holds all parameters from forward to backward
 LIMIT = "ratio_to_limit"  # of the row itself: on a shaped link the limit knows the row's form
 WIRE = "wire_bytes"  # over the row's own form
 
@@ -30,11 +34,11 @@ TARGETS = [
     Target("zero3_buffer", "limit", LIMIT, _loopback(1.10)),
     *(
         Target(z, "limit", LIMIT, {"small_1gbit": 1.10, "small_200mbit": 1.04})
-        for z in ("zero1_buffer", "zero2_buffer", "zero3_buffer")
+        for z in ("zero1_buffer", "zero2_buffer", *ZERO3)
     ),
     *(
         Target(z, "its form", WIRE, {"small_1gbit": 1.01, "small_200mbit": 1.01})
-        for z in ("zero1_buffer", "zero2_buffer", "zero3_buffer")
+        for z in ("zero1_buffer", "zero2_buffer", *ZERO3)
     ),
     *(
         Target(
@@ -57,11 +61,14 @@ TARGETS = [
         TIME,
         {"small": 0.66, "135m": 0.52, "small_1gbit": 0.47, "small_200mbit": 0.55},
     ),
-    Target(
-        "zero3_buffer",
-        "fsdp2",
-        TIME,
-        {"small": 0.53, "135m": 0.50, "small_1gbit": 0.43, "small_200mbit": 0.50},
+    *(
+        Target(
+            z,
+            "fsdp2",
+            TIME,
+            {"small": 0.53, "135m": 0.50, "small_1gbit": 0.43, "small_200mbit": 0.50},
+        )
+        for z in ZERO3
     ),
     Target("zero3_buffer", "ddp", TIME, {"small": 0.82, "135m": 0.90}),
     Target(
@@ -70,11 +77,14 @@ TARGETS = [
         TIME,
         {"small": 0.55, "135m": 0.50, "small_1gbit": 0.47, "small_200mbit": 0.55},
     ),
-    Target(
-        "zero3_buffer",
-        "deepspeed3",
-        TIME,
-        {"small": 0.60, "135m": 0.62, "small_1gbit": 0.47, "small_200mbit": 0.78},
+    *(
+        Target(
+            z,
+            "deepspeed3",
+            TIME,
+            {"small": 0.60, "135m": 0.62, "small_1gbit": 0.47, "small_200mbit": 0.78},
+        )
+        for z in ZERO3
     ),
     Target("zero1_buffer", "ddp", PEAK, _loopback(0.82)),
     Target("zero2_buffer", "ddp", PEAK, {"small": 0.63, "135m": 0.58}),

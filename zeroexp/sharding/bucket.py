@@ -4,6 +4,9 @@
 
         bucket 0: c[0:3]     bucket 1: b[0:3]     bucket 2: a[0:4]          a longer member is cut in several
 
+Members that take little come last, wherever they are defined: see `_backwards`. (A layout that gives whole parameters
+to ranks sorts members by owner, and the buckets with them.)
+
 A bucket is cut as its chunk is: who owns an element there owns it here, so that a bucket is a small chunk of its own,
 without padding. Where no size is set a unit is one bucket, and the chunk itself, padding included.
 """
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroexp.sharding.layout import Chunk, Member
+
+SMALL = 16  # a member that takes up to so small a part of a bucket
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,17 @@ def _whole(chunk: Chunk) -> tuple[Range, ...]:
 
 
 def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]]:
-    """Chunk index and range, last first; a long member in ranges of nearly equal size, its first range last."""
-    for index in reversed(range(len(chunks))):
-        for each in reversed(_whole(chunks[index])):
-            num = -(-each.numel // most)
-            ends = [each.numel * i // num for i in range(num + 1)]
-            for start, stop in reversed(list(pairwise(ends))):
-                yield index, Range(each.member, start, stop)
+    """Chunk index and range, last first; a long member in ranges of nearly equal size, its first range last.
+
+    Small members come at the end: a LLaMA block defines its norms last, and the first of them is the last to get a
+    gradient, so that a bucket they are in waits for the whole block.
+    """
+    members = [(index, each) for index, chunk in enumerate(chunks) for each in _whole(chunk)]
+    for index, each in sorted(reversed(members), key=lambda pair: pair[1].numel <= most // SMALL):
+        num = -(-each.numel // most)
+        ends = [each.numel * i // num for i in range(num + 1)]
+        for start, stop in reversed(list(pairwise(ends))):
+            yield index, Range(each.member, start, stop)
 
 
 def _bucket(chunks: Sequence[Chunk], picked: Sequence[tuple[int, Range]]) -> Bucket:

@@ -36,6 +36,11 @@ class Transport(Protocol):
         """A move does its work when it is waited for: starting it early gains nothing."""
         ...
 
+    @property
+    def reductions_in_flight(self) -> int:
+        """How many may be under way beside the one just launched."""
+        ...
+
     def meet(self) -> bool: ...
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None: ...
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
@@ -97,6 +102,10 @@ class Collectives:
     @property
     def moves_on_wait(self) -> bool:
         return self._transport.moves_on_wait
+
+    @property
+    def reductions_in_flight(self) -> int:
+        return self._transport.reductions_in_flight
 
     def quiesce(self) -> None:
         """Afterwards parameters at rest may be overwritten: every peer has read what it was handed."""

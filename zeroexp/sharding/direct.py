@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.sharding.channels import Channel, GlooChannel
+from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT, num_slots
 from zeroexp.sharding.moves import GatherPart, Pending, ReducePart
 from zeroexp.sharding.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.world import World
@@ -36,17 +37,21 @@ class Direct:
 
     @property
     def moves_on_wait(self) -> bool:
-        return all(isinstance(channel, SharedChannel) for channel in self._channels.values())
+        return self._road == "direct"
+
+    @property
+    def reductions_in_flight(self) -> int:
+        return REDUCTIONS_IN_FLIGHT[self._road]
 
     def meet(self) -> bool:
         if not self._share_memory:
             return False
         self._neighbours = Neighbourhood(self._world, TIMEOUT_SECONDS)
-        return len(self._neighbours.peers) == len(self._peers)
+        return self._road == "direct"
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
-            self._arena = Arena(rest_bytes, slot_bytes)
+            self._arena = Arena(rest_bytes, slot_bytes, num_slots(self._road))
             self._channels.update(self._neighbours.open(self._arena))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -132,6 +137,12 @@ class Direct:
             channel.end_offers()
         for channel in self._shared:
             channel.await_end()
+
+    @property
+    def _road(self) -> str:
+        """As forms name it: `direct` where all peers are neighbours, else messages."""
+        neighbours = self._neighbours.peers if self._neighbours is not None else []
+        return "direct" if len(neighbours) == len(self._peers) else "gloo"
 
     @property
     def _shared(self) -> list[SharedChannel]:

@@ -28,10 +28,9 @@ from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NORM_BYTES = 8  # the sum of squares travels as one float64
-REDUCTIONS_IN_FLIGHT = 1  # beside the one just launched: the wire is busy, and memory bounded
-# Reductions that may lie in shared memory at once. With fewer, ranks could wait for one another: a rank reads a
-# reduction when it has launched as many more as may be in flight.
-NUM_SLOTS = REDUCTIONS_IN_FLIGHT + 1
+# Reductions under way beside the one just launched, by transport: the wire is busy, and memory bounded. A message
+# that arrives while backward computes would leave a link idle that has no second one to carry.
+REDUCTIONS_IN_FLIGHT = {"direct": 1, "gloo": 2, "native": 1}
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ class Form:
         units = [unit.trainable for unit in self.units]
         schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
         slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
-        return NUM_SLOTS * slot
+        return num_slots("direct") * slot
 
     def _full_bytes(self, index: int) -> int:
         itemsize = ITEMSIZE[self.precision.compute]
@@ -267,6 +266,15 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
     if keep == "all":
         return set(names)
     return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
+
+
+def num_slots(transport: str) -> int:
+    """Reductions that may lie in shared memory at once, beside whatever `transport` carries.
+
+    With fewer, ranks could wait for one another: a rank reads a reduction when it has launched as many more as may
+    be in flight.
+    """
+    return REDUCTIONS_IN_FLIGHT[transport] + 1
 
 
 def slot_bytes(

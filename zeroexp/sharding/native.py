@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.sharding.direct import sum_into
+from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT
 from zeroexp.sharding.moves import GatherPart, Pending, ReducePart
 
 
@@ -21,6 +22,7 @@ class Native:
 
     staging_bytes = shared_bytes = 0
     moves_on_wait = False
+    reductions_in_flight = REDUCTIONS_IN_FLIGHT["native"]
 
     def __init__(self, rank: int, size: int):
         self._rank = rank

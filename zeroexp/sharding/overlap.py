@@ -29,7 +29,6 @@ from torch import nn
 
 from zeroexp.sharding.bucket import Bucket
 from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT
 from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
@@ -71,7 +70,7 @@ class Schedule:
         self._prefetch = prefetch if overlap else 0
         self._keep = keep
         self._reduce_each = reduce_each
-        self._in_flight = REDUCTIONS_IN_FLIGHT if overlap else 0
+        self._in_flight = wire.reductions_in_flight if overlap else 0
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
         self._tick = 0

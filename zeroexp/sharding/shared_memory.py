@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.sharding.channels import Arrival
-from zeroexp.sharding.form import NUM_SLOTS
 from zeroexp.sharding.layout import aligned, pages
 from zeroexp.world import World, host_identity
 
@@ -79,8 +78,8 @@ class Neighbourhood:
 class Arena:
     """Anonymous shared memory of one rank: a stack of resting tensors, then slots in turn."""
 
-    def __init__(self, rest_bytes: int, slot_bytes: int):
-        self.staging_bytes = NUM_SLOTS * slot_bytes
+    def __init__(self, rest_bytes: int, slot_bytes: int, num_slots: int):
+        self.staging_bytes = num_slots * slot_bytes
         self.num_bytes = max(pages(rest_bytes) + self.staging_bytes, mmap.PAGESIZE)
         self.file = os.memfd_create("zeroexp")
         weakref.finalize(self, os.close, self.file)
@@ -89,8 +88,8 @@ class Arena:
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.channels: list[SharedChannel] = []
         self._top = 0
-        self._slots = [pages(rest_bytes) + i * slot_bytes for i in range(NUM_SLOTS)]
-        self._tags = [NO_TAG] * NUM_SLOTS  # whose data each slot holds
+        self._slots = [pages(rest_bytes) + i * slot_bytes for i in range(num_slots)]
+        self._tags = [NO_TAG] * num_slots  # whose data each slot holds
         self._slot = 0
         self._written = 0
 
