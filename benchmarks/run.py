@@ -52,7 +52,7 @@ OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
 TORCH = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2")
 PEERS = (*TORCH, "deepspeed2", "deepspeed3")
 COMPARISONS = [
-    Comparison("quick", "small", num_rounds=3),
+    Comparison("quick", "small", num_steps=4, num_rounds=3),
     Comparison("small", "small", num_rounds=7),
     Comparison("135m", "smollm2_135m", num_steps=3, num_rounds=3, engines=(*TORCH, *OURS)),
     # Long turns: the link lies idle once in each, until there is a first gradient to send.

@@ -83,7 +83,9 @@ def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]
     gradient, so that a bucket they are in waits for the whole block.
     """
     members = [(index, each) for index, chunk in enumerate(chunks) for each in _whole(chunk)]
-    for index, each in sorted(reversed(members), key=lambda pair: pair[1].numel <= most // SMALL):
+    members.reverse()
+    members.sort(key=lambda pair: pair[1].numel <= most // SMALL)  # else in the order they are in
+    for index, each in members:
         num = -(-each.numel // most)
         ends = [each.numel * i // num for i in range(num + 1)]
         for start, stop in reversed(list(pairwise(ends))):
