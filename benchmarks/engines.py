@@ -113,13 +113,16 @@ ENGINES: dict[str, Engine] = {
         for stage in ("ddp", "zero1", "zero2", "zero3")
         if implementation == "buffer" or stage != "ddp"
     },
-    # Gathered once a step and kept for backward: what one would choose where the link is slow.
     "zero3_buffer_keep_all": Engine(
         "zero3", {"implementation": "buffer", "keep": "all", "prefetch": 2}
     ),
     "zero2_buffer_sockets": Engine("zero2", {"implementation": "buffer"}, build=_over_sockets),
     "zero3_buffer_sockets": Engine("zero3", {"implementation": "buffer"}, build=_over_sockets),
 }
+
+
+# Compared only where it is asked for: a choice for slow links, since what is kept is not gathered again for backward.
+ON_REQUEST = {"zero3_buffer_keep_all"}
 
 
 def engines_for(world_size: int) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 from benchmarks import table
-from benchmarks.engines import ENGINES, engines_for, parameter_bytes
+from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.links import SHAPES, Link, open_link, why_not_shaped
 from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
 
@@ -45,7 +45,7 @@ class Comparison:
     clip: bool = False
     num_steps: int = 5  # of a turn
     num_rounds: int = 7
-    engines: tuple[str, ...] = ()  # () = all that are installed
+    engines: tuple[str, ...] = ()  # () = all that are installed, but those ON_REQUEST
 
 
 OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
@@ -238,7 +238,8 @@ def _add_ratios(row: dict[str, Any], others: dict[str, dict[str, Any]], capacity
 def _groups(comparison: Comparison) -> list[list[str]]:
     """The engines cut into groups that fit into free memory beside the two references."""
     there = engines_for(comparison.world_size)
-    engines = [e for e in comparison.engines or there if e in there and e not in REFERENCES]
+    asked = comparison.engines or [e for e in there if e not in ON_REQUEST]
+    engines = [e for e in asked if e in there and e not in REFERENCES]
     states = 4 * parameter_bytes(comparison.model, "fp32")  # weights, gradients, two moments
     beside = 350 * MiB  # libraries, and memory that was freed and is kept
     each = comparison.world_size * (0.85 * states + beside)

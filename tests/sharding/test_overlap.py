@@ -292,6 +292,30 @@ def test_zero2_reduces_during_backward_and_publishes_in_order_of_forward():
     ]
 
 
+@pytest.mark.parametrize(("overlap", "most"), [(True, 3), (False, 1)])
+def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched(overlap, most):
+    """More would hold the gradients of more units."""
+    under_way: set[Any] = set()
+    counts: list[int] = []
+    with fake_world(0, 2) as world:
+        strategy = toy_engine(world, "zero2", overlap=overlap)
+        launch = strategy._wire.reduce_scatter
+
+        def counted(parts: Any, kind: str) -> Any:
+            pending = launch(parts, kind)
+            end = pending.wait
+            pending.wait = lambda: (under_way.discard(pending), end())
+            under_way.add(pending)
+            counts.append(len(under_way))
+            return pending
+
+        strategy._wire.reduce_scatter = counted
+        step(strategy)
+    assert len(counts) == len(["root", *BLOCKS])
+    assert max(counts) == most
+    assert not under_way
+
+
 @pytest.mark.parametrize(("reduce_each", "times"), [("step", 1), ("microbatch", 3)])
 @pytest.mark.parametrize("stage", ["ddp", "zero1_allreduce", "zero2", "zero3"])
 def test_accumulated_gradients_are_reduced_as_often_as_asked(stage, reduce_each, times):

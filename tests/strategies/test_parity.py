@@ -48,7 +48,8 @@ AXES: dict[str, Sequence[Any]] = {
     "overlap": [True, False],
     "keep": ["last", "none", "all"],
     "prefetch": [None, 1, 2, 0],
-    "bucket_mb": [None, 600 / MIB],  # several to a unit, and long parameters in several
+    # None; several to a unit, and long parameters in several; one where small members come last
+    "bucket_mb": [None, 600 / MIB, 1400 / MIB],
     "owners": ["greedy", "contiguous"],
     "optimizer": ["adamw_loop", "adamw_fused", "sgd"],
     "max_grad_norm": [None, 1e6, 0.1],  # 1e6 is never reached, 0.1 always

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.oracle import Outcome, Recipe, assert_same, outcome_of, train_on_ranks, train_oracle
+from tests.oracle import (
+    Outcome,
+    Recipe,
+    Rules,
+    assert_same,
+    outcome_of,
+    train_on_ranks,
+    train_oracle,
+)
 from tests.strategies.engine import Ours
 from zeroexp.sharding import shared_memory
 from zeroexp.sharding.placement import STAGES
@@ -19,34 +28,46 @@ RECIPE = Recipe(world_size=3)
 
 
 def train_on_two_hosts(
-    world: World, runs: list[Ours]
-) -> tuple[list[tuple[Outcome, CanonicalState]], list[bool]]:
-    """What each engine made of the model, and whether it had a neighbour here."""
-    host = "first" if world.rank < 2 else "second"
-    shared_memory.host_identity = lambda: (host, 0)
+    world: World, runs: list[Ours], num_on_first: int
+) -> tuple[list[tuple[Outcome, CanonicalState]], list[tuple[bool, int]]]:
+    """What each engine made of the model; whether it shares memory, and how many reductions may be under way."""
+    host = "first" if world.rank < num_on_first else "second"
+    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (host, 0)
     engines: list[Sharded] = []
 
     def make(run: Ours, *args: Any) -> Sharded:
         engines.append(run(*args))
         return engines[-1]
 
-    trained = [train_on_ranks(world, RECIPE, lambda *a, run=run: make(run, *a)) for run in runs]
-    return trained, [engine.shared_bytes > 0 for engine in engines]
+    try:
+        trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
+    finally:
+        shared_memory.host_identity = same_host  # these processes run other tests too
+    return trained, [(e.shared_bytes > 0, e._wire.reductions_in_flight) for e in engines]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_some_peers_next_door_and_some_far_away_train_the_same_model(ranks, overlap):
-    """A neighbour reads a reduction when it has launched as many more: with too few slots both would wait."""
+@pytest.mark.parametrize(
+    ("num_on_first", "expected"),
+    [(2, [(True, 2), (True, 2), (False, 2)]), (3, [(True, 1)] * 3)],
+    ids=["two_hosts", "one_host"],
+)
+def test_some_peers_next_door_and_some_far_away_train_the_same_model(
+    ranks, num_on_first, expected, overlap
+):
+    """With fewer slots than reductions under way and one, neighbours would wait for each other for ever."""
     runs = [
-        Ours(stage, Options(family=family, overlap=overlap))
+        Ours(stage, Options(family=family, overlap=overlap, reduce_each=reduce_each))
         for stage, family in product(STAGES, ["parameter", "tensor", "buffer"])
+        for reduce_each in (["step"] if stage == "zero1" else ["step", "microbatch"])
     ]
-    answers = ranks(train_on_two_hosts, runs, world_size=3)
-    assert [set(shared) for _, shared in answers] == [{True}, {True}, {False}]
-    expected = train_oracle(RECIPE)
+    answers = ranks(train_on_two_hosts, runs, num_on_first, world_size=3)
+    for (_, roads), road in zip(answers, expected, strict=True):
+        assert set(roads) == {road}
+    oracles = {each: train_oracle(RECIPE, Rules(each)) for each in ("step", "microbatch")}
     for index, run in enumerate(runs):
         outcome = outcome_of([trained[index] for trained, _ in answers])
         try:
-            assert_same(outcome, expected, rtol=0.0, atol=0.0)
+            assert_same(outcome, oracles[run.options.reduce_each], rtol=0.0, atol=0.0)
         except AssertionError as error:
             raise AssertionError(f"{run}: {error}") from error

@@ -1,11 +1,11 @@
-"""Which gradients are reduced together: a unit's elements cut in buckets, in the order backward makes them. Pure.
+"""Which gradients are reduced together: a unit's elements cut in buckets, about in the order backward makes them. Pure.
 
     unit of one chunk, members a (4 elements), b (3), c (3), buckets of at most 4 elements:
 
         bucket 0: c[0:3]     bucket 1: b[0:3]     bucket 2: a[0:4]          a longer member is cut in several
 
-Members that take little come last, wherever they are defined: see `_backwards`. (A layout that gives whole parameters
-to ranks sorts members by owner, and the buckets with them.)
+That order is the opposite of the members' own, small ones last. A layout that gives whole parameters to ranks sorts
+its members by owner, and so the buckets of one owner come before the next one's.
 
 A bucket is cut as its chunk is: who owns an element there owns it here, so that a bucket is a small chunk of its own,
 without padding. Where no size is set a unit is one bucket, and the chunk itself, padding included.
@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from zeroexp.sharding.layout import Chunk, Member
 
-SMALL = 16  # a member that takes up to so small a part of a bucket
+SMALL_SHARE = 1 / 64  # of a bucket: members up to this come last
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Bucket:
 def cut_in_buckets(
     chunks: Sequence[Chunk], itemsize: int, max_bytes: int | None
 ) -> tuple[Bucket, ...]:
-    """The buckets of a unit, each of at most `max_bytes`, from its last member to its first; None: one of all."""
+    """The buckets of a unit, each of at most `max_bytes`, in the order of `_backwards`; None: one of all."""
     if not chunks:
         return ()
     if max_bytes is None:
@@ -79,12 +79,12 @@ def _whole(chunk: Chunk) -> tuple[Range, ...]:
 def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]]:
     """Chunk index and range, last first; a long member in ranges of nearly equal size, its first range last.
 
-    Small members come at the end: a LLaMA block defines its norms last, and the first of them is the last to get a
-    gradient, so that a bucket they are in waits for the whole block.
+    A LLaMA block defines its norms last, and one of them is the last to get a gradient: the bucket they are in waits
+    for the whole block, and so it must be the last one.
     """
     members = [(index, each) for index, chunk in enumerate(chunks) for each in _whole(chunk)]
     members.reverse()
-    members.sort(key=lambda pair: pair[1].numel <= most // SMALL)  # else in the order they are in
+    members.sort(key=lambda pair: pair[1].numel <= SMALL_SHARE * most)  # stable
     for index, each in members:
         num = -(-each.numel // most)
         ends = [each.numel * i // num for i in range(num + 1)]

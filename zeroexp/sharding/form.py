@@ -28,8 +28,9 @@ from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NORM_BYTES = 8  # the sum of squares travels as one float64
-# Reductions under way beside the one just launched, by transport: the wire is busy, and memory bounded. A message
-# that arrives while backward computes would leave a link idle that has no second one to carry.
+# Reductions under way beside the one just launched, by transport; each holds the gradients of a unit or bucket. Ranks
+# of one host move bytes while they wait for them, and one is enough. Messages travel while backward computes: the
+# second keeps a slow link busy until backward looks again. The links of GPUs are fast, and their memory is dear.
 REDUCTIONS_IN_FLIGHT = {"direct": 1, "gloo": 2, "native": 1}
 
 
@@ -269,10 +270,10 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
 
 
 def num_slots(transport: str) -> int:
-    """Reductions that may lie in shared memory at once, beside whatever `transport` carries.
+    """Reductions that may lie in a rank's shared memory at once: one more than may be under way.
 
-    With fewer, ranks could wait for one another: a rank reads a reduction when it has launched as many more as may
-    be in flight.
+    With fewer, neighbours would wait for each other for ever: a rank reads a reduction when it has launched as many
+    more as may be under way. `transport`: gloo where some peers are on other hosts.
     """
     return REDUCTIONS_IN_FLIGHT[transport] + 1
 

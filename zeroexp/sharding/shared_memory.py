@@ -2,7 +2,7 @@
 
 Every rank owns one arena, mapped by all its neighbours:
 
-    | parameters at rest ...                          | slot 0 | slot 1 | slot 2 |
+    | parameters at rest ...                          | slot 0 | slot 1 |
       offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
 A message is a few words over a Unix socket: a tag and where in the sender's arena the data lies. What lies in a slot
