@@ -110,6 +110,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.engines if name not in ENGINES]:
         raise SystemExit(f"{unknown[0]}: no such engine, use {', '.join(ENGINES)}")
+    if arguments.world_size < 1:
+        raise SystemExit(f"--world-size {arguments.world_size}: use 1 or more")
     engines = ["limit", *arguments.engines]
     print(markdown(measure(engines, arguments.model, arguments.world_size)))
     return 0

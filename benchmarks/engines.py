@@ -121,8 +121,8 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-# Compared only where it is asked for: a choice for slow links, since what is kept is not gathered again for backward.
-ON_REQUEST = {"zero3_buffer_keep_all"}
+# Compared on slow links only: what is kept from forward to backward is not gathered again.
+ON_REQUEST = ("zero3_buffer_keep_all",)
 
 
 def engines_for(world_size: int) -> list[str]:

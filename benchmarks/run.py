@@ -51,6 +51,7 @@ class Comparison:
 OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
 TORCH = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2")
 PEERS = (*TORCH, "deepspeed2", "deepspeed3")
+ON_SLOW_LINKS = (*PEERS, *OURS, *ON_REQUEST)
 COMPARISONS = [
     Comparison("quick", "small", num_steps=4, num_rounds=3),
     Comparison("small", "small", num_rounds=7),
@@ -62,7 +63,7 @@ COMPARISONS = [
         link="1gbit",
         num_steps=12,
         num_rounds=3,
-        engines=(*PEERS, *OURS, "zero3_buffer_keep_all"),
+        engines=ON_SLOW_LINKS,
     ),
     Comparison("small_bf16", "small", precision="bf16_master", engines=OURS),
     Comparison("small_clip", "small", clip=True, engines=(*OURS, "fsdp2_no_reshard", "fsdp2")),
@@ -75,7 +76,7 @@ COMPARISONS = [
         link="200mbit",
         num_steps=5,
         num_rounds=2,
-        engines=(*PEERS, *OURS, "zero3_buffer_keep_all"),
+        engines=ON_SLOW_LINKS,
     ),
 ]
 

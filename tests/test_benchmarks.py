@@ -128,6 +128,14 @@ def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):
     assert measured == set(engines_for(world_size=2))
 
 
+def test_what_runs_on_request_is_in_no_comparison_of_all_engines():
+    groups = run._groups(run.Comparison("t", "tiny"))
+    measured = {engine for group in groups for engine in group}
+    assert measured == set(engines_for(world_size=2)) - {"zero3_buffer_keep_all"}
+    asked = {c.name for c in run.COMPARISONS if "zero3_buffer_keep_all" in c.engines}
+    assert asked == {"small_1gbit", "small_200mbit"}
+
+
 # -- where time goes, and how it begins ---------------------------------------------------------------
 
 
