@@ -40,8 +40,8 @@ class Engine:
         return FLOAT32_ROUNDING if recipe.precision == "fp32" else BFLOAT16_ROUNDING
 
 
-SKIP_PER_STEP = Rules(reduce_each="step", missing="skip")
-SKIP_PER_MICROBATCH = Rules(reduce_each="microbatch", missing="skip", added_in_master=True)
+SKIP_PER_STEP = Rules(reduce_each="step")
+SKIP_PER_MICROBATCH = Rules(reduce_each="microbatch", added_in_master=True)
 DDP_PRECISIONS = ("fp32", "bf16", "autocast")
 FSDP_PRECISIONS = ("fp32", "bf16_master", "paper16")
 

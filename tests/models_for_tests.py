@@ -2,6 +2,7 @@
 
 toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
            parameter group); frozen parameters; a parameter that nobody uses
+words      toy with more words than a microbatch has tokens, so that the embedding's rows travel apart (tied.py)
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
 llama, gpt2, mixtral    of transformers
@@ -23,6 +24,7 @@ from zeroexp.models.loss import IGNORED
 from zeroexp.models.moe import allow_experts
 
 VOCABULARY = 11
+MANY_WORDS = 37  # more than a microbatch has tokens
 WIDTH = 5
 SAMPLES, SEQ_LEN = 2, 6  # of one microbatch
 
@@ -42,20 +44,25 @@ class ToyBlock(nn.Module):
 
 class Toy(nn.Module):
     def __init__(
-        self, *, depth: int = 3, order: tuple[int, ...] = (0, 1, 2), dropout: float = 0.0
+        self,
+        *,
+        depth: int = 3,
+        order: tuple[int, ...] = (0, 1, 2),
+        dropout: float = 0.0,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList(ToyBlock() for _ in range(depth))
         self.unused = nn.Parameter(torch.ones(3))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.order = order
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, seq] int64 -> logits [batch, seq, VOCABULARY]."""
+        """[batch, seq] int64 -> logits [batch, seq, vocabulary]."""
         x = self.embedding(input_ids)
         x = x + x.cumsum(1) / SEQ_LEN
         for index in self.order:
@@ -79,10 +86,10 @@ class TestModel:
     skips: bool = False  # trainable parameters may get no gradient
 
 
-def _toy(order: tuple[int, ...], dropout: float = 0.0) -> BuiltModel:
+def _toy(order: tuple[int, ...], dropout: float = 0.0, vocabulary: int = VOCABULARY) -> BuiltModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        module = Toy(order=order, dropout=dropout)
+        module = Toy(order=order, dropout=dropout, vocabulary=vocabulary)
         return BuiltModel(module, ["blocks.0", "blocks.1", "blocks.2"])
 
 
@@ -158,6 +165,7 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
+    "words": TestModel(partial(_toy, (0, 1, 2), vocabulary=MANY_WORDS), skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),
     "llama": TestModel(_llama),

@@ -24,6 +24,7 @@ class World:
     size: int
     device: torch.device
     backend: str  # gloo | nccl | fake
+    timeout_seconds: float = 600.0  # a peer silent for longer is taken for dead
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,18 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
         timeout=timedelta(seconds=timeout_seconds),
         **meeting,  # pyright: ignore[reportArgumentType]
     )
-    return World(place.rank, place.size, own_device, backend)
+    return World(place.rank, place.size, own_device, backend, timeout_seconds)
 
 
-def current(device: torch.device | str = "cpu") -> World:
-    """The world this process joined already by its own `init_process_group`: for use as a library."""
-    return World(
-        dist.get_rank(), dist.get_world_size(), torch.device(device), str(dist.get_backend())
-    )
+def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> World:
+    """The world this process joined already by its own `init_process_group`: for use as a library.
+
+    timeout_seconds: ranks of one host that wait for each other give up after it. What waits for a message gives up
+    after the `timeout` of that `init_process_group`.
+    """
+    backend = str(dist.get_backend())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, torch.device(device), backend, timeout_seconds)
 
 
 def host_identity() -> tuple[str, int]:
@@ -126,3 +131,13 @@ def gather(thing: Thing) -> list[Thing]:
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """Rank 0's values for every rank, in place."""
+    dist.broadcast(tensor, src=0)
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> None:
+    """The sum on every rank, in place."""
+    dist.all_reduce(tensor)

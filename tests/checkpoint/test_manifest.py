@@ -75,8 +75,8 @@ def test_missing(tmp_path):
 
 
 def test_a_newer_format(tmp_path):
-    line = refused(tmp_path, changed(format=2))
-    assert "format 2, this zeroexp reads up to 1; update zeroexp" in line
+    line = refused(tmp_path, changed(format=3))
+    assert "format 3, this zeroexp reads up to 2; update zeroexp" in line
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_damaged_foreign_and_newer(tmp_path):
     for content, said in (
         (whole[:-7], "damaged"),
         (json.dumps({"model": "of somebody else"}), "no manifest of zeroexp"),
-        (whole.replace('"format": 1', '"format": 9'), "format 9, this zeroexp reads up to 1"),
+        (whole.replace('"format": 2', '"format": 9'), "format 9, this zeroexp reads up to 2"),
     ):
         path.write_text(content)
         assert said in refused(config, CheckpointError)

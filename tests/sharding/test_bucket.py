@@ -125,3 +125,23 @@ def test_the_picture_of_the_page():
     buckets = cut_in_buckets([chunk], 4, 16)
     ranges = [[(r.member, r.start, r.stop) for r in b.slices[0].ranges] for b in buckets]
     assert ranges == [[(2, 0, 3)], [(1, 0, 3)], [(0, 0, 4)]]
+
+
+def test_small_is_up_to_a_64th_of_a_bucket():
+    """Of 128 elements: two are small and come last, three are not."""
+    chunks = chunks_of("buffer", [2, 120, 3, 120], 2)
+    ranges = [
+        [each.member for part in bucket.slices for each in part.ranges]
+        for bucket in cut_in_buckets(chunks, 4, 4 * 128)
+    ]
+    assert ranges == [[2, 3], [0, 1]]
+    chunks = chunks_of("buffer", [120, 2, 120], 2)
+    buckets = cut_in_buckets(chunks, 4, 4 * 128)
+    assert [[r.member for r in b.slices[0].ranges] for b in buckets] == [[2], [0, 1]]
+
+
+def test_slices_are_in_the_order_of_their_chunks_and_cut_for_as_many_ranks():
+    chunks = chunks_of("tensor", [100, 1, *[100] * 6, 1], 3)
+    *_, last = cut_in_buckets(chunks, 4, 4 * 100)
+    assert [part.index for part in last.slices] == [1, 8]
+    assert [len(part.chunk.cuts) for part in last.slices] == [4, 4]

@@ -221,9 +221,9 @@ def watch(strategy: Sharded) -> list[str]:
     }
 
     def log(move: Callable[..., Any]) -> Callable[..., Any]:
-        def logged(parts: Any, kind: str, *more: Any) -> Any:
+        def logged(parts: Any, kind: str, *more: Any, **words: Any) -> Any:
             events.append(f"{kind} {names[id(parts[0].chunk)]}")
-            return move(parts, kind, *more)
+            return move(parts, kind, *more, **words)
 
         return logged
 
@@ -257,13 +257,16 @@ def events_of_a_later_step(stage: str, *, accumulation: int = 1, **options: Any)
 
 
 def test_zero3_gathers_one_block_ahead_and_reduces_behind():
-    """The root and block 0 were gathered at the end of the step before; what is still in a pool is not gathered."""
+    """The root and block 0 were gathered at the end of the step before; what is still in a pool is not gathered.
+
+    A block is reduced when the backward of the one before it begins, which every rank reaches in the same order.
+    """
     assert events_of_a_later_step("zero3", prefetch=1, keep="last") == [
         *("gather blocks.1", "forward blocks.0", "gather blocks.2", "forward blocks.1"),
         "forward blocks.2",
-        *("reduce blocks.2", "done blocks.2"),
-        *("gather blocks.0", "reduce blocks.1", "done blocks.1"),
-        *("reduce blocks.0", "done blocks.0"),
+        *("done blocks.2", "reduce blocks.2"),
+        *("gather blocks.0", "done blocks.1", "reduce blocks.1"),
+        *("done blocks.0", "reduce blocks.0"),
         *("reduce root", "gather root", "gather blocks.0"),
     ]
 
@@ -275,9 +278,9 @@ def test_zero3_without_prefetch_gathers_when_needed():
         *("gather blocks.1", "forward blocks.1"),
         *("gather blocks.2", "forward blocks.2"),
         "gather root",
-        *("gather blocks.2", "reduce blocks.2", "done blocks.2"),
-        *("gather blocks.1", "reduce blocks.1", "done blocks.1"),
-        *("gather blocks.0", "reduce blocks.0", "done blocks.0"),
+        *("gather blocks.2", "done blocks.2", "reduce blocks.2"),
+        *("gather blocks.1", "done blocks.1", "reduce blocks.1"),
+        *("gather blocks.0", "done blocks.0", "reduce blocks.0"),
         "reduce root",
     ]
 
@@ -301,8 +304,8 @@ def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched
         strategy = toy_engine(world, "zero2", overlap=overlap)
         launch = strategy._wire.reduce_scatter
 
-        def counted(parts: Any, kind: str) -> Any:
-            pending = launch(parts, kind)
+        def counted(parts: Any, kind: str, *more: Any, **words: Any) -> Any:
+            pending = launch(parts, kind, *more, **words)
             end = pending.wait
             pending.wait = lambda: (under_way.discard(pending), end())
             under_way.add(pending)

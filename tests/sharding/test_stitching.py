@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from zeroexp.sharding import direct, stitching
 from zeroexp.sharding.form import mapped_bytes
-from zeroexp.sharding.layout import LARGE_ELEMENTS, PAGE_BYTES
+from zeroexp.sharding.layout import LARGE_PAGES, PAGE_BYTES, cut_elements
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.stitching import Stretch, stitch
 from zeroexp.strategies.sharded import Options, Sharded
@@ -20,19 +21,22 @@ from zeroexp.world import World, barrier
 WIDTH = 1000  # a million elements and a thousand: no whole pages by themselves, large for up to three ranks
 
 
+FILE_NAME = "stitched-in-a-test"
+
+
 def open_file(fill: int) -> int:
-    file = os.memfd_create("test")
+    file = os.memfd_create(FILE_NAME)
     os.write(file, bytes([fill]) * 3 * PAGE_BYTES)
     return file
 
 
 def mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
+    """The stretches of these files alone: threads of libraries map and free memory of their own at any time."""
+    return sum(f"/memfd:{FILE_NAME}" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_two_files_under_one_range_of_addresses():
     one, two = open_file(1), open_file(2)
-    before = mappings()
     memory = stitch(
         [
             Stretch(one, PAGE_BYTES, PAGE_BYTES),
@@ -40,6 +44,7 @@ def test_two_files_under_one_range_of_addresses():
             Stretch(one, 0, PAGE_BYTES),
         ]
     )
+    assert mappings() == 3
     assert memory.view(4, PAGE_BYTES)[:, 7].tolist() == [1, 2, 2, 1]
     memory[0] = 9
     memory[PAGE_BYTES] = 8
@@ -49,17 +54,17 @@ def test_two_files_under_one_range_of_addresses():
     assert memory.sum() == 9 + 8 - 3 + PAGE_BYTES * (1 + 2 + 2 + 1)
     del memory
     gc.collect()
-    assert mappings() == before
+    assert mappings() == 0
 
 
 def test_what_can_not_be_mapped_says_so():
-    with pytest.raises(OSError, match="mmap of 4096 bytes: Bad file descriptor"):
+    with pytest.raises(OSError, match=f"mmap of {PAGE_BYTES} bytes: Bad file descriptor"):
         stitch([Stretch(-1, 0, PAGE_BYTES)])
 
 
-def large_engine(world: World, stage: str, transport: str) -> Sharded:
+def large_engine(world: World, stage: str, transport: str, width: int = WIDTH) -> Sharded:
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     return Sharded(
         module,
         blocks=["0", "1", "2"],
@@ -73,7 +78,8 @@ def large_engine(world: World, stage: str, transport: str) -> Sharded:
 
 def weights_after(strategy: Sharded, world: World, num_steps: int) -> list[torch.Tensor]:
     """Every rank's pieces of the canonical weights, after steps on inputs of its own."""
-    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    width = next(strategy.model.children()).in_features
+    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(world.rank))
     for _ in range(num_steps):
         with strategy.microbatch(last=True):
             strategy.backward(strategy.model(inputs).square().mean())
@@ -93,8 +99,8 @@ def compare_with_messages(world: World) -> None:
     blocks = mapped._units[1:]
     for unit in blocks:
         (tensors,) = unit.chunks
-        assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_ELEMENTS
-        unit._store.release(forget=True)
+        assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_PAGES * cut_elements(PAGE_BYTES)
+        unit.store.release(forget=True)
         unit.gather().wait()
         unit.arrived()
         own = tensors.full[tensors.chunk.section(world.rank)]
@@ -115,3 +121,46 @@ def compare_with_messages(world: World) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_own_section_is_neither_copied_nor_held_twice(ranks, world_size):
     ranks(compare_with_messages, world_size=world_size)
+
+
+def test_a_place_beyond_two_gibibytes_is_not_cut():
+    """A sparse file with one written page at 5 GiB."""
+    far = 5 << 30
+    file = os.memfd_create(FILE_NAME)
+    os.ftruncate(file, far + PAGE_BYTES)
+    os.pwrite(file, b"\x05", far)
+    memory = stitch([Stretch(file, far, PAGE_BYTES)])
+    os.close(file)
+    assert memory[0] == 5
+
+
+def train_with_pages(world: World, page_bytes: int, width: int) -> list[tuple[int, int]]:
+    """As many mappings as with the machine's pages, each what a kernel of such pages allows, and the same weights."""
+    asked: list[tuple[int, int]] = []
+    machine_pages, machine_map = direct.PAGE_BYTES, stitching._map
+
+    def watched(address, num_bytes, protection, flags, file, offset):
+        asked.append((num_bytes, offset))
+        return machine_map(address, num_bytes, protection, flags, file, offset)
+
+    direct.PAGE_BYTES, stitching._map = page_bytes, watched
+    try:
+        strategy, copied = (large_engine(world, "zero3", t, width) for t in ("direct", "gloo"))
+    finally:
+        direct.PAGE_BYTES, stitching._map = machine_pages, machine_map
+    expected = weights_after(copied, world, 2)
+    for got, other in zip(weights_after(strategy, world, 2), expected, strict=True):
+        assert torch.equal(got, other)
+    in_place = [t.in_place for unit in strategy._units[1:] for t in unit.chunks]
+    assert in_place == [True] * 3
+    barrier()
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("page_kib", "width"), [(16, 1500), pytest.param(64, 2950, marks=pytest.mark.slow)]
+)
+def test_on_a_kernel_of_larger_pages_every_mapping_is_allowed(ranks, page_kib, width):
+    for asked in ranks(train_with_pages, page_kib << 10, width):
+        assert len(asked) > 6
+        assert [a for a in asked if a[0] % (page_kib << 10) or a[1] % (page_kib << 10)] == []

@@ -91,8 +91,8 @@ def test_reading_a_freed_parameter_raises(world):
     x = torch.ones(2, 3)
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
     unit.free(forget=True)
-    assert weight(unit).numel() == 0
-    with pytest.raises(RuntimeError):
+    assert weight(unit).shape == (5, 3) and weight(unit).numel() == 15
+    with pytest.raises(RuntimeError, match=r"parameter 0.weight is freed.*strategy.gathered"):
         nn.functional.linear(x, weight(unit))
 
 
@@ -224,7 +224,8 @@ def test_a_missing_gradient_is_zeros():
         bias = unit.trainable_parameters()[1]
         bias.grad = torch.ones_like(bias)
         unit.reduce(unit.buckets[0]).wait()
-        gradients = {master.shape: gradient for master, gradient in unit.hand_over()}
+        gradients = {each.master.shape: each.gradient for each in unit.hand_over()}
+        assert unit.has_gradient() == [False, True]
         assert gradients[torch.Size([5, 3])].tolist() == [[0.0] * 3] * 5
         assert gradients[torch.Size([5])].tolist() == [1.0] * 5
 

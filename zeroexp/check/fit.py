@@ -57,6 +57,23 @@ def num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
+def slurms_own(config: Config) -> None:
+    """What says how jobs are submitted does nothing where none is."""
+    cluster = config.cluster
+    if cluster.kind == "slurm":
+        return
+    for key, effect in (("dry_run", cluster.dry_run), ("wait", not cluster.wait)):
+        if effect:
+            undefined(config, f"cluster.{key}", "no effect on this machine", "use cluster=slurm")
+
+
+def warmup(config: Config) -> None:
+    steps = config.train.warmup_steps + config.train.steps
+    if config.optimizer.warmup_steps > steps:
+        problem = f"the run is over after {steps} steps, before the learning rate is at its top"
+        undefined(config, "optimizer.warmup_steps", problem, f"use at most {steps}")
+
+
 def requeue(config: Config) -> None:
     """Slurm may start a run again only where it goes on from what it saved, and has the time to save."""
     cluster = config.cluster
@@ -72,4 +89,4 @@ def requeue(config: Config) -> None:
         undefined(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
 
 
-RULES = (batch, optimizer, tracking, device, requeue)
+RULES = (batch, optimizer, tracking, device, slurms_own, warmup, requeue)

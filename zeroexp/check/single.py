@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from zeroexp.check.refusal import nearest, value_of, wrong
 from zeroexp.config import AUTO, Config
@@ -74,6 +78,41 @@ ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study
 AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
 
 
+NAME = re.compile(
+    r"[\w][\w .+-]{0,99}"
+)  # of a folder: it leads nowhere else, and file systems take it
+
+
+def given(config: Config) -> None:
+    """No value is left out, and no number is nan or infinite, which every comparison lets through."""
+    for key, value in _values(asdict(config)):
+        if value == "???":
+            wrong(key, value, "no value", "give it one")
+        if isinstance(value, float) and not math.isfinite(value):
+            wrong(key, value, "no finite number", "use a finite one, or null where that is allowed")
+
+
+def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _values(value, f"{parent}.{key}" if parent else str(key))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _values(value, parent)
+    else:
+        yield parent, tree
+
+
+def names(config: Config) -> None:
+    """What becomes the name of a folder or of something in MLflow."""
+    for key in ("study.name", "model.name", "tracking.experiment"):
+        if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
+            remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
+            wrong(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
+    if not config.outputs:
+        wrong("outputs", "", "no folder", "use outputs=outputs")
+
+
 def words(config: Config) -> None:
     for (key, word), remedy in PLANNED.items():
         if value_of(config, key) == word:
@@ -106,7 +145,7 @@ def world_sizes(config: Config) -> None:
         wrong("cluster.world_sizes", "[]", "empty", "use [1, 2]")
     for key in ("world_size", "cluster.world_sizes"):
         value = value_of(config, key)
-        for size in value if isinstance(value, list) else [value]:
+        for size in value if key == "cluster.world_sizes" else [value]:
             if type(size) is not int or size < 1:
                 wrong(key, size, "not a number of ranks", "use 1 or more (world_size also: all)")
 
@@ -127,4 +166,4 @@ def study(config: Config) -> None:
             value_of(config, key)
 
 
-RULES = (words, ranges, betas, world_sizes, bucket, study)
+RULES = (given, names, words, ranges, betas, world_sizes, bucket, study)

@@ -78,6 +78,17 @@ def settings_of_torch(config: Config) -> None:
         without_effect(config, "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model")
 
 
+def skipped_experts(config: Config) -> None:
+    """FSDP2 reduces in one collective what has a gradient here: ranks that skip other experts offer other sizes."""
+    strategy, family = config.strategy, config.model.family
+    if _is_torch(strategy) and not _is_ddp(strategy) and family == "moe" and config.world_size > 1:
+        problem = (
+            f"FSDP2 ends in SIGABRT where ranks skip different experts of model.family={family}"
+        )
+        remedy = "use buffer, or model=mixtral_tiny, whose experts always have a gradient"
+        undefined(config, "strategy.implementation", problem, remedy)
+
+
 def settings_of_ours(config: Config) -> None:
     strategy = config.strategy
     if _is_torch(strategy):
@@ -116,6 +127,7 @@ RULES = (
     precision,
     dtypes_of_torch,
     settings_of_torch,
+    skipped_experts,
     settings_of_ours,
     reduce_each,
 )

@@ -42,7 +42,10 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
     _require_same_model(checkpoint, manifest, shapes)
     _agree(_damage(checkpoint, manifest, world))
     files = _Mapped(checkpoint)
-    strategy.load_state_dict(files.state(manifest.state))
+    try:
+        strategy.load_state_dict(files.state(manifest.state))
+    except ValueError as error:  # the same on every rank: buffers or groups of another model
+        raise CheckpointError(f"{checkpoint}: {error}") from error
     if manifest.world_size == world.size:
         own = files.state({"": manifest.rng[str(world.rank)]})[""]
         rng.restore({kind: tensor.pieces[0].tensor for kind, tensor in own.items()}, world)
@@ -50,7 +53,7 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
 
 
 def _require_same_model(checkpoint: Path, manifest: Manifest, shapes: Shapes) -> None:
-    stored = {name: entry["weight"].shape for name, entry in manifest.state.items()}
+    stored = {name: e["weight"].shape for name, e in manifest.state.items() if "weight" in e}
     for name in (*shapes, *stored):
         if shapes.get(name) != stored.get(name):
             has, saved = _shape(shapes, name), _shape(stored, name)

@@ -18,9 +18,20 @@ import xxhash
 
 from zeroexp.config import ConfigError
 
-FORMAT = 1
+FORMAT = 2  # 1 had neither Python values nor buffers; it is still read
 MANIFEST = "manifest.json"
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
+ITEM_BYTES = {
+    **{
+        "float64": 8,
+        "float32": 4,
+        "bfloat16": 2,
+        "float16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+    },
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+    **{"complex128": 16, "complex64": 8},
+}
 FILE_NAME = re.compile(r"rank\d+\.bin")
 
 

@@ -17,7 +17,8 @@ class Weights:
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
-        self._stored = {name: entry["weight"] for name, entry in manifest.state.items()}
+        # Buffers have none; a model of transformers makes its own again.
+        self._stored = {n: e["weight"] for n, e in manifest.state.items() if "weight" in e}
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroexp.sharding.watch import Message, Watch, Watched
+
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter ones are packed together: gloo costs ~40 us a message
 
@@ -30,11 +32,11 @@ class Arrival:
 class Channel(Protocol):
     """One-dimensional tensors to and from one peer. Both sides list the same sizes under the same tag."""
 
-    def send(self, tag: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Returns works to wait for before the tensors may change."""
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+        """Returns works to wait for before the tensors may change. `what` they are, for errors."""
         ...
 
-    def receive(self, tag: int, like: Sequence[Tensor], *, into: bool) -> Arrival:
+    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         """Tensors of these sizes; `into`: in the very memory of `like`."""
         ...
 
@@ -42,20 +44,26 @@ class Channel(Protocol):
 class GlooChannel:
     """Point-to-point messages: what a move needs, no more, straight from and into the tensors."""
 
-    def __init__(self, peer: int):
+    def __init__(self, peer: int, watch: Watch):
         self._peer = peer
+        self._watch = watch
 
-    def send(self, tag: int, tensors: Sequence[Tensor]) -> list[Any]:
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
-        return [_group().send([buffer], self._peer, tag) for buffer in buffers]
+        self._watch.sends(self._peer, tag)
+        return [
+            self._watched(_group().send([b], self._peer, tag), b, tag, what, given=True)
+            for b in buffers
+        ]
 
-    def receive(self, tag: int, like: Sequence[Tensor], *, into: bool) -> Arrival:
+    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
         works: list[Any] = []
         packed: list[tuple[Tensor, list[Tensor]]] = []
         for message in _messages(targets):
             buffer = message[0] if len(message) == 1 else _packed_like(message)
-            works.append(_group().recv([buffer], self._peer, tag))
+            work = _group().recv([buffer], self._peer, tag)
+            works.append(self._watched(work, buffer, tag, what, given=False))
             if len(message) > 1:
                 packed.append((buffer, message))
 
@@ -67,6 +75,9 @@ class GlooChannel:
             return targets
 
         return Arrival(wait, release=lambda: None)
+
+    def _watched(self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool) -> Watched:
+        return Watched(work, Message(self._peer, tag, buffer.nbytes, what, given), self._watch)
 
 
 def _group() -> dist.ProcessGroup:

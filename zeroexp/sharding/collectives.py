@@ -19,6 +19,8 @@ from zeroexp.sharding.moves import GatherPart, Pending, ReducePart
 from zeroexp.sharding.native import Native
 from zeroexp.world import World
 
+Sent = tuple[Pending, int]  # and the bytes this rank sends
+
 
 class Transport(Protocol):
     @property
@@ -41,14 +43,24 @@ class Transport(Protocol):
         """How many may be under way beside the one just launched."""
         ...
 
+    @property
+    def page_bytes(self) -> int:
+        """The largest pages among the ranks' machines, known after `meet`."""
+        ...
+
+    @property
+    def gathered(self) -> int | None:
+        """A checksum below 2**32 of what was gathered so far; None where ranks may gather different things."""
+        ...
+
     def meet(self) -> bool: ...
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None: ...
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None: ...
-    def offer(self, parts: Sequence[GatherPart]) -> int: ...
-    def all_gather(self, parts: Sequence[GatherPart], offer: int) -> tuple[Pending, int]: ...
-    def reduce_scatter(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]: ...
-    def all_reduce(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]: ...
+    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int: ...
+    def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent: ...
+    def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
     def quiesce(self) -> None: ...
 
 
@@ -92,6 +104,11 @@ class Collectives:
         return self._transport.place_of(tensor)
 
     @property
+    def page_bytes(self) -> int:
+        """Pages that layouts are cut for, the same on all ranks once they met."""
+        return self._transport.page_bytes
+
+    @property
     def staging_bytes(self) -> int:
         return self._transport.staging_bytes
 
@@ -107,28 +124,43 @@ class Collectives:
     def reductions_in_flight(self) -> int:
         return self._transport.reductions_in_flight
 
+    @property
+    def gathered(self) -> int | None:
+        """A checksum of what was gathered so far; None where nothing wrong can come of a difference."""
+        return self._transport.gathered
+
     def quiesce(self) -> None:
         """Afterwards parameters at rest may be overwritten: every peer has read what it was handed."""
         self._transport.quiesce()
 
-    def offer(self, parts: Sequence[GatherPart]) -> int:
-        """My pieces of these parts will not change before `quiesce`. Returns what `all_gather` knows the offer by."""
-        return self._transport.offer(parts)
+    def offer(self, parts: Sequence[GatherPart], offer: int | None = None) -> int:
+        """My pieces of these parts will not change before `quiesce`. Returns what `all_gather` knows the offer by.
+
+        offer: the one that this one follows, of the same parts. Ranks make their first offers in one order.
+        """
+        return self._transport.offer(parts, offer)
 
     def all_gather(
-        self, parts: Sequence[GatherPart], kind: str, offer: int | None = None
+        self,
+        parts: Sequence[GatherPart],
+        kind: str,
+        offer: int | None = None,
+        what: str = "parameters",
     ) -> Pending:
-        """sharded -> replicated, of parts that were offered, now if not before."""
-        offer = self.offer(parts) if offer is None else offer
-        return self._count(kind, self._transport.all_gather(parts, offer))
+        """sharded -> replicated, of parts that were offered, now if not before. `what` they are, for errors."""
+        return self._count(kind, self._transport.all_gather(parts, offer, f"the {kind} of {what}"))
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], kind: str) -> Pending:
+    def reduce_scatter(
+        self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
+    ) -> Pending:
         """partial -> sharded"""
-        return self._count(kind, self._transport.reduce_scatter(parts))
+        return self._count(kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"))
 
-    def all_reduce(self, parts: Sequence[ReducePart], kind: str) -> Pending:
+    def all_reduce(
+        self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
+    ) -> Pending:
         """partial -> replicated; the sum replaces `gradients` in place."""
-        return self._count(kind, self._transport.all_reduce(parts))
+        return self._count(kind, self._transport.all_reduce(parts, f"the {kind} of {what}"))
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
         """The sum over ranks of a tiny tensor, in place."""

@@ -6,31 +6,52 @@ reduce-scatter is an all-reduce inside, with twice the bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroexp import world as worlds
+from zeroexp.sharding.board import MOST_OFFERS
 from zeroexp.sharding.channels import Channel, GlooChannel
 from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT, num_slots
+from zeroexp.sharding.layout import PAGE_BYTES
+from zeroexp.sharding.meeting import Listener
 from zeroexp.sharding.moves import GatherPart, Pending, ReducePart
-from zeroexp.sharding.shared_memory import Arena, Neighbourhood, SharedChannel
+from zeroexp.sharding.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
+from zeroexp.sharding.watch import Watch
 from zeroexp.world import World
 
-TIMEOUT_SECONDS = 600.0  # a neighbour silent for longer is taken for dead
+PASSING = MOST_OFFERS // 2  # from here on offers count that nobody named: for one gather
+# Engines of one process have tags apart, so that they do not take each other's messages. A tag is a C int.
+MOST_ENGINES = 1 << 7  # whose tags are apart; then they begin again
+NUM_TAGS = 1 << 24  # of one engine
+GATHERS_APART = 16  # of one unit, that may be on their way at once
+_engines = itertools.count()
 
 
 class Direct:
     """Every rank hands each peer what that peer is to have, over the best channel between the two."""
 
+    gathered = None  # nothing to compare: a gather takes what it names, or waits
+
     def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank
         self._ranks = range(world.size)
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-        self._channels: dict[int, Channel] = {p: GlooChannel(p) for p in self._peers}
-        self._tag = 0
+        # [Note: two counts] Ranks issue reductions in one agreed order, so that equal counts mean the same one on every
+        # rank. Gathers are counted apart: over shared memory a rank may gather what the others do not.
+        self._num_offers = self._num_reductions = 0
+        self._num_gathers: dict[int, int] = {}  # by offer
+        self._num_passing = PASSING  # in this step
+        self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
+        self._channels: dict[int, Channel] = {}
         self._world = world
+        self._send_messages()
+        self.page_bytes = PAGE_BYTES
         self._share_memory = share_memory and world.size > 1
         self._neighbours: Neighbourhood | None = None
         self._arena: Arena | None = None
@@ -44,14 +65,23 @@ class Direct:
         return REDUCTIONS_IN_FLIGHT[self._road]
 
     def meet(self) -> bool:
-        if not self._share_memory:
+        if self._world.size == 1:
             return False
-        self._neighbours = Neighbourhood(self._world, TIMEOUT_SECONDS)
+        with closing(Listener()) as listener:
+            mine = neighbour_identity(), listener.door, self.page_bytes, self._first_tag
+            hosts, doors, page_bytes, first_tags = zip(*worlds.gather(mine), strict=True)
+            self.page_bytes = max(page_bytes)
+            self._first_tag = max(first_tags)
+            self._send_messages()
+            if self._share_memory:
+                self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
         return self._road == "direct"
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
-            self._arena = Arena(rest_bytes, slot_bytes, num_slots(self._road))
+            self._arena = Arena(
+                self._world.size, rest_bytes, slot_bytes, num_slots(self._road), self.page_bytes
+            )
             self._channels.update(self._neighbours.open(self._arena))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,16 +100,19 @@ class Direct:
     def shared_bytes(self) -> int:
         return self._arena.num_bytes if self._arena is not None else 0
 
-    def offer(self, parts: Sequence[GatherPart]) -> int:
-        offer = self._next_tag()
-        mine = self._pieces(parts)
-        for channel in self._shared:
-            channel.offer(offer, mine)
+    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
+        if offer is None:
+            offer = self._num_offers = self._num_offers + 1
+        self._offer(parts, offer)
         return offer
 
-    def all_gather(self, parts: Sequence[GatherPart], offer: int) -> tuple[Pending, int]:
+    def all_gather(
+        self, parts: Sequence[GatherPart], offer: int | None, what: str
+    ) -> tuple[Pending, int]:
         """Neighbours' pieces are copied where they lie; from other hosts they are received."""
-        tag = self._next_tag()
+        if offer is None:
+            offer = self._num_passing = self._num_passing + 1
+            self._offer(parts, offer)
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
@@ -87,28 +120,29 @@ class Direct:
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
-        received = self._hand_out(mine, {p: theirs[p] for p in remote}, tag)
+        tag = self._gather_tag(offer)
+        received = self._hand_out(mine, {p: theirs[p] for p in remote}, tag, what)
 
         def copy() -> None:
             for peer in self._peers:
                 channel = self._channels[peer]
                 if isinstance(channel, SharedChannel):
-                    channel.copy_offered(offer, theirs[peer])
+                    channel.copy_offered(offer, theirs[peer], what)
 
         return Pending([received], copy), len(self._peers) * sum(piece.nbytes for piece in mine)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]:
+    def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
         """My own term stays where autograd left it until the others' arrive: copying it away would cost a tenth."""
-        tag = self._next_tag()
+        tag = self._reduction_tag()
         outs = [(out, part.accumulate) for part in parts for out in part.out]
         like = [out for out, _ in outs]
-        arrivals = {p: self._channels[p].receive(tag, like, into=False) for p in self._peers}
+        arrivals = {p: self._channels[p].receive(tag, like, what, into=False) for p in self._peers}
         mine = self._spans(parts, self._rank)
         works: list[Any] = []
         num_bytes = 0
         for peer in self._peers:
             spans = self._spans(parts, peer)
-            works += self._channels[peer].send(tag, spans)
+            works += self._channels[peer].send(tag, spans, what)
             num_bytes += sum(span.nbytes for span in spans)
 
         def add_in_rank_order() -> None:
@@ -121,22 +155,21 @@ class Direct:
 
         return Pending(works, add_in_rank_order), num_bytes
 
-    def all_reduce(self, parts: Sequence[ReducePart]) -> tuple[Pending, int]:
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
         """A reduce-scatter in place, then every owner hands its sums to everyone."""
         for part in parts:
             part.out = self._spans([part], self._rank)
-        reduced, num_bytes = self.reduce_scatter(parts)
-        tag = self._next_tag()  # taken now: ranks reach the second half at different times
+        reduced, num_bytes = self.reduce_scatter(parts, what)
+        tag = self._reduction_tag()  # taken now: ranks reach the second half at different times
         mine = self._spans(parts, self._rank)
         theirs = {peer: self._spans(parts, peer) for peer in self._peers}
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
-        return Pending([reduced], lambda: self._hand_out(mine, theirs, tag)), num_bytes
+        return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def quiesce(self) -> None:
-        for channel in self._shared:
-            channel.end_offers()
-        for channel in self._shared:
-            channel.await_end()
+        self._num_passing = PASSING
+        if self._arena is not None:
+            self._arena.end_offers()
 
     @property
     def _road(self) -> str:
@@ -144,18 +177,25 @@ class Direct:
         neighbours = self._neighbours.peers if self._neighbours is not None else []
         return "direct" if len(neighbours) == len(self._peers) else "gloo"
 
-    @property
-    def _shared(self) -> list[SharedChannel]:
-        return [c for c in self._channels.values() if isinstance(c, SharedChannel)]
+    def _send_messages(self) -> None:
+        """To all peers, until memory is shared with some."""
+        watch = Watch(self._rank, len(self._ranks), str(self._first_tag))
+        self._channels |= {peer: GlooChannel(peer, watch) for peer in self._peers}
+
+    def _offer(self, parts: Sequence[GatherPart], offer: int) -> None:
+        if self._arena is not None:
+            self._arena.offer(offer, self._pieces(parts))
 
     def _pieces(self, parts: Sequence[GatherPart]) -> list[Tensor]:
         """My section of each part, padding left out."""
         return [part.piece[: _length(part.chunk.real_section(self._rank))] for part in parts]
 
-    def _hand_out(self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int) -> Pending:
+    def _hand_out(
+        self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int, what: str
+    ) -> Pending:
         """Mine to these peers, theirs into place. Receives first: a send that meets one saves a round trip."""
-        arrivals = [self._channels[p].receive(tag, theirs[p], into=True) for p in theirs]
-        works = [work for p in theirs for work in self._channels[p].send(tag, mine)]
+        arrivals = [self._channels[p].receive(tag, theirs[p], what, into=True) for p in theirs]
+        works = [work for p in theirs for work in self._channels[p].send(tag, mine, what)]
 
         def arrive() -> None:
             for arrival in arrivals:
@@ -172,10 +212,14 @@ class Direct:
             for span in part.chunk.spans(owner)
         ]
 
-    def _next_tag(self) -> int:
-        """Moves are issued in one agreed order, so that equal counts mean the same move on every rank."""
-        self._tag = (self._tag + 1) % (1 << 30)
-        return self._tag
+    def _gather_tag(self, offer: int) -> int:
+        """See [Note: two counts]. By what is gathered: where ranks differ they wait, and never get something else."""
+        self._num_gathers[offer] = time = self._num_gathers.get(offer, 0) + 1
+        return self._first_tag + 2 * (offer * GATHERS_APART + time % GATHERS_APART)
+
+    def _reduction_tag(self) -> int:
+        self._num_reductions += 1
+        return self._first_tag + 2 * self._num_reductions % NUM_TAGS + 1
 
 
 def _length(section: slice) -> int:

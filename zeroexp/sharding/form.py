@@ -27,7 +27,10 @@ from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NORM_BYTES = 8  # the sum of squares travels as one float64
+TALLY_BYTES = (
+    8  # of each number before a step, see tally.py: the sum of squares, and one for each parameter
+)
+NUM_CHECKS = 5  # numbers that say whether ranks gathered the same, where the backend gathers
 # Reductions under way beside the one just launched, by transport; each holds the gradients of a unit or bucket. Ranks
 # of one host move bytes while they wait for them, and one is enough. Messages travel while backward computes: the
 # second keeps a slow link busy until backward looks again. The links of GPUs are fast, and their memory is dear.
@@ -105,8 +108,12 @@ class Form:
                 _add(traffic, "reduce", self._num_reductions, num_bytes)
             num_publishes = int(self.stage.publish is Move.ALL_GATHER)
             _add(traffic, "publish", num_publishes, self._gather(unit.trainable, rank, compute))
-        if self.stage.optimizer is Placement.SHARD and self.world_size > 1:
-            _add(traffic, "norm", 1, 2 * NORM_BYTES * (self.world_size - 1) // self.world_size)
+        if self.world_size > 1:
+            native = self.schedule.transport == "native"
+            num_checks = NUM_CHECKS if native and self.stage.gather is Move.ALL_GATHER else 0
+            num_parameters = sum(len(chunk.members) for chunk in self._trainable)
+            num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
+            _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         return traffic
 
     def _gather(self, chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
@@ -256,7 +263,7 @@ class Form:
 def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
     """What a unit takes of a pool behind a file: its chunks in whole pages, without this rank's mapped sections."""
     return sum(
-        pages(chunk.padded_numel * itemsize)
+        pages(chunk.padded_numel * itemsize, chunk.page_bytes)
         - chunk.lies_on_pages(rank, itemsize) * _length(chunk.section(rank)) * itemsize
         for chunk in chunks
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.sharding.bucket import Slice
+from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Chunk, Span
 from zeroexp.sharding.moves import ReducePart
 from zeroexp.sharding.placement import Placement, Stage
@@ -47,11 +48,13 @@ class Gradients:
         self._whole: dict[int, Tensor] = {}  # by member
         self._sums: dict[int, Tensor] = {}  # by owned span; all-reduced ones by member
         self._num_reduced = 0  # elements since `clear`
+        self.present: set[int] = set()  # members that got a gradient here since `clear`
 
     @property
     def held(self) -> list[Tensor]:
         """All gradients of this chunk that exist now; some may share memory."""
-        left = [p.grad for p in self._parameters if p.grad is not None]
+        with unguarded():
+            left = [p.grad for p in self._parameters if p.grad is not None]
         return [*left, *self._whole.values(), *self._sums.values()]
 
     def to_scatter(self, part: Slice) -> ReducePart:
@@ -92,8 +95,10 @@ class Gradients:
         self._whole.clear()
         self._sums.clear()
         self._num_reduced = 0
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.present.clear()
+        with unguarded():
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def _accumulates(self, part: Slice) -> bool:
         accumulates = self._num_reduced >= self._chunk.numel
@@ -109,12 +114,14 @@ class Gradients:
 
     def _take_whole(self, member: int) -> Tensor:
         parameter, place = self._parameters[member], self._chunk.members[member]
-        if parameter.grad is None:
-            numel = place.stop - place.start
-            return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
-        gradient = parameter.grad.reshape(-1).to(self._dtype)
-        parameter.grad = None
-        return gradient
+        with unguarded():
+            if parameter.grad is None:
+                numel = place.stop - place.start
+                return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
+            self.present.add(member)
+            gradient = parameter.grad.reshape(-1).to(self._dtype)
+            parameter.grad = None
+            return gradient
 
     def _let_go(self, part: Slice) -> None:
         """Buckets come last range first: with the first range of a member all of it is on its way."""

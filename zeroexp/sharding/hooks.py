@@ -5,10 +5,16 @@ forward hook                they are not, until backward; its output tensors get
 hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
                             no tuple of tensors, as at the root of a Hugging Face model)
 post-accumulate hook        a parameter's gradient is complete
+
+Outputs are looked through as far as `_tensors_in` can; a tensor it does not find costs a later start of the gather,
+which what autograd saved then asks for (saved.py).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -21,26 +27,59 @@ from zeroexp.sharding.unit import Unit
 
 
 def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
-    """Report what happens to `module` and its unit's parameters to the schedule."""
+    """Report what happens to `module` and its unit's parameters to the schedule.
 
-    def before_forward(_module: nn.Module, _args: Any) -> None:
-        schedule.before_forward(unit)
+    A copy of the module takes the hooks along and is none of ours. The pre-hook comes first, since others compute with
+    the weights (`weight_norm`); the compiler leaves both alone.
+    """
 
-    def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        followed = [tensor for tensor in tensors if tensor.requires_grad]
+    def before_forward(called: nn.Module, _args: Any) -> None:
+        if called is module:
+            schedule.before_forward(unit)
+
+    def after_forward(called: nn.Module, _args: Any, output: Any) -> None:
+        if called is not module:
+            return
         ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
-        for tensor in followed:
-            tensor.register_hook(partial(before_backward, ticks))
+        for tensor in _tensors_in(output):
+            if unit.is_view_of_freed(tensor):
+                raise RuntimeError(
+                    f"{unit} returns a view of its parameters (shape {list(tensor.shape)}), which are freed when "
+                    "its module has run: return a clone, or make it part of a larger unit"
+                )
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(partial(before_backward, ticks))
 
     def before_backward(ticks: Ticks, _gradient: Tensor) -> None:
         schedule.before_backward(unit, ticks)
 
-    def gradient_ready(parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        schedule.gradient_ready(unit, parameter)
-
-    module.register_forward_pre_hook(before_forward)
-    module.register_forward_hook(after_forward)
+    module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
+    module.register_forward_hook(_uncompiled(after_forward), always_call=True)
     for parameter in unit.trainable_parameters():
-        parameter.register_post_accumulate_grad_hook(gradient_ready)
+        told = partial(_gradient_ready, weakref.ref(schedule), weakref.ref(unit))
+        parameter.register_post_accumulate_grad_hook(told)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that torch.compile calls as it is."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
+
+
+def _gradient_ready(
+    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], parameter: Tensor
+) -> None:
+    """Autograd keeps this as long as the parameter, where no collector of cycles sees it: it holds no engine."""
+    engine, its = schedule(), unit()
+    if engine is not None and its is not None:
+        assert isinstance(parameter, nn.Parameter)
+        engine.gradient_ready(its, parameter)
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))

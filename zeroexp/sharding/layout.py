@@ -15,16 +15,16 @@ The three families differ only in how they form *chunks*; everything else works 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 64  # of chunks that lie side by side in one memory
-PAGE_BYTES = 4096
-# Cuts of large chunks fall on pages, of any dtype of two bytes or more, so that a section can be mapped
-# (stitching.py). From 128 pages a rank on that costs less than a hundredth.
-CUT_ELEMENTS = PAGE_BYTES // 2
-LARGE_ELEMENTS = 128 * CUT_ELEMENTS
+PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 on others
+# Cuts of chunks of so many pages a rank fall on pages, so that a section can be mapped (stitching.py): it costs less
+# than a hundredth.
+LARGE_PAGES = 128
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Chunk:
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     kind: str = ""
+    page_bytes: int = PAGE_BYTES  # of the machines it was cut for
 
     @property
     def numel(self) -> int:
@@ -92,7 +93,7 @@ class Chunk:
     def lies_on_pages(self, rank: int, itemsize: int) -> bool:
         """Whether what `rank` owns is whole pages of the chunk's memory."""
         start, stop = self.cuts[rank] * itemsize, self.cuts[rank + 1] * itemsize
-        return start < stop and start % PAGE_BYTES == 0 == stop % PAGE_BYTES
+        return start < stop and start % self.page_bytes == 0 == stop % self.page_bytes
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The parts of members that `rank` owns, in order; padding belongs to no span."""
@@ -120,28 +121,43 @@ Units = Sequence[Sequence[ParameterSpec]]
 
 
 def lay_out(
-    family: str, units: Units, world_size: int, *, owners: str = "greedy"
+    family: str,
+    units: Units,
+    world_size: int,
+    *,
+    owners: str = "greedy",
+    page_bytes: int = PAGE_BYTES,
 ) -> list[tuple[Chunk, ...]]:
-    """Chunks of every unit. `family`: parameter | tensor | buffer; `owners`: contiguous | greedy (parameter only)."""
+    """Chunks of every unit. `family`: parameter | tensor | buffer; `owners`: contiguous | greedy (parameter only).
+
+    page_bytes: of the largest pages among the machines: all ranks must cut alike.
+    """
     if family == "parameter":
         owner_of = own_by[owners]([spec for unit in units for spec in unit], world_size)
-        return [by_parameter(unit, world_size, owner_of) for unit in units]
+        return [by_parameter(unit, world_size, owner_of, page_bytes) for unit in units]
     cut = {"tensor": by_tensor, "buffer": by_buffer}[family]
-    return [cut(unit, world_size) for unit in units]
+    return [cut(unit, world_size, page_bytes) for unit in units]
 
 
-def by_buffer(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
+def by_buffer(
+    unit: Sequence[ParameterSpec], world_size: int, page_bytes: int = PAGE_BYTES
+) -> tuple[Chunk, ...]:
     """One evenly cut chunk for each kind of parameter in the unit."""
-    return tuple(_even_chunk(specs, world_size) for specs in _by_kind(unit))
+    return tuple(_even_chunk(specs, world_size, page_bytes) for specs in _by_kind(unit))
 
 
-def by_tensor(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
+def by_tensor(
+    unit: Sequence[ParameterSpec], world_size: int, page_bytes: int = PAGE_BYTES
+) -> tuple[Chunk, ...]:
     """One evenly cut chunk for each parameter."""
-    return tuple(_even_chunk([spec], world_size) for spec in unit)
+    return tuple(_even_chunk([spec], world_size, page_bytes) for spec in unit)
 
 
 def by_parameter(
-    unit: Sequence[ParameterSpec], world_size: int, owner_of: dict[str, int]
+    unit: Sequence[ParameterSpec],
+    world_size: int,
+    owner_of: dict[str, int],
+    page_bytes: int = PAGE_BYTES,
 ) -> tuple[Chunk, ...]:
     """One chunk for each kind, members sorted by owner; a rank may own nothing of it."""
     chunks: list[Chunk] = []
@@ -151,7 +167,7 @@ def by_parameter(
         for spec in ordered:
             sizes[owner_of[spec.name]] += spec.numel
         cuts = (0, *(sum(sizes[: rank + 1]) for rank in range(world_size)))
-        chunks.append(Chunk(_side_by_side(ordered), cuts, specs[0].kind))
+        chunks.append(Chunk(_side_by_side(ordered), cuts, specs[0].kind, page_bytes))
     return tuple(chunks)
 
 
@@ -185,14 +201,15 @@ def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> i
 own_by = {"contiguous": own_contiguously, "greedy": own_greedily}
 
 
-def _even_chunk(specs: Sequence[ParameterSpec], world_size: int) -> Chunk:
+def _even_chunk(specs: Sequence[ParameterSpec], world_size: int, page_bytes: int) -> Chunk:
     """Padding is decided here: the chunk grows to the next multiple of the world size, or of that many pages."""
+    step = cut_elements(page_bytes)
     members = _side_by_side(specs)
     per_rank = -(-members[-1].stop // world_size)
-    if per_rank >= LARGE_ELEMENTS:
-        per_rank = -(-per_rank // CUT_ELEMENTS) * CUT_ELEMENTS
+    if per_rank >= LARGE_PAGES * step:
+        per_rank = -(-per_rank // step) * step
     cuts = tuple(per_rank * rank for rank in range(world_size + 1))
-    return Chunk(members, cuts, specs[0].kind)
+    return Chunk(members, cuts, specs[0].kind, page_bytes)
 
 
 def _side_by_side(specs: Sequence[ParameterSpec]) -> tuple[Member, ...]:
@@ -211,9 +228,14 @@ def _by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     return list(groups.values())
 
 
-def pages(num_bytes: int) -> int:
+def cut_elements(page_bytes: int) -> int:
+    """So many elements are whole pages, in any dtype of two bytes or more."""
+    return page_bytes // 2
+
+
+def pages(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
     """Rounded up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return -(-num_bytes // page_bytes) * page_bytes
 
 
 def aligned(num_bytes: int) -> int:

@@ -15,6 +15,15 @@ gradient is closed by the backward of an earlier one, or at the latest by the en
 [Note: when a unit is closed] Autograd runs, among the nodes that are ready, the one created last. So when the
 gradient of a module's output is about to be used, everything created after that output has run already: a unit
 whose first use began later than that module ended gets no further gradient and needs its parameters no more.
+
+[Note: in step] Where every rank takes part in a gather (over messages, and in the backend's own collectives), gathers
+and reductions must come in one order on all ranks. Which gradients a rank has when is its own affair; so there a unit
+is freed and reduced where a module's backward begins, or at the end, and never when its last gradient comes.
+
+[Note: which backward] Only the backward that `Strategy.backward` runs closes units and starts reductions. In another
+one (`torch.autograd.grad`, a plain `loss.backward()`) units are gathered where they are needed; what it leaves in the
+parameters is reduced at the end of the microbatch. A backward inside that backward (reentrant checkpointing) may come
+several times to one parameter: its gradients are not counted, and the unit is closed by one of the other ways.
 """
 
 from __future__ import annotations
@@ -22,18 +31,29 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zeroexp.sharding.bucket import Bucket
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.moves import Pending
+from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
+from zeroexp.sharding.views import OwnViews
 
-Ticks = tuple[int, int]  # when a use of a module began and ended, in hooks run so far
+Ticks = tuple[
+    int, int, int
+]  # when a use of a module began and ended, in hooks run so far; in which microbatch
+
+
+NO_TASK = -1  # autograd's number where no backward runs
 
 
 @dataclass
@@ -44,11 +64,15 @@ class Use:
     running: list[int] = field(default_factory=list)  # ticks at which forwards began that go on now
     in_backward: bool = False
     began: int = 0  # tick at which the forward began whose backward runs
-    missing: int = 0  # parameters without gradient yet
+    missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])  # without gradient yet
     missing_of: list[int] = field(default_factory=list[int])  # the same of each bucket
     num_launched: int = 0  # buckets on their way
     complete: bool = False  # gradients may be reduced
     closed: bool = False  # complete, and its parameters are not needed any more
+    # Parameters that got a gradient in a backward that does not close units.
+    inner: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    # Autograd holds views of where it lies now, see saved.py [Note: raw views].
+    recomputed: bool = False
 
 
 class Schedule:
@@ -70,6 +94,8 @@ class Schedule:
         self._prefetch = prefetch if overlap else 0
         self._keep = keep
         self._reduce_each = reduce_each
+        # [Note: in step] Where a gather needs all ranks, reductions may start at fixed places between gathers only.
+        self._in_step = any(u.is_sharded for u in units) and not wire.moves_on_wait
         self._in_flight = wire.reductions_in_flight if overlap else 0
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
@@ -87,54 +113,154 @@ class Schedule:
         self._turn = 0  # in the order of reductions: the unit whose buckets may be launched
         self._agreed = False
         self.num_private = 0  # units that found their pool in use and got memory of their own
+        self.in_microbatch = False
+        self.failed = False  # an exception left reductions behind that peers may not know of
+        self._microbatch = 0  # counts them
+        self._finished = False  # the last microbatch of a step has ended, and no step has come yet
+        self._stepped_with = False  # the gradients that are there
+        # Parameters that got no gradient in the microbatch before.
+        self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
+        self._closing = False  # inside the backward that closes units
+        self._pass: int | None = (
+            None  # its number, by which autograd tells one backward from another
+        )
+        self.saved = SavedWeights(self._sharded, self._make_ready_for_backward)
+        self._views = OwnViews(self._sharded)
 
     # -- one microbatch ---------------------------------------------------------------------------
 
     def begin_microbatch(self, *, last: bool) -> None:
+        if self.in_microbatch:
+            raise RuntimeError(
+                "a microbatch inside a microbatch: end the first one before the next"
+            )
+        self.refuse_after_failure()
+        if self._stepped_with:
+            raise RuntimeError(
+                "gradients of the last step are still there: call strategy.zero_grad() between a step and the next "
+                "microbatch"
+            )
+        if self._finished and any(unit.reduces_at_hand_over for unit in self._units):
+            raise RuntimeError(
+                "a microbatch(last=True) has ended and another begins: call strategy.step() or "
+                "strategy.zero_grad() between, or say last=False for all but the last"
+            )
+        self._finished = False
         self._last = last
+        self.in_microbatch = True
+        self._microbatch += 1
         self._tick = self._turn = 0
         self._completed = []
         self._gathers.rewind()
         for unit in self._units:
-            self._uses[unit] = Use(missing=unit.num_trainable, missing_of=self._num_in[unit].copy())
+            self._silent[unit] = self._uses[unit].missing
+            missing = set(unit.trainable_parameters())
+            self._uses[unit] = Use(missing=missing, missing_of=self._num_in[unit].copy())
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
         use = self._uses[unit]
         use.first = use.first if use.first is not None else self._tick
         use.running.append(self._tick)
-        self._make_ready(unit)
+        if not unit.is_pinned:
+            self._make_ready(unit)
+        if _task() != NO_TASK and not self.saved.sees_what_is_saved():
+            use.recomputed = True
 
     def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
         """Returns when this use began and ended, for `before_backward` of its outputs."""
         self._tick += 1
         use = self._uses[unit]
         began = use.running.pop()
-        if unit in self._sharded and not use.running and not use.in_backward:
+        here = unit in self._demanded and unit.residence is Residence.READY
+        if here and not use.running and not use.in_backward:
             is_root = unit is self._units[0]
             stays = differentiable and (self._keep == "all" or (is_root and self._keep == "last"))
             if not stays:
                 out = not differentiable or self._keep == "none" or unit.has_private_store
                 self._free(unit, forget=out)
-        return began, self._tick
+        return began, self._tick, self._microbatch if self.in_microbatch else 0
+
+    def watch_what_is_saved(self) -> AbstractContextManager[None]:
+        """Inside, what autograd saves of gathered parameters is found again in backward, see saved.py."""
+        if not self._sharded:
+            return nullcontext()
+        return saved_tensors_hooks(self.saved.pack, self.saved.unpack)
+
+    @contextmanager
+    def closing_backward(self, loss: Tensor) -> Iterator[None]:
+        """The backward of `loss` inside is the one that closes units, see [Note: which backward]."""
+        if not self.in_microbatch:
+            raise RuntimeError(
+                "backward outside of `with strategy.microbatch(last=...):`: run forward and backward inside it"
+            )
+        self._closing = True
+        handle = loss.register_hook(self._note_pass) if loss.requires_grad else None
+        try:
+            yield
+        finally:
+            self._closing, self._pass = False, None
+            if handle is not None:
+                handle.remove()
+
+    def _note_pass(self, _gradient: Tensor) -> None:
+        self._closes()
+
+    def _closes(self) -> bool:
+        """Whether the backward that runs now is the one that closes units, and none inside it."""
+        if self._closing and self._pass is None:
+            self._pass = _task()  # the loss comes first
+        return self._closing and self._pass == _task()
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """The gradient of an output that `unit` made in this use is about to be used."""
-        began, ended = ticks
+        began, ended, microbatch = ticks
+        if not self.in_microbatch or microbatch != self._microbatch:
+            raise RuntimeError(
+                f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
+                "inside the same `with strategy.microbatch(last=...):`"
+            )
+        closes = self._closes()
         for other, use in self._uses.items():
             if use.first is not None and use.first > ended:
-                self._close(other)
+                # What usually gets a gradient and has none yet may get it by a road that no module tells of.
+                if closes and (self._in_step or use.missing <= self._silent[other]):
+                    self._close(other)
+                else:
+                    self._set_aside(other)
             elif use.in_backward and use.began > ended:
                 self._set_aside(other)  # used twice: its earlier use has its backward later
         if not self._uses[unit].closed:
-            self._uses[unit].in_backward = True
             self._uses[unit].began = began
-            self._make_ready(unit)
+            self._make_ready_for_backward(unit)
+
+    def _make_ready_for_backward(self, unit: Unit) -> None:
+        """Gather it if need be, also where no output told that backward comes to it, or comes again."""
+        if not self.in_microbatch:
+            raise RuntimeError(
+                f"backward of {unit} outside of `with strategy.microbatch(last=...):`"
+            )
+        self._uses[unit].in_backward = True
+        self._make_ready(unit)
 
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         use = self._uses[unit]
-        assert not use.closed, f"{unit} got a gradient after it was closed"
-        use.missing -= 1
+        if not self.in_microbatch:
+            raise RuntimeError(
+                f"{unit} got a gradient outside of `with strategy.microbatch(last=...):`, where nobody reduces it"
+            )
+        if use.closed or use.complete:
+            raise RuntimeError(
+                f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
+                "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
+                "but the last), and compute penalties on weights after the model's forward"
+            )
+        if not self._closes():
+            self._count_inner(unit, parameter)
+            return
+        use.missing.discard(parameter)
+        if self._in_step:
+            return
         for bucket in self._buckets_of[unit][parameter]:
             use.missing_of[bucket] -= 1
         if use.missing:
@@ -144,6 +270,16 @@ class Schedule:
         else:
             self._close(unit)
 
+    def _count_inner(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """In a backward that does not close units, one that has got all its gradients makes room at least."""
+        if self._in_step and not self._closing:
+            return
+        inner = self._uses[unit].inner
+        inner.add(parameter)
+        if len(inner) == unit.num_trainable and not unit.has_frozen:
+            inner.clear()
+            self._set_aside(unit)
+
     def end_microbatch(self) -> None:
         for unit in reversed(self._units):
             self._close(unit)
@@ -151,6 +287,48 @@ class Schedule:
             self.finish_reductions()
         if not self._agreed:
             self._agree_on_order()
+        self.in_microbatch = False
+        self._views.refuse_others()
+        self._finished = self._last
+
+    def expect_a_step(self) -> None:
+        """Raises RuntimeError where there is nothing to step with, or weights must not change."""
+        self.refuse_after_failure()
+        if self.in_microbatch:
+            raise RuntimeError(
+                "strategy.step() inside a microbatch: call it after the `with` has ended"
+            )
+        if any(unit.is_pinned for unit in self._units):
+            raise RuntimeError(
+                "strategy.step() inside strategy.gathered(): call it after the `with` has ended"
+            )
+        if not self._finished:
+            raise RuntimeError(
+                "strategy.step() without a last microbatch: run one with `microbatch(last=True)`"
+            )
+        self._finished, self._stepped_with = False, True
+
+    def gradients_cleared(self) -> None:
+        """`zero_grad` was called."""
+        self._finished = self._stepped_with = False
+
+    def refuse_after_failure(self) -> None:
+        if self.failed:
+            raise RuntimeError(
+                "an exception ended a backward whose gradients had partly been reduced, so that ranks may differ: "
+                "build the engine again and load the last checkpoint"
+            )
+
+    def abandon_microbatch(self) -> None:
+        """After an exception in it: nothing stays gathered. What was launched can not be taken back."""
+        self.in_microbatch = False
+        self.failed = self.failed or any(use.num_launched for use in self._uses.values())
+        self._reducing.clear()
+        for unit in self._sharded:
+            self._await_parameters(unit)
+            if unit.residence is Residence.READY:
+                self._free(unit, forget=True)
+        self._uses = {unit: Use() for unit in self._units}
 
     # -- parameters: gathered ahead, freed, published ------------------------------------------
 
@@ -183,6 +361,12 @@ class Schedule:
             pending.wait()
             unit.arrived()
 
+    def await_published(self) -> None:
+        """Afterwards all parameters that rest replicated are there."""
+        for unit in list(self._arriving):
+            if unit not in self._sharded:
+                self._await_parameters(unit)
+
     def _make_room(self, unit: Unit) -> None:
         """A wrong guess is evicted; a unit in use keeps its pool and this one gets memory of its own."""
         tenant = unit.pool_tenant
@@ -194,12 +378,18 @@ class Schedule:
         if self._uses[tenant].complete and not self._uses[tenant].running:
             self._set_aside(tenant)  # only its frozen parameters kept it
             return
-        if self._uses[unit].first != self._tick:
+        if self._uses[unit].recomputed:
             raise RuntimeError(
-                f"{unit} runs inside {tenant}, which uses its memory: set strategy.unit=model"
+                f"{unit} was recomputed for backward and {tenant} uses its memory now: set strategy.unit=model, or "
+                "prefetch=1 or more"
             )
-        warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
-        unit.reside_in(Private(unit.full_bytes, self._wire.world.device))
+        if (
+            _task() == NO_TASK
+        ):  # recomputation always runs units inside the one whose backward asks for it
+            warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
+        with self._views.moving(unit):
+            unit.reside_in(Private(unit.full_bytes, self._wire.world.device))
+        self.saved.find_memory()
         self.num_private += 1
 
     def publish(self, unit: Unit) -> None:
@@ -211,6 +401,7 @@ class Schedule:
                 self._gather(unit)  # the next step begins with it
         elif pending is not None:
             self._arriving[unit] = pending
+            unit.await_on_use(partial(self._await_parameters, unit))
             if not self._overlap:
                 self._await_parameters(unit)
 
@@ -218,11 +409,10 @@ class Schedule:
 
     def _close(self, unit: Unit) -> None:
         use = self._uses[unit]
-        if use.closed:
-            return
-        self._complete(unit)
-        use.closed = True
-        self._set_aside(unit)
+        if not use.closed:
+            self._complete(unit)
+            use.closed = True
+        self._set_aside(unit)  # also where a second backward has needed it again
 
     def _set_aside(self, unit: Unit) -> None:
         self._uses[unit].in_backward = False
@@ -286,6 +476,11 @@ class Schedule:
         for unit in self._sharded - self._demanded:
             if unit.residence is Residence.READY:
                 self._free(unit, forget=unit.has_private_store)
+
+
+def _task() -> int:
+    """Autograd's number of the backward that runs in this thread."""
+    return torch._C._current_graph_task_id()
 
 
 def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import slot_bytes
+from zeroexp.sharding.guard import watch
 from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, lay_out, pages
 from zeroexp.sharding.placement import Placement, Stage
-from zeroexp.sharding.unit import ChunkTensors, Dtypes, Unit, views_of
+from zeroexp.sharding.unit import FROZEN, ChunkTensors, Dtypes, Unit, views_of
+
+# They compute with the weights of modules inside them whose forward they never call.
+USES_ITS_PARTS = (nn.MultiheadAttention,)
 
 Named = dict[str, nn.Parameter]
 
@@ -46,6 +50,8 @@ def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> lis
         claims.setdefault(parameter, set()).add(_home_of(full_name, names))
     members: dict[str, Named] = {name: {} for name in ["", *names]}
     for full_name, parameter in module.named_parameters():
+        if not parameter.numel():
+            continue  # there is nothing to hold or to train
         homes = claims[parameter]
         members[homes.pop() if len(homes) == 1 else ""][full_name] = parameter
     return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
@@ -64,7 +70,7 @@ def make_units(
     """Cut every group and move its parameters into their memory; afterwards the modules' parameters are views."""
     world = wire.world
     specs = [[_spec(name, p) for name, p in group.parameters.items()] for group in groups]
-    layout = lay_out(family, specs, world.size, owners=owners)
+    layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
@@ -87,8 +93,8 @@ def _bytes_to_reserve(
     for chunk in (chunk for chunks in layout for chunk in chunks):
         section = chunk.section(rank)
         numel = section.stop - section.start if sharded else chunk.padded_numel
-        rest += pages(numel * dtypes.compute.itemsize)
-    trainable = [[chunk for chunk in chunks if chunk.kind != "frozen"] for chunks in layout]
+        rest += pages(numel * dtypes.compute.itemsize, chunk.page_bytes)
+    trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
     return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 
 
@@ -98,6 +104,7 @@ def _settle(
     """Copy one chunk's parameters to where they rest and make the master weights this rank updates."""
     world = wire.world
     parameters = [named[member.name] for member in chunk.members]
+    watch(parameters, [member.name for member in chunk.members])
     shapes = [parameter.shape for parameter in parameters]
     flats = [parameter.detach().reshape(-1) for parameter in parameters]
     sharded = stage.optimizer is Placement.SHARD
@@ -118,7 +125,8 @@ def _settle(
         whole = tensors.piece if sharded or tensors.full is None else tensors.full
         _make_masters(tensors, flats, dtypes, piece=whole)
     if tensors.full is not None:
-        for parameter, view in zip(parameters, views_of(chunk, tensors.full, shapes), strict=True):
+        tensors.views = views_of(chunk, tensors.full, shapes)
+        for parameter, view in zip(parameters, tensors.views, strict=True):
             parameter.data = view
     return tensors
 
@@ -145,7 +153,7 @@ def _covers(span: Span, shape: torch.Size) -> bool:
 
 
 def _spec(name: str, parameter: nn.Parameter) -> ParameterSpec:
-    kind = "trainable" if parameter.requires_grad else "frozen"
+    kind = "trainable" if parameter.requires_grad else FROZEN
     return ParameterSpec(name, parameter.numel(), parameter.itemsize, kind)
 
 
@@ -160,6 +168,7 @@ def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     ]
     inside = [name for name in lists if any(name.startswith(block + ".") for block in blocks)]
     choosers = [name.rpartition(".")[0] for name in inside]  # outer ones first
+    choosers += [name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)]
     taken: set[str] = set()
     for name, submodule in module.named_modules():
         owner = next((c for c in choosers if f"{name}.".startswith(c + ".")), name)

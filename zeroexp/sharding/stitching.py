@@ -51,9 +51,11 @@ def _map(
     address: int | None, num_bytes: int, protection: int, flags: int, file: int, offset: int
 ) -> int:
     function = _c_library().mmap
+    number = ctypes.c_int
+    # The last is off_t: a file of many gigabytes would be mapped at a wrong place by a shorter number.
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
     function.restype = ctypes.c_void_p
-    place, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
-    mapped = function(place, size, protection, flags, file, ctypes.c_long(offset))
+    mapped = function(address, num_bytes, protection, flags, file, offset)
     if mapped == FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"mmap of {num_bytes} bytes: {os.strerror(number)}")

@@ -16,6 +16,7 @@ backward of a model run on one stream.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +44,8 @@ def keep_rows_apart(module: nn.Module) -> list[TiedGradient]:
             gradient = TiedGradient(weight)
             for each in lookups:
                 each.forward = partial(_look_up, each, gradient)
-            weight.register_post_accumulate_grad_hook(gradient.add_rows)
+            # Autograd keeps the hook as long as the weight: it holds no weight itself.
+            weight.register_post_accumulate_grad_hook(partial(_add_rows, weakref.ref(gradient)))
             tied.append(gradient)
     return tied
 
@@ -89,6 +91,12 @@ class TiedGradient:
         """Also what a backward that raised has left."""
         self._rows.clear()
         self._earlier = None
+
+
+def _add_rows(gradient: weakref.ref[TiedGradient], weight: Tensor) -> None:
+    told = gradient()
+    if told is not None:
+        told.add_rows(weight)
 
 
 def _look_up(module: nn.Embedding, gradient: TiedGradient, input: Tensor) -> Tensor:

@@ -6,29 +6,33 @@ What a rank holds of one chunk (N = 4, I am rank 1; '#' real memory, '.' not hel
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
     master of another dtype     one flat tensor over the spans the optimizer owns here; else views of piece / full
 
-[Note: freed parameters] While a unit is freed, the data of its parameters is an empty tensor: an operation on it
-raises a shape error instead of reading another unit's values out of the pool. Assigning `.data` leaves the
-version counter alone, and so does writing into the pool, so autograd's saved parameters stay valid.
+[Note: freed parameters] While a unit is freed, its parameters have no values and say so on every use (guard.py). What
+autograd saved of them is found again in backward (saved.py). Assigning `.data` leaves the version counter alone, and
+so does writing into the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.sharding.form import mapped_bytes
 from zeroexp.sharding.gradients import Gradients
+from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.moves import GatherPart, Pending
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.stitching import Stretch, stitch
 from zeroexp.sharding.storage import Private, Store
+
+FROZEN = "frozen"  # the kind of chunks without gradient
 
 
 class Residence(Enum):
@@ -61,11 +65,24 @@ class ChunkTensors:
     master_flat: Tensor | None = None  # their storage, where it is not the parameters' own
     full: Tensor | None = None  # flat and padded; None until the unit has a store
     views: list[Tensor] = field(default_factory=list)  # of full, one for each parameter
+    pinned: Tensor | None = (
+        None  # the same in memory of its own, while somebody reads it (gathered.py)
+    )
     in_place: bool = False  # my section of full is the piece itself
 
     @property
     def trainable(self) -> bool:
-        return self.parameters[0].requires_grad
+        """When the engine was built; one that is frozen later gets no gradient."""
+        return self.chunk.kind != FROZEN
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What the optimizer is given of one parameter."""
+
+    parameter: nn.Parameter
+    master: nn.Parameter  # the elements that this rank updates
+    gradient: Tensor  # the sum over ranks, of the master's shape and dtype
 
 
 class Unit:
@@ -87,8 +104,12 @@ class Unit:
         self._trainable = [tensors for tensors in chunks if tensors.trainable]
         self._stage = stage
         self._wire = wire
-        self._store: Store | None = None
+        self.store: Store | None = (
+            None  # the memory of the full parameters, where they rest sharded
+        )
+        self.chunk_offsets: list[int] = []  # bytes into it at which each chunk's full tensor begins
         self._offer: int | None = None
+        self.generation = 0  # of the weights: counts the optimizer's steps
         self._gradients = [self._gradients_of(tensors, dtypes) for tensors in self._trainable]
         trainable = [tensors.chunk for tensors in self._trainable]
         self.buckets = cut_in_buckets(trainable, dtypes.reduce.itemsize, bucket_bytes)
@@ -108,8 +129,19 @@ class Unit:
         return self._stage.hand_over is Move.REDUCE_SCATTER
 
     @property
+    def has_separate_masters(self) -> bool:
+        """The optimizer updates memory that is not the parameters' own."""
+        return any(tensors.master_flat is not None for tensors in self._trainable)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for tensors in self.chunks for parameter in tensors.parameters)
+
+    @property
     def num_trainable(self) -> int:
         return sum(len(tensors.parameters) for tensors in self._trainable)
+
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        return [p for t in self.chunks if not t.trainable for p in t.parameters]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for tensors in self._trainable for parameter in tensors.parameters]
@@ -131,13 +163,13 @@ class Unit:
             "buffers": [],
         }
         for tensors in self.chunks:
-            whole = tensors.full if self._store is None else None
+            whole = tensors.full if self.store is None else None
             kinds["parameters"].append(tensors.piece if whole is None else whole)
             if tensors.master_flat is not None:
                 kinds["master"].append(tensors.master_flat)
         kinds["gradients"] = [held for each in self._gradients for held in each.held]
-        if isinstance(self._store, Private):
-            kinds["buffers"].append(self._store.memory)
+        if isinstance(self.store, Private):
+            kinds["buffers"].append(self.store.memory)
         return kinds
 
     @property
@@ -145,12 +177,17 @@ class Unit:
         return len(self._trainable) < len(self.chunks)
 
     @property
+    def is_pinned(self) -> bool:
+        """Its parameters lie whole in memory of their own, see gathered.py."""
+        return any(tensors.pinned is not None for tensors in self.chunks)
+
+    @property
     def has_private_store(self) -> bool:
-        return isinstance(self._store, Private)
+        return isinstance(self.store, Private)
 
     @property
     def pool_tenant(self) -> object | None:
-        return None if self._store is None else self._store.tenant
+        return None if self.store is None else self.store.tenant
 
     # -- parameters: gather, free --------------------------------------------------------------
 
@@ -168,7 +205,7 @@ class Unit:
 
     def reside_in(self, store: Store) -> None:
         """Where the full parameters will lie from now on: views are made once. The unit is freed after it."""
-        self._store = store
+        self.store = store
         mapped = store.file is not None
         memory = store.memory if store.file is None else stitch(self._stretches(store.file))
         start = 0
@@ -177,47 +214,128 @@ class Unit:
             num_bytes = tensors.chunk.padded_numel * tensors.piece.itemsize
             tensors.full = memory[start : start + num_bytes].view(tensors.piece.dtype)
             tensors.views = views_of(tensors.chunk, tensors.full, tensors.shapes)
-            start += pages(num_bytes) if mapped else aligned(num_bytes)
+            whole = pages(num_bytes, tensors.chunk.page_bytes)
+            start += whole if mapped else aligned(num_bytes)
+        self.chunk_offsets = [
+            int(tensors.full.storage_offset()) * tensors.full.itemsize
+            for tensors in self.chunks
+            if tensors.full is not None
+        ]
         store.release(forget=True)
         self._vacate()
+        if self._offer is None:
+            self.offer()
 
     @property
     def can_gather(self) -> bool:
         """Freed, and the memory to gather into is not in use by another unit."""
-        return self.residence is Residence.FREED and self._store is not None and self._store.free
+        return self.residence is Residence.FREED and self.store is not None and self.store.free
 
     def gather(self) -> Pending | None:
         """P -> replicate. None if nothing has to move; else call `arrived` after waiting for it."""
-        assert self._stage.gather is Move.ALL_GATHER and self._store is not None
+        assert self._stage.gather is Move.ALL_GATHER and self.store is not None
         _expect(self, self.residence, Residence.FREED)
-        self._store.lease(self)
-        if self._store.holds is self or not self.chunks:
+        self.store.lease(self)
+        if self.store.holds is self or not self.chunks:
             self.arrived()
             return None
-        self._store.holds = None
+        self.store.holds = None
         self.residence = Residence.GATHERING
-        return self._wire.all_gather(self._gather_parts(), "gather", self._offer)
+        return self._wire.all_gather(self._gather_parts(), "gather", self._offer, str(self))
 
     def arrived(self) -> None:
         """The full parameters are in place: show them to the module."""
-        if self._store is not None:
-            self._store.holds = self
-            for tensors in self.chunks:
-                for parameter, view in zip(tensors.parameters, tensors.views, strict=True):
-                    parameter.data = view
         self.residence = Residence.READY
+        if self.store is not None:
+            self.store.holds = self
+            self._show()
+            return
+        for parameter in self.parameters():
+            guard.await_on_use(parameter, None)
+
+    def await_on_use(self, arrive: Callable[[], None]) -> None:
+        """Parameters are on their way: whoever uses one before they have arrived calls `arrive` first."""
+        for parameter in self.parameters():
+            guard.await_on_use(parameter, arrive)
 
     def free(self, *, forget: bool) -> None:
         """replicate -> P. `forget`: the values are not taken up again even if nobody overwrote them."""
         _expect(self, self.residence, Residence.READY)
-        assert self._store is not None
-        self._store.release(forget=forget)
+        assert self.store is not None
+        self.store.release(forget=forget)
         self._vacate()
+
+    def pin(self) -> None:
+        """Show whole parameters in memory of their own, until `unpin`, whatever the schedule does meanwhile."""
+        if self.store is not None:
+            for tensors in self.chunks:
+                tensors.pinned = tensors.piece.new_empty(tensors.chunk.padded_numel)
+            parts = [
+                GatherPart(tensors.chunk, tensors.pinned, tensors.piece)
+                for tensors in self.chunks
+                if tensors.pinned is not None
+            ]
+            if parts:
+                self._wire.all_gather(parts, "gather", self._offer).wait()
+            self._show()
+
+    def unpin(self) -> None:
+        for tensors in self.chunks:
+            tensors.pinned = None
+        if self.store is not None:
+            self._show()
+
+    def was_written(self) -> bool:
+        """Whether this rank's part of the weights was changed through the parameters that are shown."""
+        rank = self._wire.world.rank
+        for tensors in self.chunks:
+            if _take_back(tensors):
+                return True
+            if tensors.pinned is not None:
+                section = tensors.chunk.real_section(rank)
+                shown = tensors.pinned[section]
+                if not _same_bytes(shown, tensors.piece[: len(shown)]):
+                    return True
+            elif tensors.master_flat is not None:
+                shown = torch.cat([self._shown(tensors, span) for span in tensors.owned])
+                if not _same_bytes(shown, tensors.master_flat.to(shown.dtype)):
+                    return True
+        return False
+
+    def take_over(self) -> None:
+        """What was written into the parameters that are shown becomes the weights; `publish` follows."""
+        rank = self._wire.world.rank
+        for tensors in self.chunks:
+            for master, span in zip(tensors.masters, tensors.owned, strict=False):
+                if tensors.master_flat is not None:
+                    master.detach().view(-1).copy_(self._shown(tensors, span))
+            if tensors.pinned is not None:
+                shown = tensors.pinned[tensors.chunk.real_section(rank)]
+                tensors.piece[: len(shown)].copy_(shown)
+
+    def _shown(self, tensors: ChunkTensors, span: Span) -> Tensor:
+        """The elements of a span, where the parameters show them."""
+        whole = tensors.pinned if tensors.pinned is not None else tensors.full
+        assert whole is not None
+        start = tensors.chunk.members[span.member].start + span.start
+        return whole[start : start + span.numel]
 
     def forget(self) -> None:
         """The weights changed: what a pool still holds of this unit is out of date."""
-        if self._store is not None and self._store.holds is self:
-            self._store.release(forget=True)
+        if self.store is not None and self.store.holds is self:
+            self.store.release(forget=True)
+
+    def is_view_of_freed(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, which is no parameter, lies in the memory of this unit's freed parameters."""
+        if self.store is None or self.residence is not Residence.FREED:
+            return False
+        if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()._cdata
+        return any(
+            tensors.full is not None and tensors.full.untyped_storage()._cdata == storage
+            for tensors in self.chunks
+        )
 
     # -- gradients: reduce, hand_over ----------------------------------------------------------
 
@@ -237,24 +355,42 @@ class Unit:
         """The part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
         return self._reduce(self._stage.hand_over, bucket)
 
-    def hand_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def hand_over(self) -> list[HandedOver]:
         """G -> O: each master weight with its gradient, in the master's dtype."""
         replicated = self._stage.gradients is Placement.REPLICATE
-        pairs: list[tuple[nn.Parameter, Tensor]] = []
+        handed: list[HandedOver] = []
         for tensors, gradients in zip(self._trainable, self._gradients, strict=True):
             owned = gradients.owned(replicated=replicated)
-            for master, gradient in zip(tensors.masters, owned, strict=True):
-                pairs.append((master, gradient.to(master.dtype).view_as(master)))
-        return pairs
+            for span, master, gradient in zip(tensors.owned, tensors.masters, owned, strict=True):
+                parameter = tensors.parameters[span.member]
+                gradient = gradient.to(master.dtype).view_as(master)
+                handed.append(HandedOver(parameter, master, gradient))
+        return handed
+
+    def has_gradient(self) -> list[bool]:
+        """For each trainable parameter, whether this rank's backward has given it a gradient since `zero_grad`."""
+        return [
+            member in gradients.present
+            for tensors, gradients in zip(self._trainable, self._gradients, strict=True)
+            for member in range(len(tensors.parameters))
+        ]
 
     def zero_grad(self) -> None:
         for gradients in self._gradients:
             gradients.clear()
+        self.take_gradients(taken=False)
+
+    def take_gradients(self, *, taken: bool) -> None:
+        """Whether `.grad` of the parameters is the engine's, which raises where somebody else reads it."""
+        for tensors in self._trainable:
+            for parameter in tensors.parameters:
+                guard.take_gradient(parameter, taken=taken)
 
     # -- parameters again: publish -------------------------------------------------------------
 
     def publish(self) -> Pending | None:
         """O -> P: masters become parameters everywhere. None if no rank needs another's."""
+        self.generation += 1
         for tensors in self._trainable:
             if tensors.master_flat is not None:
                 self._cast_masters(tensors)
@@ -263,11 +399,11 @@ class Unit:
         if self._stage.publish is not Move.ALL_GATHER or not self._trainable:
             return None
         self.residence = Residence.GATHERING
-        return self._wire.all_gather(self._gather_parts(self._trainable), "publish")
+        return self._wire.all_gather(self._gather_parts(self._trainable), "publish", what=str(self))
 
     def offer(self) -> None:
-        """This rank's pieces may be gathered until the next optimizer step."""
-        self._offer = self._wire.offer(self._gather_parts())
+        """This rank's pieces may be gathered until the next optimizer step. All ranks do it in one order."""
+        self._offer = self._wire.offer(self._gather_parts(), self._offer)
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -283,7 +419,8 @@ class Unit:
         stretches: list[Stretch] = []
         taken = 0
         for tensors in self.chunks:
-            num_bytes = pages(tensors.chunk.padded_numel * tensors.piece.itemsize)
+            num_bytes = tensors.chunk.padded_numel * tensors.piece.itemsize
+            num_bytes = pages(num_bytes, tensors.chunk.page_bytes)
             place = self._wire.place_of(tensors.piece)
             if place is not None and self._is_on_pages(tensors):
                 before = tensors.chunk.cuts[self._wire.world.rank] * tensors.piece.itemsize
@@ -298,11 +435,23 @@ class Unit:
     def _is_on_pages(self, tensors: ChunkTensors) -> bool:
         return tensors.chunk.lies_on_pages(self._wire.world.rank, tensors.piece.itemsize)
 
-    def _vacate(self) -> None:
+    def _show(self) -> None:
+        """Point the parameters at the memory that holds their values, if any does."""
         for tensors in self.chunks:
-            for parameter in tensors.parameters:
-                parameter.data = tensors.piece.new_empty(0)
+            if tensors.pinned is not None:
+                views = views_of(tensors.chunk, tensors.pinned, tensors.shapes)
+            elif self.residence is Residence.READY:
+                views = tensors.views
+            else:
+                for parameter in tensors.parameters:
+                    guard.hide(parameter, tensors.piece.new_empty(0))
+                continue
+            for parameter, view in zip(tensors.parameters, views, strict=True):
+                guard.show(parameter, view)
+
+    def _vacate(self) -> None:
         self.residence = Residence.FREED
+        self._show()
 
     def _gradients_of(self, tensors: ChunkTensors, dtypes: Dtypes) -> Gradients:
         world = self._wire.world
@@ -322,9 +471,9 @@ class Unit:
             return None
         if move is Move.REDUCE_SCATTER:
             parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
-            return self._wire.reduce_scatter(parts, "reduce")
+            return self._wire.reduce_scatter(parts, "reduce", str(self))
         sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
-        summed = self._wire.all_reduce([part for part, _ in sums], "reduce")
+        summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
 
         def keep() -> None:
             for _, keep_one in sums:
@@ -349,6 +498,26 @@ def views_of(chunk: Chunk, full: Tensor, shapes: Sequence[torch.Size]) -> list[T
         full[member.start : member.stop].view(shape)
         for member, shape in zip(chunk.members, shapes, strict=True)
     ]
+
+
+def _take_back(tensors: ChunkTensors) -> bool:
+    """Whether somebody gave a parameter other memory (`.data = ...`), whose values are copied to where it was shown."""
+    moved = False
+    whole = tensors.pinned if tensors.pinned is not None else tensors.full
+    assert whole is not None
+    with unguarded():
+        views = views_of(tensors.chunk, whole, tensors.shapes)
+        for parameter, view in zip(tensors.parameters, views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+                moved = True
+    return moved
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, so that a weight that is nan equals itself."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _expect(unit: Unit, now: Residence, needed: Residence) -> None:

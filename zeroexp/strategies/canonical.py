@@ -5,19 +5,25 @@ Pieces are views of live memory: whoever keeps them past the next step copies th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroexp.strategies.base import CanonicalTensor, Piece
+from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.world import World
+
+# Entries of a parameter (or of a buffer) that are no moment.
+WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
+NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
 
 
 def whole(tensor: Tensor) -> CanonicalTensor:
     """A tensor that only this rank contributes."""
-    return CanonicalTensor(tuple(tensor.shape), tensor.dtype, [Piece(0, _flat(tensor))])
+    pieces = [Piece(0, _flat(tensor))] if tensor.numel() else []
+    return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
 def replicated(tensor: Tensor, world: World) -> CanonicalTensor:
@@ -50,16 +56,53 @@ def fill(flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors in one parameter's entry of an optimizer's state: moments, and the step."""
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    moments = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    for key in moments:
+        if key in NO_MOMENTS or "/" in key:
+            raise ValueError(f"the optimizer keeps a tensor under {key!r}: give it another name")
+    return moments
 
 
-def empty_moment(moment: CanonicalTensor, parameter: Tensor) -> Tensor:
-    """Memory for a moment as torch.optim would make it: like the parameter, or one number.
+@dataclass(frozen=True)
+class SavedMoment:
+    """One moment of a parameter as it was saved."""
 
-    In the parameter's dtype, whatever it was saved in: taken up by plain bf16, an fp32 moment is rounded once.
+    canonical: CanonicalTensor
+    of_elements: bool  # one for each element of the parameter; else of the parameter as a whole
+    follows: bool  # its dtype was the weight's, and is so again
+
+
+class SavedMoments:
+    """The moments in a canonical state, by parameter.
+
+    A number of the whole parameter has no dimension, as a parameter may have none: which of the two a moment is, the
+    other parameters tell. Where there is no other, torch's word for such a number is `step`.
     """
-    if moment.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, requires_grad=False)
+
+    def __init__(self, state: CanonicalState) -> None:
+        self._state = state
+        with_dims = [entry for entry in state.values() if WEIGHT in entry and entry[WEIGHT].shape]
+        self._known = {key for entry in with_dims for key in entry}
+        self._numbers = {key for entry in with_dims for key in entry if entry[key].shape == ()}
+
+    def of(self, name: str) -> Iterator[tuple[str, SavedMoment]]:
+        weight = self._state[name][WEIGHT]
+        for key, moment in self._state[name].items():
+            if key not in NO_MOMENTS:
+                number = key in self._numbers if key in self._known else key == "step"
+                alike = moment.shape == weight.shape and not (number and weight.shape == ())
+                yield key, SavedMoment(moment, alike, moment.dtype == weight.dtype)
+
+
+def empty_moment(saved: SavedMoment, parameter: Tensor) -> Tensor:
+    """Memory for a moment as torch.optim would make it: like the parameter, or of a shape of its own.
+
+    What was saved in the weight's dtype gets the parameter's: taken up by plain bf16, an fp32 moment is rounded once.
+    """
+    moment = saved.canonical
+    if saved.of_elements:
+        dtype = parameter.dtype if saved.follows else moment.dtype
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
 
 

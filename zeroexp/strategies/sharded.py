@@ -6,9 +6,11 @@ family of its layout. The step below is the whole algorithm; each verb is told i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +18,27 @@ from torch import Tensor, nn
 
 from zeroexp.measure.record import Traffic
 from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.housing import give_memory
-from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.tally import Tally
 from zeroexp.sharding.tied import keep_rows_apart
-from zeroexp.sharding.unit import Dtypes, Unit
-from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
+from zeroexp.sharding.unchanged import ParameterWatch
+from zeroexp.sharding.unit import Dtypes, HandedOver, Unit
+from zeroexp.strategies import door
+from zeroexp.strategies.base import (
+    CanonicalState,
+    CanonicalTensor,
+    ModelStates,
+    OptimizerFactory,
+)
+from zeroexp.strategies.buffers import Buffers
+from zeroexp.strategies.canonical import WEIGHT
+from zeroexp.strategies.elementwise import refuse_unless_elementwise
+from zeroexp.strategies.python_values import PythonValues
 from zeroexp.strategies.sharded_state import canonical_state, load_canonical
 from zeroexp.world import World
 
@@ -65,17 +79,31 @@ class Sharded:
         options: Options | None = None,
     ):
         options = options or Options()
-        dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
+        param_groups = door.groups_of_lists(param_groups, optimizer_factory)
+        door.refuse(module, blocks, param_groups, options, max_grad_norm)
+        dtypes = dtypes or door.own_dtypes(module)
         if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
             raise ValueError(
                 "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
             )
         stage = rows_for(stage, world.size)
+        shards = stage.optimizer is Placement.SHARD and world.size > 1
+        refuse_unless_elementwise(
+            optimizer_factory,
+            param_groups,
+            family=options.family,
+            cut=shards and options.family != "parameter",
+            shared=shards,
+        )
         self.model = module.to(world.device)
         self.label = f"{stage}, {options.family}-level"
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._wire = Collectives(world, transport=options.transport)
+        settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
+        door.agree_on_settings([*settings, door.words_of(module, param_groups)], self._wire)
+        door.agree_on_weights(self.model, self._wire)
+        self._buffers = Buffers(module, world)
         bucket_bytes = _bucket_bytes(options, one_host=self._wire.meet())
         groups = group_parameters(module, blocks, options.unit)
         self._units = make_units(
@@ -100,38 +128,88 @@ class Sharded:
         self._tied = keep_rows_apart(module)  # before the hooks that ask for the whole gradient
         for unit, group in zip(self._units, groups, strict=True):
             attach(unit, group.module, self._schedule)
+        self._trainable = [p for unit in self._units for p in unit.trainable_parameters()]
+        self._parameters = ParameterWatch(module, self._units, alone=world.size == 1)
         self.optimizer = optimizer_factory(_masters_in_groups(self._units, param_groups))
+        named = {parameter: name for name, parameter in module.named_parameters()}
+        names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
+        self._python = PythonValues(self.optimizer, names)
+        self.optimizer.zero_grad = self.zero_grad
+        self.optimizer.add_param_group = _refuse_group
+        module.zero_grad = _ZeroGrad(module, self.zero_grad)
+        self.optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._is_stepping = self._may_load = False
+        for each in module.modules():
+            each.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         self._schedule.begin_microbatch(last=last)
-        yield
-        self._schedule.end_microbatch()
+        try:
+            self._parameters.refuse_changes()
+            for unit in self._units:
+                unit.take_gradients(taken=False)
+            with self._schedule.watch_what_is_saved():
+                yield
+            self._schedule.end_microbatch()
+            if self._wire.world.size > 1:
+                self._parameters.refuse_writes()
+        except BaseException:
+            self._schedule.abandon_microbatch()
+            raise
+        for unit in self._units:
+            unit.take_gradients(taken=True)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        with self._schedule.closing_backward(loss):
+            loss.backward()
+        for unit in self._units:
+            unit.take_gradients(taken=True)
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Iterator[None]:
+        """All parameters whole and readable inside, on all ranks together; see zeroexp/sharding/gathered.py."""
+        might_load, self._may_load = self._may_load, write or self._may_load
+        try:
+            with gathered(self._units, self._schedule, self._wire, write=write):
+                yield
+        finally:
+            self._may_load = might_load
+        reads_only = not (write or self._may_load or self._wire.world.size == 1)
+        if reads_only and self._parameters.were_written():
+            raise written_while_reading()
+        if not self._schedule.in_microbatch:
+            self._parameters.note_versions()
 
     def step(self) -> Tensor:
-        """Unit by unit in the order of the next forward: hand over, update, publish."""
+        """Hand over what was reduced, clip, update every master at once, publish unit by unit."""
+        self._schedule.expect_a_step()
         self._schedule.drain()
-        gradients = {unit: unit.hand_over() for unit in self._units}
+        handed = [each for unit in self._units for each in unit.hand_over()]
         self._wire.quiesce()
-        squares, summed = self._sum_squares([g for pairs in gradients.values() for _, g in pairs])
+        tally = Tally(self._trainable, handed, self._stage, self._wire, self._has_gradient())
+        tally.expect_same_gathers()
         scale = None
         if self._max_grad_norm is not None:  # else the others' share may come while we update
-            summed.wait()
-            scale = self._clip_scale(_norm(squares), self._max_grad_norm)
-        for unit, pairs in gradients.items():
-            self._update(pairs, scale)
+            scale = self._clip_scale(tally.norm(), self._max_grad_norm)
+        self._update([each for each in handed if tally.has_gradient(each.parameter)], scale)
+        for unit in self._units:
             self._schedule.publish(unit)
-        summed.wait()
-        return _norm(squares)
+        if not self._units[
+            0
+        ].is_sharded:  # so that a backward from before this step is refused, as torch does
+            torch.autograd.graph.increment_version(self._trainable)
+        self._parameters.note_versions()
+        self._buffers.share()
+        return tally.norm()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also what `model.zero_grad()` and `optimizer.zero_grad()` do."""
         for unit in self._units:
             unit.zero_grad()
         for gradient in self._tied:
             gradient.clear()
+        self._schedule.gradients_cleared()
 
     def drain(self) -> None:
         self._schedule.drain()
@@ -167,26 +245,38 @@ class Sharded:
         return options.prefetch
 
     def state_dict(self) -> CanonicalState:
-        return canonical_state(self._units, self._stage, self.optimizer, self._wire.world)
+        state = canonical_state(
+            self._units,
+            self._stage,
+            self.optimizer,
+            self._wire.world,
+            self._python,
+            self._buffers,
+        )
+        for name, parameter in self.model.named_parameters():
+            if not parameter.numel():  # no unit holds it
+                state[name] = {WEIGHT: CanonicalTensor(tuple(parameter.shape), parameter.dtype, [])}
+        return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self.drain()
         self._wire.quiesce()
-        load_canonical(state, self._units, self._stage, self.optimizer, self._wire.world)
+        load_canonical(
+            state,
+            self._units,
+            self._stage,
+            self.optimizer,
+            self._wire.world,
+            self._python,
+            self._buffers,
+        )
         for unit in self._units:
             self._schedule.publish(unit)
         self.drain()
         self.take_traffic()
 
-    def _sum_squares(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Pending]:
-        """Of all ranks' pieces, in float64: every element counts once."""
-        total = torch.zeros((), dtype=torch.float64, device=self._wire.world.device)
-        if gradients:
-            norms = torch._foreach_norm(list(gradients), dtype=torch.float32)  # bf16 keeps 3 digits
-            total += torch.stack(list(norms)).double().square().sum()
-        if self._stage.optimizer is not Placement.SHARD:
-            return total, Pending([])
-        return total, self._wire.sum_scalar_later(total, "norm")
+    def _has_gradient(self) -> list[bool]:
+        return [present for unit in self._units for present in unit.has_gradient()]
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """What gradients are multiplied by; None while the norm is allowed, so that they stay bit for bit."""
@@ -194,21 +284,58 @@ class Sharded:
         on_host = norm.device.type == "cpu"  # elsewhere looking would stop the stream
         return None if on_host and float(scale) == 1.0 else scale
 
-    def _update(self, pairs: list[tuple[nn.Parameter, Tensor]], scale: Tensor | None) -> None:
-        """The optimizer's step on these masters alone: it skips whatever has no gradient."""
-        if not pairs:
-            return
-        if scale is not None:
-            torch._foreach_mul_([gradient for _, gradient in pairs], scale)
-        for master, gradient in pairs:
-            master.grad = gradient
-        self.optimizer.step()
-        for master, _ in pairs:
-            master.grad = None
+    def _update(self, handed: Sequence[HandedOver], scale: Tensor | None) -> None:
+        """One step of the optimizer on all masters that have a gradient."""
+        if scale is not None and handed:
+            torch._foreach_mul_([each.gradient for each in handed], scale)
+        for each in handed:
+            each.master.grad = each.gradient
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+            for each in handed:
+                each.master.grad = None
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "optimizer.step() was called directly: strategy.step() reduces, clips, updates and publishes"
+            )
 
 
-def _norm(squares: Tensor) -> Tensor:
-    return squares.sqrt().float()
+def _refuse_loading(
+    engine: weakref.ref[Sharded], module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Weights are the engine's; it takes over what is loaded inside `gathered(write=True)`."""
+    strategy = engine()
+    if strategy is None or strategy._may_load or module not in set(strategy.model.modules()):
+        return
+    raise RuntimeError(
+        "model.load_state_dict() on a model that an engine trains: load inside "
+        "`with strategy.gathered(write=True):`, or use strategy.load_state_dict()"
+    )
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.add_param_group() on an engine's optimizer, which holds this rank's pieces: build the engine "
+        "again with these param_groups"
+    )
+
+
+class _ZeroGrad:
+    """`model.zero_grad()` of a model that an engine trains; a copy of the model is a plain one again."""
+
+    def __init__(self, module: nn.Module, zero_grad: Callable[[], None]):
+        self._module, self._zero_grad = module, zero_grad
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._zero_grad()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return partial(nn.Module.zero_grad, memo[id(self._module)])
 
 
 def _bucket_bytes(options: Options, *, one_host: bool) -> int | None:

@@ -1,14 +1,14 @@
 """Our engine's pieces as canonical tensors, and back: nothing is gathered, every rank tells what it owns.
 
 The master is the canonical weight. What every rank holds whole is told in even shares, so that each element comes
-from one rank; a number of the whole parameter (the optimizer's step) from the rank that owns its first element.
+from one rank; what is of the whole parameter (the optimizer's step, Python values) from the rank that owns its first
+element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,28 +16,43 @@ from zeroexp.sharding.layout import Span
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.unit import ChunkTensors, Unit
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
-from zeroexp.strategies.canonical import empty_moment, fill, moments_of
+from zeroexp.strategies.buffers import Buffers
+from zeroexp.strategies.canonical import WEIGHT, SavedMoments, empty_moment, fill, moments_of
+from zeroexp.strategies.python_values import PythonValues, own_values
 from zeroexp.world import World
 
 
 def canonical_state(
-    units: Sequence[Unit], stage: Stage, optimizer: Optimizer, world: World
+    units: Sequence[Unit],
+    stage: Stage,
+    optimizer: Optimizer,
+    world: World,
+    python: PythonValues | None = None,
+    buffers: Buffers | None = None,
 ) -> CanonicalState:
     """Pieces are views of live memory: whoever keeps them past the next step copies them."""
-    state: CanonicalState = {}
+    state: CanonicalState = {} if buffers is None else buffers.canonical()
     for tensors in _chunks(units):
         sharded = _rests_sharded(tensors, stage)
+        for member, shape in zip(tensors.chunk.members, tensors.shapes, strict=True):
+            if shape.numel() == 0:  # no rank owns an element of it
+                state[member.name] = {
+                    WEIGHT: CanonicalTensor(tuple(shape), tensors.piece.dtype, [])
+                }
         for span, weight in _weights(tensors, stage, world):
             shape = tuple(tensors.shapes[span.member])
-            entry = state.setdefault(tensors.chunk.members[span.member].name, {})
+            name = tensors.chunk.members[span.member].name
+            entry = state.setdefault(name, {})
+            first = span.start == 0 and (sharded or world.rank == 0)
             moments = moments_of(optimizer.state.get(weight, {}))
-            for key, tensor in {"weight": weight, **moments}.items():
+            told = python.of(name, weight) if python is not None else {}
+            entry.update(told if first else {})
+            for key, tensor in {WEIGHT: weight, **moments}.items():
                 if tensor.shape == weight.shape:
                     canonical = CanonicalTensor(shape, tensor.dtype, [])
                     piece = _share(span, tensor, sharded, world)
                 else:
                     canonical = CanonicalTensor(tuple(tensor.shape), tensor.dtype, [])
-                    first = span.start == 0 and (sharded or world.rank == 0)
                     piece = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
                 if piece.tensor.numel():
                     entry.setdefault(key, canonical).pieces.append(piece)
@@ -52,21 +67,28 @@ def load_canonical(
     stage: Stage,
     optimizer: Optimizer,
     world: World,
+    python: PythonValues | None = None,
+    buffers: Buffers | None = None,
 ) -> None:
-    """Fill masters, moments and frozen parameters; masters must be published afterwards."""
+    """Fill buffers, masters, moments and frozen parameters; masters must be published afterwards."""
+    if buffers is not None:
+        buffers.load(state)
+    if python is not None:
+        python.load(state)
+    saved_moments = SavedMoments(state)
     for tensors in _chunks(units):
         for span, weight in _weights(tensors, stage, world):
-            name, shape = tensors.chunk.members[span.member].name, tensors.shapes[span.member]
-            for key, canonical in state[name].items():
-                if key == "weight":
-                    fill(weight.detach().view(-1), canonical, start=span.start, name=name)
-                elif tensors.trainable:
-                    of_elements = canonical.shape == tuple(shape)
-                    moment = torch.zeros_like(weight, requires_grad=False)
-                    moment = moment if of_elements else empty_moment(canonical, weight)
-                    start = span.start if of_elements else 0
-                    fill(moment.view(-1), canonical, start=start, name=f"{name}.{key}")
-                    optimizer.state[weight][key] = moment
+            name = tensors.chunk.members[span.member].name
+            fill(weight.detach().view(-1), state[name][WEIGHT], start=span.start, name=name)
+            if not tensors.trainable:
+                continue
+            own = optimizer.state[weight]
+            own.clear()
+            own.update(own_values(state[name], name))
+            for key, saved in saved_moments.of(name):
+                own[key] = empty_moment(saved, weight)
+                start = span.start if saved.of_elements else 0
+                fill(own[key].view(-1), saved.canonical, start=start, name=f"{name}.{key}")
 
 
 def _chunks(units: Sequence[Unit]) -> Iterator[ChunkTensors]:

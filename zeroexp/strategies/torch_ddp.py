@@ -24,7 +24,18 @@ from torch.optim import Optimizer
 
 from zeroexp.measure.record import Traffic
 from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
-from zeroexp.strategies.canonical import empty_moment, fill, moments_of, replicated, whole
+from zeroexp.strategies.buffers import Buffers
+from zeroexp.strategies.canonical import (
+    WEIGHT,
+    SavedMoments,
+    empty_moment,
+    fill,
+    moments_of,
+    replicated,
+    whole,
+)
+from zeroexp.strategies.elementwise import refuse_unless_elementwise
+from zeroexp.strategies.python_values import PythonValues, own_values
 from zeroexp.world import World
 
 
@@ -64,12 +75,19 @@ class TorchDDP:
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=may_skip_parameters,
         )
-        self._ddp.broadcast_buffers = False  # no model here changes one; the argument's name moved
+        self._ddp.broadcast_buffers = False  # buffers.py does it; the argument's name moved
         self.model: nn.Module = self._ddp
         self.optimizer, self._inner = _make_optimizer(
             list(param_groups), optimizer_factory, shard_optimizer
         )
         self._shards_optimizer = shard_optimizer
+        self._buffers = Buffers(module, world)
+        names = {parameter: name for name, parameter in self._named.items()}
+        self._python = PythonValues(
+            self._inner,
+            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
+            mirrors=[self.optimizer] if shard_optimizer else [],
+        )
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -87,6 +105,7 @@ class TorchDDP:
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trainable, self._max_grad_norm, norm)
         self.optimizer.step()
+        self._buffers.share()
         return norm
 
     def zero_grad(self) -> None:
@@ -114,25 +133,37 @@ class TorchDDP:
 
     def state_dict(self) -> CanonicalState:
         """Weights in even shares; moments too, or whole from the one rank that has them."""
-        state: CanonicalState = {}
+        own = self._own_parameters()
+        state: CanonicalState = self._buffers.canonical()
         for name, parameter in self._named.items():
-            state[name] = {"weight": replicated(parameter, self._world)}
+            state[name] = {WEIGHT: replicated(parameter, self._world)}
             for key, moment in moments_of(self._inner.state.get(parameter, {})).items():
                 contributed = whole if self._shards_optimizer else self._share
                 state[name][key] = contributed(moment)
+            if parameter in own:
+                told = self._python.of(name, parameter)
+                once = self._shards_optimizer or self._world.rank == 0
+                state[name].update(told if once else {})
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        own = {p for group in self._inner.param_groups for p in group["params"]}
+        self._buffers.load(state)
+        self._python.load(state)
+        own, saved_moments = self._own_parameters(), SavedMoments(state)
         for name, parameter in self._named.items():
-            fill(parameter.detach().view(-1), state[name]["weight"], name=name)
-            if parameter not in own:
+            fill(parameter.detach().view(-1), state[name][WEIGHT], name=name)
+            if parameter not in own or not parameter.requires_grad:
                 continue
-            for key, moment in state[name].items():
-                if key != "weight":
-                    tensor = empty_moment(moment, parameter)
-                    fill(tensor.view(-1), moment, name=f"{name}.{key}")
-                    self._inner.state[parameter][key] = tensor
+            entry = self._inner.state[parameter]
+            entry.clear()
+            entry.update(own_values(state[name], name))
+            for key, saved in saved_moments.of(name):
+                entry[key] = empty_moment(saved, parameter)
+                fill(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
+
+    def _own_parameters(self) -> set[Tensor]:
+        """Those whose moments this rank holds."""
+        return {p for group in self._inner.param_groups for p in group["params"]}
 
     def _share(self, tensor: Tensor):
         return replicated(tensor, self._world)
@@ -145,6 +176,7 @@ def _make_optimizer(
     if not shard:
         optimizer = factory(groups)
         return optimizer, optimizer
+    refuse_unless_elementwise(factory, groups, family="torch", cut=False, shared=True)
     with warnings.catch_warnings():
         # Its package uses what torch itself deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)

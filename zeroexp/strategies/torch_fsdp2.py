@@ -33,7 +33,16 @@ from zeroexp.strategies.base import (
     OptimizerFactory,
     Piece,
 )
-from zeroexp.strategies.canonical import empty_moment, fill, moments_of, replicated
+from zeroexp.strategies.buffers import Buffers
+from zeroexp.strategies.canonical import (
+    WEIGHT,
+    SavedMoments,
+    empty_moment,
+    fill,
+    moments_of,
+    replicated,
+)
+from zeroexp.strategies.python_values import PythonValues, own_values
 from zeroexp.world import World
 
 
@@ -72,6 +81,12 @@ class TorchFSDP2:
             for group in param_groups
         ]
         self.optimizer = optimizer_factory(groups)
+        self._buffers = Buffers(module, world)
+        names = {parameter: name for name, parameter in self._named.items()}
+        self._python = PythonValues(
+            self.optimizer,
+            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
+        )
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -89,6 +104,7 @@ class TorchFSDP2:
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
         self.optimizer.step()
+        self._buffers.share()
         return norm
 
     def zero_grad(self) -> None:
@@ -116,25 +132,31 @@ class TorchFSDP2:
 
     def state_dict(self) -> CanonicalState:
         """Each rank's shards: ranges, since dim 0 is cut and rows lie one after the other."""
-        state: CanonicalState = {}
+        state: CanonicalState = self._buffers.canonical()
         for name, parameter in self._named.items():
             tensors = {
-                "weight": parameter.detach(),
+                WEIGHT: parameter.detach(),
                 **moments_of(self.optimizer.state.get(parameter, {})),
             }
             state[name] = {key: self._pieces(tensor) for key, tensor in tensors.items()}
+            told = self._python.of(name, parameter)
+            state[name].update(told if self._world.rank == 0 else {})
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
+        self._buffers.load(state)
+        self._python.load(state)
+        saved_moments = SavedMoments(state)
         for name, parameter in self._named.items():
-            self._fill(parameter.detach(), state[name]["weight"], name)
+            self._fill(parameter.detach(), state[name][WEIGHT], name)
             if not parameter.requires_grad:
                 continue
-            for key, moment in state[name].items():
-                if key != "weight":
-                    tensor = empty_moment(moment, parameter)
-                    self._fill(tensor, moment, f"{name}.{key}")
-                    self.optimizer.state[parameter][key] = tensor
+            entry = self.optimizer.state[parameter]
+            entry.clear()
+            entry.update(own_values(state[name], name))
+            for key, saved in saved_moments.of(name):
+                entry[key] = empty_moment(saved, parameter)
+                self._fill(entry[key], saved.canonical, f"{name}.{key}")
 
     def _pieces(self, tensor: Tensor) -> CanonicalTensor:
         if not isinstance(tensor, DTensor):

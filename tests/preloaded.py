@@ -1,0 +1,19 @@
+"""What ranks of tests and of benchmarks need, imported once by the process that forks them, and never looked at again.
+
+A rank would spend three seconds on it. No thread may start here: a fork would lose it.
+"""
+
+import gc
+import os
+
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+import tests.checkpoint.saving  # noqa: F401
+
+assert len(os.listdir("/proc/self/task")) == 1
+
+# Else each collection of garbage in a rank looks at 300,000 objects (0.2 s), and the kernel copies their pages for it.
+gc.collect()
+gc.freeze()

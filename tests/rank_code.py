@@ -1,0 +1,38 @@
+"""What ranks of the tests' one local cluster do: the function that their job's folder names, or a whole real run.
+
+The server imports the function's module with the first job that names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from zeroexp.cluster.local import RANK_MAIN
+
+MAIN = f"{__name__}:main"
+_FILE = "code_of_ranks"
+
+
+def choose(folder: Path, function: str) -> None:
+    """The ranks of this job call `function`, given as module:name."""
+    (folder / _FILE).write_text(function)
+
+
+def prepare(folder: Path) -> None:
+    """In the server."""
+    _module(folder)[0].prepare(folder)
+
+
+def main(folder: Path, *, device: str) -> None:
+    """In every rank."""
+    module, name = _module(folder)
+    getattr(module, name)(folder, device=device)
+
+
+def _module(folder: Path) -> tuple[ModuleType, str]:
+    file = folder / _FILE
+    function = file.read_text() if file.exists() else RANK_MAIN
+    module, _, name = function.partition(":")
+    return importlib.import_module(module), name

@@ -1,0 +1,102 @@
+"""Any number of units, of tensors in one, and of forwards: no rank waits for another to listen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.sharded import Options, Sharded
+from zeroexp.world import World, barrier
+
+LR = 0.1
+
+
+class Chain(nn.Module):
+    """So many units of one weight each, or one unit of so many tensors; cheap enough for a thousand."""
+
+    def __init__(self, num_blocks: int, num_tensors: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(num_tensors) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, num_tensors: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((2,), 1e-3) for _ in range(num_tensors))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack(list(self.weights)).sum(0)
+
+
+def engine(world: World, stage: str, num_blocks: int, num_tensors: int, family: str) -> Sharded:
+    module = Chain(num_blocks, num_tensors)
+    return Sharded(
+        module,
+        blocks=[f"blocks.{i}" for i in range(num_blocks)],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(module.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=LR),
+        world=world,
+        options=Options(family=family),
+    )
+
+
+def train(strategy: Sharded, world: World, num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        with strategy.microbatch(last=True):
+            loss = strategy.model(torch.full((2,), float(world.rank))).sum()
+            strategy.backward(loss / world.size)
+        strategy.step()
+        strategy.zero_grad()
+        losses.append(loss.item())
+    strategy.drain()
+    return losses
+
+
+def many(world: World, stage: str, num_blocks: int, num_tensors: int, family: str) -> None:
+    """The gradient of each element is one: every step takes LR off each of two elements of each tensor."""
+    strategy = engine(world, stage, num_blocks, num_tensors, family)
+    losses = train(strategy, world, 2)
+    total = 2 * num_blocks * num_tensors
+    expected = [2.0 * world.rank + total * (1e-3 - LR * step) for step in range(2)]
+    assert losses == pytest.approx(expected, rel=1e-3)
+    barrier()
+
+
+STAGES_OF_ISSUE = ["zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("stage", STAGES_OF_ISSUE)
+def test_a_hundred_units(ranks, stage):
+    ranks(many, stage, 100, 1, "buffer")
+
+
+def test_a_hundred_units_on_three_ranks(ranks):
+    """Each waits for the next one to read: a ring."""
+    ranks(many, "zero3", 100, 1, "buffer", world_size=3)
+
+
+def test_many_chunks_fill_the_buffer_sooner(ranks):
+    ranks(many, "zero3", 50, 40, "tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES_OF_ISSUE)
+@pytest.mark.parametrize("num_blocks", [300, 1000])
+def test_hundreds_of_units(ranks, stage, num_blocks):
+    ranks(many, stage, num_blocks, 1, "buffer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_ten_thousand_tensors_in_one_unit(ranks, stage):
+    ranks(many, stage, 1, 10_000, "buffer")
+    ranks(many, stage, 1, 10_000, "tensor")

@@ -1,0 +1,222 @@
+"""How ranks of one host meet: strangers do not disturb, nothing is left behind, and whatever waits has a limit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zeroexp.sharding import meeting
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.meeting import TOKEN_BYTES, Listener, connect
+from zeroexp.sharding.moves import GatherPart
+from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.sharded import Options, Sharded
+from zeroexp.world import World, barrier
+
+
+def call(address: str, words: bytes) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(address)
+    if words:
+        stranger.send(words)
+    return stranger
+
+
+def hello(token: bytes, rank: int) -> bytes:
+    return meeting._HELLO.pack(token, rank)
+
+
+def meet(listeners: list[Listener], rank: int, found: dict, seconds: float = 10.0) -> None:
+    doors = [listener.door for listener in listeners]
+    peers = [peer for peer in range(len(doors)) if peer != rank]
+    found[rank] = connect(rank, peers, doors, listeners[rank], seconds)
+
+
+def test_strangers_are_put_down_and_hold_up_nobody():
+    """Silent ones, a wrong token, half a word, a rank out of range, and a rank that is there already."""
+    listeners = [Listener() for _ in range(3)]
+    address, token = listeners[0].door
+    strangers = [
+        call(address, b""),
+        call(address, hello(b"x" * TOKEN_BYTES, 1)),
+        call(address, token[:5]),
+        call(address, hello(token, 7)),
+        call(address, hello(token, 0)),
+        call(address, hello(token, -1)),
+    ]
+    found: dict[int, dict[int, socket.socket]] = {}
+    threads = [threading.Thread(target=meet, args=(listeners, r, found)) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {rank: set(sockets) for rank, sockets in found.items()} == {
+        0: {1, 2},
+        1: {0, 2},
+        2: {0, 1},
+    }
+    for rank, sockets in found.items():
+        for peer, line in sockets.items():
+            line.send(bytes([rank]))
+            assert found[peer][rank].recv(1) == bytes([rank]), (rank, peer)
+    for stranger in strangers:
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b"", "a stranger was not put down"
+    for line in [*strangers, *(s for sockets in found.values() for s in sockets.values())]:
+        line.close()
+    for listener in listeners:
+        listener.close()
+
+
+def test_another_user_is_put_down(monkeypatch):
+    with closing(Listener()) as listener, closing(call(listener.address, b"")) as mine:
+        mine.send(hello(listener.token, 1))
+        caller, _ = listener.socket.accept()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert meeting._introduced(caller, listener.token) == -1
+        monkeypatch.undo()
+        mine.send(hello(listener.token, 1))
+        caller.recv(0)
+        assert meeting._introduced(caller, listener.token) == 1
+        caller.close()
+
+
+def test_a_rank_that_does_not_call_is_named_and_nothing_stays_open():
+    listeners = [Listener() for _ in range(3)]
+    before = len(os.listdir("/proc/self/fd"))
+    found: dict = {}
+    with pytest.raises(
+        TimeoutError, match=r"rank 1 waited in vain for rank 2 of this host to call"
+    ):
+        meet(listeners, 1, found, seconds=0.2)
+    assert len(os.listdir("/proc/self/fd")) == before
+    for listener in listeners:
+        listener.close()
+
+
+# -- in real ranks -----------------------------------------------------------------------------------
+
+
+def gather_unheard(world: World) -> str:
+    """Rank 0 waits for an offer that rank 1 never makes."""
+    wire = Collectives(replace(world, timeout_seconds=0.5))
+    wire.meet()
+    wire.reserve(1 << 16, 1 << 16)
+    said = ""
+    if world.rank == 0:
+        from zeroexp.sharding.layout import ParameterSpec, lay_out
+
+        (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
+        full = wire.empty(chunk.padded_numel, torch.float32)
+        part = GatherPart(chunk, full, full[chunk.section(0)])
+        with pytest.raises(TimeoutError) as caught:
+            wire.all_gather([part], "gather", what="unit blocks.3").wait()
+        said = str(caught.value)
+    barrier()
+    return said
+
+
+def test_who_waits_says_for_whom_and_for_what_and_has_the_limit_of_the_world(ranks):
+    said, _ = ranks(gather_unheard)
+    assert said == "rank 0 waited 0.5 s for rank 1: the gather of unit blocks.3"
+
+
+def small_engine(world: World, seed: int) -> Sharded:
+    torch.manual_seed(seed)
+    module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    return Sharded(
+        module,
+        blocks=["0", "1", "2"],
+        stage=STAGES["zero3"],
+        param_groups=[{"params": list(module.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+        options=Options(transport="direct"),
+    )
+
+
+def open_things() -> tuple[int, int]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:zeroexp")
+
+
+def fail_in_the_middle(world: World) -> tuple[tuple[int, int], tuple[int, int]]:
+    def one() -> None:
+        wire = Collectives(world, transport="direct")
+        try:
+            wire.meet()
+            wire.reserve(1 << 16, 1 << 16)
+            raise ValueError("in the middle")
+        except ValueError:
+            barrier()
+
+    one()
+    before = open_things()
+    for _ in range(3):
+        one()
+    return before, open_things()
+
+
+def test_after_an_exception_nothing_is_left_behind(ranks):
+    for before, after in ranks(fail_in_the_middle):
+        assert after == before
+
+
+def forwards_before_the_first_step(world: World) -> tuple[int, int]:
+    """(offers on the board after one forward, after many)"""
+    strategy = small_engine(world, 0)
+    board = strategy._wire._transport._arena.board
+    counts = []
+    for num_forwards in (1, 30):
+        for _ in range(num_forwards):
+            with torch.no_grad():
+                strategy.model(torch.ones(2, 5))
+        counts.append((len(board._said), board._top))
+    barrier()
+    return counts[0], counts[1]
+
+
+def test_evaluation_before_the_first_step_keeps_no_offers(ranks):
+    for first, later in ranks(forwards_before_the_first_step):
+        assert first == later and first[0] <= 4  # units, the root among them
+
+
+def two_engines(world: World, transport: str) -> list[float]:
+    """Their gradients travel at once; rank 1 waits for the second one's first."""
+    from zeroexp.sharding.layout import ParameterSpec, lay_out
+    from zeroexp.sharding.moves import ReducePart
+
+    (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
+    wires = [Collectives(world, transport=transport) for _ in range(2)]
+    for wire in wires:
+        wire.meet()
+        wire.reserve(1 << 16, 1 << 16)
+    order = (0, 1) if world.rank == 0 else (1, 0)
+    parts, pendings = {}, {}
+    for index in order:
+        gradients = [torch.full((10,), 10.0**index)]
+        spans = chunk.spans(world.rank)
+        out = [torch.zeros(span.numel) for span in spans]
+        parts[index] = ReducePart(chunk, gradients, out)
+        pendings[index] = wires[index].reduce_scatter([parts[index]], "reduce")
+    for index in order:
+        pendings[index].wait()
+    for wire in wires:
+        wire.quiesce()
+    barrier()
+    return [parts[index].out[0][0].item() for index in (0, 1)]
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+def test_two_engines_do_not_take_each_others_messages(ranks, transport):
+    assert ranks(two_engines, transport) == [[2.0, 20.0]] * 2

@@ -1,0 +1,150 @@
+"""torch.compile around a block, in a block and around the model; tracing and scripting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import ONLY_ZERO3, Batch, Lab, Setting, plain_loss, scenario, variants
+from tests.strangers.models import Block, Net
+
+SETTINGS = (Setting("zero1"), Setting("zero3"), Setting("zero3", unit="module"))
+MAY_NOT = r"compile|OptimizedModule"
+BACKENDS = ["eager", "aot_eager"]
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def blocks_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
+    torch._dynamo.reset()
+    t = lab.wrap(Net())
+    for layer in t.model.layers:
+        layer.compile(backend=backend)
+    lab.train(t, num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def blocks_replaced_by_compiled_ones_by(lab: Lab, backend: str) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    for index in range(3):
+        model.layers[index] = torch.compile(model.layers[index], backend=backend)
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    model.compile(backend=backend)
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
+    torch._dynamo.reset()
+    t = lab.wrap(Net())
+    t.model.compile(backend=backend)
+    lab.train(t, num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def the_wrapped_model_compiled_by(lab: Lab, backend: str) -> None:
+    """`compiled = torch.compile(strategy.model)`, and the loop calls `compiled`."""
+    torch._dynamo.reset()
+    t = lab.wrap(Net())
+    compiled = torch.compile(t.model, backend=backend)
+
+    def loss(_model: nn.Module, batch: Batch) -> Tensor:
+        return batch.loss(compiled(batch.x))
+
+    lab.train(t, loss, num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def a_compiled_model_wrapped_by(lab: Lab, backend: str) -> None:
+    """The door gets what `torch.compile(model)` returned: names begin with `_orig_mod`."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Net(), backend=backend)
+    blocks = [f"_orig_mod.layers.{index}" for index in range(3)]
+    lab.train(lab.wrap(compiled, blocks), num_microbatches=2)
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
+    """The block's forward calls a compiled method that reads the block's weights."""
+    torch._dynamo.reset()
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.compile(self.inner, backend=backend)(x)
+
+    lab.train(lab.wrap(Net(Inside)))
+
+
+@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def the_loss_compiled_by(lab: Lab, backend: str) -> None:
+    """A compiled function of output and target, no weights in it."""
+    torch._dynamo.reset()
+    square = torch.compile(lambda a, b: (a - b).square().mean(), backend=backend)
+    lab.train(lab.wrap(Net()), lambda m, b: square(m(b.x), b.y) / b.num_ranks)
+
+
+@variants(["block", "model"], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=True)
+def compiled_by_inductor(lab: Lab, what: str) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    if what == "model":
+        model.compile()
+    else:
+        for layer in model.layers:
+            layer.compile()
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@scenario(ONLY_ZERO3, may_refuse=r"script|trace|jit")
+def a_scripted_block(lab: Lab) -> None:
+    model = Net()
+    model.layers[1] = torch.jit.script(model.layers[1])
+    lab.train(lab.wrap(model))
+
+
+@scenario(ONLY_ZERO3, may_refuse=r"script|trace|jit")
+def a_traced_block(lab: Lab) -> None:
+    model = Net()
+    model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(4, 6))
+    lab.train(lab.wrap(model))
+
+
+@scenario()
+def a_graph_module_as_a_block(lab: Lab) -> None:
+    """torch.fx makes a module of its own of a block."""
+    model = Net()
+    model.layers[1] = torch.fx.symbolic_trace(model.layers[1])
+    lab.train(lab.wrap(model))
+
+
+@scenario()
+def a_graph_module_as_the_model(lab: Lab) -> None:
+    model = torch.fx.symbolic_trace(Net())
+    lab.train(lab.wrap(model, []))
+
+
+@scenario(ONLY_ZERO3, may_refuse=r"gathered|export")
+def an_exported_model(lab: Lab) -> None:
+    """`torch.export` inside the context, to ship what was trained."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        program = torch.export.export(t.model, (torch.ones(2, 6),))
+        lab.note(program.module()(torch.ones(2, 6)))
+        del program
+    lab.train(t, plain_loss, steps=[1])

@@ -1,0 +1,287 @@
+"""What is refused when the engine is built, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
+from tests.strangers.models import Block, Net
+
+TWO = (Setting("zero1"), Setting("zero3"))
+
+
+def built(settings: Any = TWO, *, refused: str) -> Callable[[Callable[[Lab], None]], Any]:
+    """Refused when built: there is nothing to compare."""
+    return scenario(settings, refused=refused, oracle=False)
+
+
+BLOCKS: dict[str, tuple[Any, str]] = {
+    "unknown": (["layers.0", "layers.7"], r"layers\.7"),
+    "misspelt": (["layer.0"], r"layer\.0"),
+    "module_list": (["layers"], r"layers.*ModuleList"),
+    "one_word": ("layers.0", r"blocks|layers|'l'"),
+    "parameter": (["layers.0.up.weight"], r"layers\.0\.up\.weight"),
+    "twice": (["layers.0", "layers.0"], r"layers\.0|twice|same"),
+    "root": (["", "layers.0"], r"blocks"),
+    "number": ([0, 1, 2], r"blocks|0"),
+    "modules": (None, r"blocks|name"),
+}
+
+
+@variants([*BLOCKS], TWO, refused=r"blocks|layer", oracle=False)
+def blocks_that_are(lab: Lab, kind: str) -> None:
+    model = Net()
+    blocks, pattern = BLOCKS[kind]
+    with lab.raises(pattern):
+        lab.wrap(model, list(model.layers) if blocks is None else blocks)
+    raise ValueError("blocks refused as they should be")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "family": {"family": "rows"},
+    "unit": {"unit": "layer"},
+    "keep": {"keep": "first"},
+    "reduce_each": {"reduce_each": "epoch"},
+    "transport": {"transport": "pigeon"},
+    "owners": {"owners": "random", "family": "parameter"},
+    "prefetch": {"prefetch": -1},
+    "prefetch_of_words": {"prefetch": "all"},
+    "bucket_of_nothing": {"bucket_mb": 0},
+    "bucket_negative": {"bucket_mb": -3.0},
+    "bucket_nan": {"bucket_mb": float("nan")},
+    "bucket_of_words": {"bucket_mb": "4"},
+    "overlap_of_words": {"overlap": "yes"},
+}
+
+
+@variants(
+    [*OPTIONS],
+    TWO,
+    refused=r"family|unit|keep|reduce_each|transport|owners|prefetch|bucket_mb|overlap",
+    oracle=False,
+)
+def an_option_that_is_wrong(lab: Lab, key: str) -> None:
+    lab.wrap(Net(), **OPTIONS[key])
+
+
+@variants(["negative", "nan", "words"], TWO, refused=r"max_grad_norm", oracle=False)
+def a_norm_bound_that_is(lab: Lab, kind: str) -> None:
+    bound: dict[str, Any] = {"negative": -1.0, "nan": float("nan"), "words": "1.0"}
+    lab.wrap(Net(), max_grad_norm=bound[kind])
+
+
+GROUPS: dict[str, Callable[[Net], Any]] = {
+    "of_another_model": lambda model: [{"params": list(Net().parameters())}],
+    "of_a_copy_beside": lambda model: [
+        {"params": [*model.parameters(), *nn.Linear(2, 2).parameters()]}
+    ],
+    "twice": lambda model: [{"params": list(model.parameters())}] * 2,
+    "names": lambda model: [{"params": [name for name, _ in model.named_parameters()]}],
+    "without_params": lambda model: [{"lr": 0.1}],
+    "no_group": lambda model: [],
+}
+
+
+@variants([*GROUPS], BY_STAGE, refused=r"param", oracle=False)
+def groups_that_are(lab: Lab, kind: str) -> None:
+    model = Net()
+    lab.wrap(model, groups=GROUPS[kind](model))
+
+
+@scenario(may_refuse=r"param")
+def one_parameter_twice_in_a_group(lab: Lab) -> None:
+    """torch warns, and moves it twice."""
+    model = Net()
+    lab.train(lab.wrap(model, groups=[{"params": [*model.parameters(), model.head.weight]}]))
+
+
+@scenario(may_refuse=r"param_groups|groups")
+def groups_that_are_plain_parameters(lab: Lab) -> None:
+    """`param_groups=model.parameters()`, as torch.optim takes them."""
+    model = Net()
+    lab.train(lab.wrap(model, groups=list(model.parameters())))  # pyright: ignore[reportArgumentType]
+
+
+@built(refused=r"optimizer")
+def an_optimizer_over_the_model_itself(lab: Lab) -> None:
+    """The factory ignores what it is handed and takes the model's own parameters."""
+    model = Net()
+    lab.wrap(model, optimizer=lambda _groups: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@built(refused=r"optimizer")
+def a_factory_that_makes_no_optimizer(lab: Lab) -> None:
+    lab.wrap(Net(), optimizer=lambda _groups: None)  # pyright: ignore[reportArgumentType]
+
+
+@built(refused=r"optimizer")
+def an_optimizer_where_a_factory_is_meant(lab: Lab) -> None:
+    model = Net()
+    lab.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # pyright: ignore[reportArgumentType]
+
+
+@variants(
+    ["whole", "part", "around"], EVERY_WAY, refused=r"engine|again|already|wrapped", oracle=False
+)
+def wrapped_twice(lab: Lab, what: str) -> None:
+    model = Net()
+    lab.wrap(model)
+    if what == "whole":
+        lab.wrap(model)
+    elif what == "part":
+        lab.wrap(model.layers[0], [])
+    else:
+        lab.wrap(nn.Sequential(model, nn.Linear(3, 3)), ["0"])
+
+
+@scenario(EVERY_WAY)
+def ranks_with_different_weights(lab: Lab) -> None:
+    """Nobody seeded: rank 0's weights and buffers are everyone's, as DistributedDataParallel does it."""
+
+    class Counted(Net):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed=seed)
+            self.register_buffer("offset", torch.full((3,), float(seed)))
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + self.offset
+
+    model = Counted(20 + lab.ranks[0])
+    model.layers[1].requires_grad_(False)
+    lab.train(lab.wrap(model))
+
+
+DIFFERENT: dict[str, Callable[[int], Net]] = {
+    "another_depth": lambda rank: Net(depth=3 + rank),
+    "another_width": lambda rank: _with_head(rank),
+    "another_name": lambda rank: _renamed(rank),
+    "another_dtype": lambda rank: Net() if rank == 0 else Net().double(),
+    "frozen_parts": lambda rank: _frozen(rank),
+    "one_parameter_more": lambda rank: _with_extra(rank),
+}
+
+
+def _with_head(rank: int) -> Net:
+    model = Net()
+    model.head = nn.Linear(6, 3, bias=rank == 0)
+    return model
+
+
+def _renamed(rank: int) -> Net:
+    model = Net()
+    if rank:
+        model.output = model.head
+        del model.head
+    return model
+
+
+def _frozen(rank: int) -> Net:
+    model = Net()
+    model.layers[1].requires_grad_(rank == 0)
+    return model
+
+
+def _with_extra(rank: int) -> Net:
+    model = Net()
+    if rank:
+        model.extra = nn.Parameter(torch.ones(2))
+    return model
+
+
+@variants([*DIFFERENT], EVERY_WAY, refused=r"rank", oracle=False)
+def ranks_with_different_models(lab: Lab, kind: str) -> None:
+    """Refused on every rank, in seconds."""
+    lab.wrap(DIFFERENT[kind](lab.ranks[0]))
+
+
+@variants(
+    ["unit", "family", "keep", "blocks", "norm", "groups", "dtypes", "bucket"],
+    BY_STAGE,
+    may_refuse=r"rank",
+)
+def ranks_with_different_settings(lab: Lab, kind: str) -> None:
+    """A script that reads its settings from each machine's own file: rank 0's are meant, or it is refused."""
+    from zeroexp.sharding.unit import Dtypes
+
+    model, other = Net(), lab.ranks[0] != 0
+    if kind == "blocks":
+        t = lab.wrap(model, ["layers.0"] if other else ["layers.0", "layers.1"])
+    elif kind == "norm":
+        t = lab.wrap(model, max_grad_norm=0.01 if other else None)
+    elif kind == "groups":
+        parameters = list(model.parameters())
+        t = lab.wrap(model, groups=[{"params": parameters[: 3 if other else None]}])
+    elif kind == "dtypes":
+        half, full = torch.bfloat16, torch.float32
+        t = lab.wrap(model, dtypes=Dtypes(full, half if other else full, full))
+    else:
+        values: dict[str, tuple[Any, Any]] = {
+            "unit": ("block", "module"),
+            "family": ("buffer", "tensor"),
+            "keep": ("last", "none"),
+            "bucket": (None, 0.0001),
+        }
+        key = {"bucket": "bucket_mb"}.get(kind, kind)
+        t = lab.wrap(model, **{key: values[kind][other]})
+    lab.train(t)
+
+
+@scenario(EVERY_WAY)
+def no_blocks_at_all(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(), []))
+
+
+@scenario(EVERY_WAY)
+def one_block_that_is_everything(lab: Lab) -> None:
+    lab.train(lab.wrap(nn.Sequential(Net()), ["0"]))
+
+
+@scenario()
+def a_bare_layer(lab: Lab) -> None:
+    torch.manual_seed(3)
+    lab.train(lab.wrap(nn.Linear(6, 3), []))
+
+
+@scenario(may_refuse=r"parameter|param")
+def a_model_without_parameters(lab: Lab) -> None:
+    """Nothing to train: refused, or it runs."""
+    t = lab.wrap(nn.Tanh(), [], groups=[], optimizer=lambda _g: sgd([torch.zeros(1)]))
+    lab.note(t.model(torch.ones(2)))
+
+
+@scenario(EVERY_WAY)
+def an_unusual_tree(lab: Lab) -> None:
+    """Blocks in a dictionary, with dots in nobody's way."""
+
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.parts = nn.ModuleDict({"first block": Block(), "second-block": Block()})
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Any) -> Any:
+            for part in self.parts.values():
+                x = part(x)
+            return self.head(x)
+
+    lab.train(lab.wrap(Tree(), ["parts.first block", "parts.second-block"]))
+
+
+@variants(["none", "all", "last"], EVERY_WAY)
+def kept(lab: Lab, keep: str) -> None:
+    lab.train(lab.wrap(Net(), keep=keep), num_microbatches=2)
+
+
+@variants(["0", "1", "2", "9"])
+def gathered_ahead_by(lab: Lab, prefetch: str) -> None:
+    lab.train(lab.wrap(Net(), prefetch=int(prefetch)), num_microbatches=2)
+
+
+@variants(["direct", "gloo", "native"], may_refuse=r"transport|native|gloo")
+def sent_by(lab: Lab, transport: str) -> None:
+    lab.train(lab.wrap(Net(), transport=transport), num_microbatches=2)

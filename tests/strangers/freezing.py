@@ -1,0 +1,332 @@
+"""What moves and what does not: frozen, thawed, unused, adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import (
+    EVERY_WAY,
+    WIDTH,
+    Batch,
+    Lab,
+    adamw,
+    plain_loss,
+    scenario,
+    sgd,
+    variants,
+)
+from tests.strangers.models import Block, Net
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+@variants([*OPTIMIZERS], EVERY_WAY)
+def frozen_from_the_start_under(lab: Lab, name: str) -> None:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    model.inp.requires_grad_(False)
+    model.layers[0].norm.requires_grad_(False)
+    lab.train(lab.wrap(model, optimizer=OPTIMIZERS[name]), num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def everything_frozen_but_the_head(lab: Lab) -> None:
+    """A linear probe; the optimizer is given only what trains."""
+    model = Net().requires_grad_(False)
+    model.head.requires_grad_(True)
+    lab.train(lab.wrap(model, groups=[{"params": list(model.head.parameters())}]))
+
+
+@scenario(EVERY_WAY)
+def everything_frozen_but_the_first_layer(lab: Lab) -> None:
+    """Backward goes through frozen blocks only."""
+    model = Net().requires_grad_(False)
+    model.inp.requires_grad_(True)
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def every_second_weight_frozen(lab: Lab) -> None:
+    """FSDP: mixed requires_grad per group."""
+    model = Net()
+    for index, p in enumerate(model.parameters()):
+        p.requires_grad_(index % 2 == 0)
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@variants([*OPTIMIZERS], EVERY_WAY)
+def a_block_frozen_after_the_first_step_under(lab: Lab, name: str) -> None:
+    """It stops where it is: no decay, no momentum."""
+    t = lab.wrap(Net(), optimizer=OPTIMIZERS[name])
+    lab.train(t, steps=[0])
+    t.model.layers[1].requires_grad_(False)
+    lab.train(t, steps=[1, 2], num_microbatches=2)
+
+
+@variants(["block", "weight", "root", "first_block"], EVERY_WAY)
+def frozen_after_wrapping(lab: Lab, what: str) -> None:
+    """Before the first step, after the optimizer was made."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    frozen = {
+        "block": t.model.layers[2],
+        "weight": t.model.layers[1].up.weight,
+        "root": t.model.inp,
+        "first_block": t.model.layers[0],
+    }[what]
+    frozen.requires_grad_(False)
+    lab.train(t)
+
+
+@scenario(EVERY_WAY)
+def frozen_and_thawed_again(lab: Lab) -> None:
+    """A block trainable from the start rests for two steps (alternating training)."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    for step in range(5):
+        t.model.layers[1].requires_grad_(step not in (1, 2))
+        lab.train(t, steps=[step])
+
+
+@scenario(EVERY_WAY)
+def turns_of_training(lab: Lab) -> None:
+    """One block at a time."""
+    t = lab.wrap(Net())
+    for step in range(4):
+        for index, layer in enumerate(t.model.layers):
+            layer.requires_grad_(index == step % 3)
+        lab.train(t, steps=[step])
+
+
+@scenario()
+def frozen_between_microbatches(lab: Lab) -> None:
+    """What came before counts: the block has a gradient of the first microbatch."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            t.model.layers[1].requires_grad_(batch.microbatch == 0)
+            with t.microbatch(last=batch.last):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+THAWED = r"requires_grad|frozen|trainable|thaw"
+
+
+@variants(["block", "weight", "head"], EVERY_WAY, refused=THAWED)
+def thawed_after_wrapping(lab: Lab, what: str) -> None:
+    """No master weights and no optimizer state were made for it."""
+    model = Net()
+    frozen = {"block": model.layers[1], "weight": model.layers[1].up.weight, "head": model.head}
+    frozen[what].requires_grad_(False)
+    t = lab.wrap(model)
+    lab.train(t, steps=[0])
+    frozen[what].requires_grad_(True)
+    lab.train(t, steps=[1])
+
+
+@scenario(refused=THAWED)
+def gradual_thawing(lab: Lab) -> None:
+    """Everything frozen but the head, then a block more each step (ULMFiT)."""
+    model = Net().requires_grad_(False)
+    model.head.requires_grad_(True)
+    t = lab.wrap(model)
+    for step in range(3):
+        lab.train(t, steps=[step])
+        t.model.layers[2 - step].requires_grad_(True)
+
+
+# -- unused -------------------------------------------------------------------------------------------
+
+
+class WithSpare(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, 3)
+
+
+class WithSpareNet(Net):
+    def __init__(self) -> None:
+        super().__init__(WithSpare)
+        self.unused = nn.Parameter(torch.ones(5))
+
+
+@variants([*OPTIMIZERS], EVERY_WAY)
+def unused_weights_under(lab: Lab, name: str) -> None:
+    """In the root and in every block, for no rank ever: torch neither decays nor moves them."""
+    lab.train(lab.wrap(WithSpareNet(), optimizer=OPTIMIZERS[name]), num_microbatches=2)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.chosen = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.chosen:
+            x = x + torch.tanh(self.experts[index](x))
+        return x
+
+
+@variants(["same_on_all", "by_rank", "by_turns", "never_one"], EVERY_WAY)
+def experts_chosen(lab: Lab, how: str) -> None:
+    """An expert nobody used in a step does not move; one that a single rank used moves by that rank's gradient."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        choices = {
+            "same_on_all": (batch.step % 3,),
+            "by_rank": (batch.rank,),
+            "by_turns": ((batch.step + batch.microbatch + batch.rank) % 3,),
+            "never_one": (0, 2),
+        }
+        for layer in model.layers:
+            layer.chosen = choices[how]
+        return plain_loss(model, batch)
+
+    t = lab.wrap(Net(Experts), optimizer=adamw)
+    lab.train(t, loss, steps=range(4), num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def a_head_used_by_turns(lab: Lab) -> None:
+    """Two tasks, each with a head; momentum of the resting head must not move it."""
+
+    class TwoHeads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(WIDTH, 3)
+            self.turn = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.other if self.turn else self.head)(self.body(x))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model.turn = batch.step % 2
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(TwoHeads(), optimizer=adamw), loss, steps=range(4))
+
+
+@scenario()
+def a_block_that_only_the_first_step_uses(lab: Lab) -> None:
+    class Warm(Net):
+        cold = False
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.layers[0](self.inp(x))
+            return self.layers[2](x if self.cold else self.layers[1](x))
+
+    t = lab.wrap(Warm())
+    for step in range(4):
+        t.model.cold = step > 0
+        lab.train(t, steps=[step])
+
+
+@scenario(EVERY_WAY, may_refuse=r"parameter|optimizer|group")
+def weights_that_no_group_has(lab: Lab) -> None:
+    """Trainable, but not given to the optimizer: torch makes gradients and moves nothing."""
+    model = Net()
+    some = [*model.inp.parameters(), *model.layers[0].parameters(), *model.head.parameters()]
+    lab.train(lab.wrap(model, groups=[{"params": some}]))
+
+
+# -- adapters -----------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(3)
+        self.a = nn.Parameter(torch.randn(2, base.in_features, generator=generator) * 0.3)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+        self.off = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.off else y + x @ self.a.t() @ self.b.t()
+
+
+def with_adapters() -> Net:
+    model = Net().requires_grad_(False)
+    for layer in model.layers:
+        layer.up = LoRA(layer.up)
+        layer.down = LoRA(layer.down)
+    return model
+
+
+@scenario(EVERY_WAY)
+def low_rank_adapters(lab: Lab) -> None:
+    lab.train(lab.wrap(with_adapters(), optimizer=adamw), num_microbatches=2)
+
+
+@scenario()
+def low_rank_adapters_with_a_reference(lab: Lab) -> None:
+    """DPO: the reference model is the same one with its adapters switched off."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        adapters = [m for m in model.modules() if isinstance(m, LoRA)]
+        with torch.no_grad():
+            for adapter in adapters:
+                adapter.off = True
+            reference = model(batch.x)
+            for adapter in adapters:
+                adapter.off = False
+        return batch.loss(model(batch.x), reference + 0.1 * batch.y)
+
+    lab.train(lab.wrap(with_adapters()), loss)
+
+
+@scenario()
+def adapters_merged_into_their_base(lab: Lab) -> None:
+    """Inside the writing context a frozen weight is written, too."""
+    t = lab.wrap(with_adapters())
+    lab.train(t, steps=[0, 1])
+    with t.gathered(write=True), torch.no_grad():
+        for module in t.model.modules():
+            if isinstance(module, LoRA):
+                module.base.weight.add_(module.b @ module.a)
+                module.b.zero_()
+    lab.train(t, steps=[2])
+
+
+@scenario()
+def biases_alone(lab: Lab) -> None:
+    """BitFit."""
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    lab.train(lab.wrap(model, optimizer=adamw))
+
+
+@scenario()
+def soft_prompts_before_a_frozen_model(lab: Lab) -> None:
+    class Prompted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.prompt = nn.Parameter(torch.zeros(2, WIDTH))
+
+        def body(self, x: Tensor) -> Tensor:
+            return super().body(torch.cat([self.prompt, x]))[2:] + self.prompt.sum(0)
+
+    lab.train(lab.wrap(Prompted(), optimizer=adamw))
+
+
+@scenario(may_refuse=r"grad|trainable|parameter")
+def nothing_trains(lab: Lab) -> None:
+    """The whole model is frozen: only evaluation, steps do nothing."""
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1)
+
+    model = Net().requires_grad_(False)
+    t = lab.wrap(model, optimizer=optimizer)
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            batch.note(t.model(batch.x))
+    t.step()
+    t.zero_grad()

@@ -1,0 +1,981 @@
+"""Gradients: who reads them, edits them, makes them in another order, or makes none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tests.strangers.lab import (
+    EVERY_WAY,
+    WIDTH,
+    Batch,
+    Lab,
+    adamw,
+    plain_loss,
+    scenario,
+    variants,
+)
+from tests.strangers.models import Block, Language, Net
+
+TAKEN = r"max_grad_norm|\.grad\b"
+
+
+# -- p.grad is not there -----------------------------------------------------------------------------
+
+
+def _clip(model: nn.Module) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _clip_values(model: nn.Module) -> object:
+    return nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def _sum(model: nn.Module) -> object:
+    return sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+
+
+def _add_noise(model: nn.Module) -> object:
+    return [p.grad.add_(0.01) for p in model.layers.parameters() if p.grad is not None]
+
+
+def _look(model: nn.Module) -> object:
+    return model.layers[0].up.weight.grad
+
+
+def _look_at_the_head(model: nn.Module) -> object:
+    return model.head.weight.grad
+
+
+def _assign(model: nn.Module) -> object:
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 0.1)
+    return None
+
+
+def _norm(model: nn.Module) -> object:
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+TOUCHES = {
+    "clip_grad_norm": _clip,
+    "clip_grad_value": _clip_values,
+    "summed_for_the_log": _sum,
+    "noise": _add_noise,
+    "a_look": _look,
+    "a_look_at_the_head": _look_at_the_head,
+    "assigned": _assign,
+    "total_norm": _norm,
+}
+
+
+@variants([*TOUCHES], EVERY_WAY, refused=TAKEN)
+def gradients_touched_by(lab: Lab, way: str) -> None:
+    """Between backward and the step: the engine took the gradient, `p.grad` as None would be a lie."""
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    TOUCHES[way](t.model)
+    t.step()
+
+
+@variants([*TOUCHES], refused=TAKEN)
+def gradients_touched_inside_the_microbatch_by(lab: Lab, way: str) -> None:
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+            TOUCHES[way](t.model)
+    t.step()
+
+
+@variants(["a_look", "assigned", "clip_grad_norm"], refused=TAKEN)
+def gradients_touched_in_the_context_by(lab: Lab, way: str) -> None:
+    """`gathered` gathers weights, not gradients."""
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    with t.gathered():
+        TOUCHES[way](t.model)
+    t.step()
+
+
+@scenario()
+def no_gradient_before_the_first_backward(lab: Lab) -> None:
+    """Before backward and after zero_grad there is none, as always."""
+    t = lab.wrap(Net())
+    lab.note([p.grad is None for p in t.model.parameters()])
+    lab.train(t, steps=[0])
+    lab.note([p.grad is None for p in t.model.parameters()])
+    lab.train(t, steps=[1])
+
+
+@variants(["model", "optimizer", "strategy", "model_set_to_none", "head_of_the_loop"], EVERY_WAY)
+def zero_grad_of(lab: Lab, whose: str) -> None:
+    """Whoever is asked to, gradients are gone; two microbatches, so that leftovers pile up visibly."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        if whose == "head_of_the_loop":
+            t.optimizer.zero_grad()
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        if whose == "model":
+            t.model.zero_grad()
+        elif whose == "model_set_to_none":
+            t.model.zero_grad(set_to_none=True)
+        elif whose == "optimizer":
+            t.optimizer.zero_grad()
+        elif whose == "strategy":
+            t.zero_grad()
+
+
+@variants(["model", "optimizer"], may_refuse="zero_grad")
+def zero_grad_between_microbatches_of(lab: Lab, whose: str) -> None:
+    """A microbatch is thrown away (its loss was not finite): what was summed until then goes."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for index in range(3):
+            for batch in lab.batches(3 * step + index):
+                with t.microbatch(last=index == 2):
+                    t.backward(plain_loss(t.model, batch))
+            if index == 0:
+                (t.model if whose == "model" else t.optimizer).zero_grad()
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse="zero_grad")
+def zero_grad_forgotten(lab: Lab) -> None:
+    """In PyTorch gradients of all steps pile up."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+
+
+@scenario(EVERY_WAY, refused=r"strategy\.step")
+def optimizer_step_called_by_hand(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    t.optimizer.step()
+
+
+@scenario(refused=r"strategy\.step|scal")
+def a_gradient_scaler(lab: Lab) -> None:
+    """It reads gradients and steps the optimizer itself."""
+    t = lab.wrap(Net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(scaler.scale(plain_loss(t.model, batch)))
+    try:
+        scaler.step(t.optimizer)
+    except AssertionError as error:  # torch's own word for gradients that are not there
+        raise RuntimeError(f"the scaler says: {error}") from None
+
+
+@scenario(may_refuse=r"step|gradient|backward")
+def a_second_step_with_the_same_gradients(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    t.step()
+    t.step()
+
+
+# -- hooks ------------------------------------------------------------------------------------------
+
+
+@variants(["before", "after"], EVERY_WAY)
+def a_hook_that_scales_a_gradient_registered(lab: Lab, when: str) -> None:
+    """`p.register_hook` before or after wrapping: discriminative learning rates."""
+    model = Net()
+
+    def register() -> None:
+        for p in model.layers[1].parameters():
+            p.register_hook(lambda grad: 0.5 * grad)
+        model.head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    if when == "before":
+        register()
+    t = lab.wrap(model)
+    if when == "after":
+        register()
+    lab.train(t, num_microbatches=2)
+
+
+@variants(["before", "after"], may_refuse=r"hook|\.grad\b|max_grad_norm")
+def a_hook_after_accumulation_that_scales_registered(lab: Lab, when: str) -> None:
+    """`register_post_accumulate_grad_hook` edits `p.grad` in place."""
+    model = Net()
+
+    def register() -> None:
+        for p in model.layers[1].parameters():
+            p.register_post_accumulate_grad_hook(halve)
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    if when == "before":
+        register()
+    t = lab.wrap(model, isolated=True)
+    if when == "after":
+        register()
+    lab.train(t)
+
+
+@variants(["before", "after"], may_refuse=r"hook|\.grad\b|max_grad_norm")
+def a_hook_after_accumulation_that_replaces_registered(lab: Lab, when: str) -> None:
+    model = Net()
+
+    def register() -> None:
+        for p in model.layers[1].parameters():
+            p.register_post_accumulate_grad_hook(replace)
+
+    def replace(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = p.grad.sign() * 0.01
+
+    if when == "before":
+        register()
+    t = lab.wrap(model, isolated=True)
+    if when == "after":
+        register()
+    lab.train(t)
+
+
+@variants(["before", "after"], refused=r"hook|\.grad\b|max_grad_norm|written", oracle=False)
+def an_optimizer_inside_backward_registered(lab: Lab, when: str) -> None:
+    """The LOMO trick: each weight is updated as soon as its gradient is there: by this rank's own alone."""
+    model = Net()
+
+    def register() -> None:
+        for p in model.layers.parameters():
+            p.register_post_accumulate_grad_hook(update)
+
+    def update(p: Tensor) -> None:
+        assert p.grad is not None
+        p.data.sub_(0.01 * p.grad)
+        p.grad = None
+
+    if when == "before":
+        register()
+    t = lab.wrap(model, groups=[{"params": [*model.head.parameters(), *model.layers.parameters()]}])
+    if when == "after":
+        register()
+    lab.train(t)
+
+
+@variants(["before", "after"], EVERY_WAY)
+def hooks_that_only_count_registered(lab: Lab, when: str) -> None:
+    """Each fires once for each parameter and backward."""
+    model, seen = Net(), list[str]()
+
+    def register() -> None:
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _p, name=name: seen.append(name))
+            p.register_hook(lambda _grad, name=name: seen.append(f"{name} hook"))
+
+    if when == "before":
+        register()
+    t = lab.wrap(model)
+    if when == "after":
+        register()
+    lab.train(t, num_microbatches=2)
+    counts = {name: seen.count(name) // len(lab.ranks) for name in sorted(set(seen))}
+    lab.note(counts)
+
+
+@scenario(EVERY_WAY)
+def hooks_on_modules(lab: Lab) -> None:
+    """Forward hooks that change inputs and outputs, backward hooks that change gradients."""
+    model = Net()
+    block = model.layers[1]
+    block.register_forward_pre_hook(lambda _m, args: (args[0] * 0.9,))
+    block.register_forward_hook(lambda _m, _args, output: output + 0.1)
+    block.register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 0.5,))
+    t = lab.wrap(model)
+    model.layers[2].register_forward_pre_hook(lambda _m, args: (args[0] * 0.9,))
+    model.layers[2].register_forward_hook(lambda _m, _args, output: output + 0.1)
+    model.layers[2].register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 0.5,))
+    model.layers[0].register_full_backward_pre_hook(lambda _m, grads: (grads[0] * 0.5,))
+    model.layers[0].up.register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 2,))
+    lab.train(t, num_microbatches=2)
+
+
+@scenario()
+def a_hook_that_reads_its_modules_weights(lab: Lab) -> None:
+    """A forward hook on a block looks at the block's weights: registered before and after wrapping."""
+    model, seen = Net(), list[Tensor]()
+
+    def look(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        seen.append(module.up.weight.detach().norm())
+        return output * (1 + 0.1 * module.up.weight.square().mean())
+
+    model.layers[0].register_forward_hook(look)
+    lab.train(lab.wrap(model))
+    lab.note(len(seen) // len(lab.ranks))
+
+
+@scenario(may_refuse={"zero3": r"gathered"})
+def a_hook_registered_later_that_reads_its_modules_weights(lab: Lab) -> None:
+    """This one runs after the engine's own, which frees the block."""
+    model = Net()
+    t = lab.wrap(model)
+
+    def look(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output * (1 + 0.1 * module.up.weight.square().mean())
+
+    model.layers[0].register_forward_hook(look)
+    lab.train(t)
+
+
+@scenario()
+def hooks_on_activations(lab: Lab) -> None:
+    """`h.register_hook` scales a gradient on its way; `retain_grad` keeps one."""
+
+    class Hooked(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = layer(x)
+                if x.requires_grad:
+                    x.register_hook(lambda grad: grad * 0.7)
+            self.kept = x
+            return x
+
+    t = lab.wrap(Hooked())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                loss = plain_loss(t.model, batch)
+                t.model.kept.retain_grad()
+                t.backward(loss)
+                batch.note(t.model.kept.grad)
+        t.step()
+        t.zero_grad()
+
+
+# -- backward in other ways ---------------------------------------------------------------------------
+
+
+@scenario(EVERY_WAY)
+def loss_backward(lab: Lab) -> None:
+    """As in every tutorial."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                plain_loss(t.model, batch).backward()
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario()
+def autograd_backward(lab: Lab) -> None:
+    """`torch.autograd.backward` of two losses at once, and of a tensor with its gradient."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                output = t.model(batch.x)
+                torch.autograd.backward(
+                    [batch.loss(output), output], [None, torch.full_like(output, 0.1)]
+                )
+        lab.note(t.step())
+        t.zero_grad()
+
+
+# Parts of the model called by hand are freed under ZeRO-3, which its message says.
+BACKWARDS = r"one backward|backward|microbatch|strategy\.gathered\("
+
+
+@scenario(EVERY_WAY, may_refuse=BACKWARDS)
+def two_backwards_of_one_graph(lab: Lab) -> None:
+    """`retain_graph=True`, then once more: two losses over the same forward."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                output = t.model(batch.x)
+                batch.loss(output).backward(retain_graph=True)
+                output.abs().mean().backward()
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=BACKWARDS)
+def two_forwards_and_two_backwards(lab: Lab) -> None:
+    """Two losses in one microbatch, each with its own forward and backward."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+                t.backward(t.model(batch.x * 2).abs().mean())
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=BACKWARDS)
+def two_forwards_then_two_backwards(lab: Lab) -> None:
+    """Both graphs are alive at once; FSDP: multi forward."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                first = plain_loss(t.model, batch)
+                second = t.model(batch.x * 2).abs().mean()
+                t.backward(first)
+                t.backward(second)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY)
+def two_forwards_and_one_backward(lab: Lab) -> None:
+    """Siamese: both outputs meet in one loss."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return batch.loss(model(batch.x), model(batch.x * 2))
+
+    lab.train(lab.wrap(Net()), loss, num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def a_forward_without_gradient_inside(lab: Lab) -> None:
+    """Self-distillation: the target comes from the same weights under no_grad, between forward and backward."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(batch.x)
+        with torch.no_grad():
+            target = model(batch.x * 1.1)
+        return batch.loss(output, target + batch.y)
+
+    lab.train(lab.wrap(Net()), loss, num_microbatches=2)
+
+
+@scenario(EVERY_WAY, may_refuse=BACKWARDS)
+def detached_and_attached_again(lab: Lab) -> None:
+    """Backward in two halves by hand: the upper half's gradient is handed to the lower one."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                lower = t.model.layers[0](t.model.inp(batch.x))
+                cut = lower.detach().requires_grad_()
+                output = t.model.head(t.model.layers[2](t.model.layers[1](cut)))
+                batch.loss(output).backward()
+                lower.backward(cut.grad)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario()
+def detached_for_good(lab: Lab) -> None:
+    """The lower half gets no gradient at all."""
+
+    class Cut(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.layers[0](self.inp(x)).detach()
+            return self.layers[2](self.layers[1](x))
+
+    lab.train(lab.wrap(Cut(), optimizer=adamw))
+
+
+@scenario()
+def detached_on_the_way_around(lab: Lab) -> None:
+    """One branch carries gradients, the other does not (a target network of oneself)."""
+
+    class Around(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = layer(x) + layer(x).detach()
+            return x
+
+    lab.train(lab.wrap(Around()), num_microbatches=2)
+
+
+@scenario(may_refuse=BACKWARDS)
+def truncated_backward_through_time(lab: Lab) -> None:
+    """The state goes from one microbatch to the next, detached."""
+    t = lab.wrap(Net())
+    state = {rank: torch.zeros(1, WIDTH) for rank in lab.ranks}
+    for step in range(3):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                hidden = t.model.body(batch.x + state[batch.rank])
+                t.backward(batch.loss(t.model.head(hidden)))
+                state[batch.rank] = hidden.detach().mean(0, keepdim=True)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=BACKWARDS)
+def a_loss_of_several_microbatches(lab: Lab) -> None:
+    """Losses are kept over two microbatches and their sum goes backward in the last one."""
+    t = lab.wrap(Net())
+    losses = {rank: list[Tensor]() for rank in lab.ranks}
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                losses[batch.rank].append(plain_loss(t.model, batch))
+                if batch.last:
+                    t.backward(torch.stack(losses[batch.rank]).sum())
+                    losses[batch.rank].clear()
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch")
+def everything_outside_of_a_microbatch(lab: Lab) -> None:
+    """Somebody forgot the context, or does not know of it."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            plain_loss(t.model, batch).backward()
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch")
+def backward_outside_of_the_microbatch(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                loss = plain_loss(t.model, batch)
+            t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch")
+def forward_outside_of_the_microbatch(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            loss = plain_loss(t.model, batch)
+            with t.microbatch(last=True):
+                t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch")
+def microbatches_in_each_other(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+    lab.note(t.step())
+    t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch|last")
+def no_microbatch_was_the_last(lab: Lab) -> None:
+    """`last=True` was never said before the step."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=False):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch|last")
+def every_microbatch_was_the_last(lab: Lab) -> None:
+    """Each says `last=True`, and there are two before the step."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY)
+def a_microbatch_without_backward(lab: Lab) -> None:
+    """The last microbatch of a step only looks at its loss."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                loss = plain_loss(t.model, batch)
+                batch.note(loss)
+                if not batch.last:
+                    t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY)
+def a_step_whose_microbatch_has_no_backward(lab: Lab) -> None:
+    """No rank has a gradient: nothing moves."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    for step in range(4):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                loss = plain_loss(t.model, batch)
+                if step % 2 == 0:
+                    t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=r"microbatch")
+def a_step_without_a_microbatch(lab: Lab) -> None:
+    """Nothing moves, not even by momentum or decay."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    t.step()
+    lab.train(t, steps=[0])
+    t.step()
+    t.step()
+    lab.train(t, steps=[1])
+
+
+@scenario(EVERY_WAY)
+def an_empty_microbatch(lab: Lab) -> None:
+    """The loader had nothing: the context is entered and left."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                if batch.microbatch == 0:
+                    t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario()
+def a_loss_times_zero(lab: Lab) -> None:
+    """Gradients of zeros are gradients: momentum and decay go on."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, lambda model, batch: plain_loss(model, batch) * (batch.step % 2))
+
+
+@scenario()
+def a_loss_that_is_masked_on_one_rank(lab: Lab) -> None:
+    """One rank's samples have no labels: its loss is zero, but it has a graph."""
+    t = lab.wrap(Net())
+    lab.train(t, lambda model, batch: plain_loss(model, batch) * (batch.rank != batch.step % 2))
+
+
+DIFFERS = r"rank"
+
+
+@scenario(EVERY_WAY, may_refuse=DIFFERS)
+def one_rank_has_no_backward(lab: Lab) -> None:
+    """Its loss is a constant, and a careful script calls backward only where there is a graph."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                loss = plain_loss(t.model, batch)
+                if batch.rank != 1:
+                    t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=DIFFERS)
+def one_rank_has_no_forward(lab: Lab) -> None:
+    """Its loader ran out one batch before the others'."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                if batch.rank != 1 or step == 0:
+                    t.backward(plain_loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=DIFFERS)
+def one_rank_skips_a_block(lab: Lab) -> None:
+    """Stochastic depth by each rank's own random numbers."""
+
+    class Shallow(Net):
+        skip = False
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.layers[0](self.inp(x))
+            return self.layers[2](x if self.skip else self.layers[1](x))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model.skip = batch.rank == 1
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Shallow()), loss)
+
+
+@scenario(EVERY_WAY, may_refuse=DIFFERS)
+def ranks_run_blocks_in_another_order(lab: Lab) -> None:
+    class Shuffled(Net):
+        order = (0, 1, 2)
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for index in self.order:
+                x = self.layers[index](x)
+            return x
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model.order = (0, 2, 1) if batch.rank == 1 else (0, 1, 2)
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Shuffled()), loss)
+
+
+@scenario()
+def blocks_skipped_by_all_ranks(lab: Lab) -> None:
+    """Stochastic depth by the step: the same block on every rank."""
+
+    class Shallow(Net):
+        skip = 0
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for index, layer in enumerate(self.layers):
+                x = x if index == self.skip else layer(x)
+            return x
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model.skip = batch.step % 3
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Shallow(), optimizer=adamw), loss, steps=range(4))
+
+
+@scenario()
+def blocks_in_another_order_each_step(lab: Lab) -> None:
+    class Shuffled(Net):
+        turn = 0
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for index in range(3):
+                x = self.layers[(index + self.turn) % 3](x)
+            return x
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model.turn = batch.step
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Shuffled()), loss, steps=range(4), num_microbatches=2)
+
+
+# -- functions of one's own ---------------------------------------------------------------------------
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+class MyLinear(torch.autograd.Function):
+    """Keeps the weight for backward, as a hand-written kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Careless(MyLinear):
+    """Keeps the weight in an attribute of the context, past autograd's own book-keeping."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight, grad.t() @ ctx.x
+
+
+class NoWeightGradient(MyLinear):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, weight = ctx.saved_tensors
+        return grad @ weight, None
+
+
+class CarelessDetached(MyLinear):
+    """Keeps an alias of the weight that no hook knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight.detach()
+        return x @ weight.t()
+
+    backward = Careless.backward
+
+
+FUNCTIONS = {
+    "saving_the_weight": MyLinear,
+    "keeping_the_weight": Careless,
+    "keeping_an_alias": CarelessDetached,
+    "without_a_gradient": NoWeightGradient,
+}
+
+
+class OwnFunction(Block):
+    function = MyLinear
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.function.apply(self.norm(x), self.up.weight)))
+
+
+@variants([*FUNCTIONS], EVERY_WAY, may_refuse={"zero3": r"view|outlive|gathered|kept|freed"})
+def a_function_of_ones_own(lab: Lab, kind: str) -> None:
+    class Made(OwnFunction):
+        function = FUNCTIONS[kind]
+
+    lab.train(lab.wrap(Net(Made)), num_microbatches=2)
+
+
+@scenario()
+def a_straight_through_estimator(lab: Lab) -> None:
+    """Weights are rounded on the way: quantisation-aware training."""
+
+    class Quantised(Block):
+        def inner(self, x: Tensor) -> Tensor:
+            weight = StraightThrough.apply(self.up.weight * 8) / 8
+            return self.down(torch.tanh(nn.functional.linear(self.norm(x), weight, self.up.bias)))
+
+    lab.train(lab.wrap(Net(Quantised)))
+
+
+@scenario(EVERY_WAY)
+def a_norm_bound(lab: Lab) -> None:
+    """`max_grad_norm`, with gradients above it."""
+    lab.train(lab.wrap(Net(), max_grad_norm=0.05), num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def a_tied_head(lab: Lab) -> None:
+    """Embedding and head are one weight, and somebody's hook on it scales its whole gradient."""
+    model = Language()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.ids.roll(-1, 1).flatten()
+        logits = model(batch.ids).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
+
+    lab.train(lab.wrap(model), loss, num_microbatches=2)
+
+
+@variants(["before", "after"], may_refuse="hook")
+def a_hook_on_a_tied_weight_registered(lab: Lab, when: str) -> None:
+    """A hook on the weight sees the gradient of both uses."""
+    model = Language()
+
+    def register() -> None:
+        model.embed.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.ids.roll(-1, 1).flatten()
+        logits = model(batch.ids).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
+
+    if when == "before":
+        register()
+    t = lab.wrap(model)
+    if when == "after":
+        register()
+    lab.train(t, loss)
+
+
+@scenario(may_refuse=r"tied|embedding|gradient|backward")
+def a_gradient_penalty_with_a_tied_weight(lab: Lab) -> None:
+    """The penalty is on the embedding's rows as they come out of the lookup."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        kept: list[Tensor] = []
+        handle = model.embed.register_forward_hook(lambda _m, _a, out: kept.append(out))
+        labels = batch.ids.roll(-1, 1).flatten()
+        value = nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), labels)
+        handle.remove()
+        (slope,) = torch.autograd.grad(value, kept[0], create_graph=True)
+        return (value + 10 * slope.square().sum()) / batch.num_ranks
+
+    lab.train(lab.wrap(Language()), loss)
+
+
+@scenario(may_refuse=r"sparse")
+def sparse_gradients(lab: Lab) -> None:
+    class Sparse(Language):
+        def __init__(self) -> None:
+            super().__init__(tied=False)
+            self.embed = nn.Embedding.from_pretrained(
+                self.embed.weight.detach(), freeze=False, sparse=True
+            )
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.ids.roll(-1, 1).flatten()
+        logits = model(batch.ids).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1)
+
+    t = lab.wrap(Sparse(), optimizer=optimizer)
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(loss(t.model, batch))
+        if lab.plain:
+            t.optimizer.step()
+        else:
+            t.step()
+        t.zero_grad()
+
+
+@scenario()
+def gradients_that_are_not_finite(lab: Lab) -> None:
+    """The norm says so on every rank, and the step is left out by the script."""
+    t = lab.wrap(Net(), max_grad_norm=1.0)
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                loss = plain_loss(t.model, batch)
+                if step == 1 and batch.rank == 1:
+                    loss = loss * float("inf")
+                batch.note(torch.isfinite(loss))
+                t.backward(loss)
+        if step == 1:
+            t.zero_grad()
+            continue
+        lab.note(t.step())
+        t.zero_grad()

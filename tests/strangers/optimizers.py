@@ -1,0 +1,443 @@
+"""Optimizers: torch's, other people's, and what scripts do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.strangers.lab import (
+    BY_STAGE,
+    EVERY_WAY,
+    ONLY_ZERO3,
+    Lab,
+    Setting,
+    adamw,
+    plain_loss,
+    scenario,
+    variants,
+)
+from tests.strangers.models import Net
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd_nesterov": lambda g: torch.optim.SGD(
+        g, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "sgd_dampened": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, dampening=0.5),
+    "sgd_foreach": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, foreach=True),
+    "sgd_fused": lambda g: torch.optim.SGD(g, lr=0.05, momentum=0.9, fused=True),
+    "adam": lambda g: torch.optim.Adam(g, lr=0.01, weight_decay=0.1),
+    "adam_amsgrad": lambda g: torch.optim.Adam(g, lr=0.01, amsgrad=True),
+    "adam_fused": lambda g: torch.optim.Adam(g, lr=0.01, fused=True),
+    "adamw_foreach": lambda g: torch.optim.AdamW(g, lr=0.01, foreach=True),
+    "adam_tensor_lr": lambda g: torch.optim.Adam(g, lr=torch.tensor(0.01)),
+    "adam_maximize": lambda g: torch.optim.Adam(g, lr=0.01, maximize=True),
+    "nadam": lambda g: torch.optim.NAdam(g, lr=0.01),
+    "radam": lambda g: torch.optim.RAdam(g, lr=0.01),
+    "adamax": lambda g: torch.optim.Adamax(g, lr=0.01),
+    "adagrad": lambda g: torch.optim.Adagrad(g, lr=0.05, lr_decay=0.1),
+    "adadelta": lambda g: torch.optim.Adadelta(g, lr=1.0),
+    "rmsprop": lambda g: torch.optim.RMSprop(g, lr=0.005, momentum=0.9, centered=True),
+    "rprop": lambda g: torch.optim.Rprop(g, lr=0.01),
+    "asgd": lambda g: torch.optim.ASGD(g, lr=0.05, t0=1),
+}
+
+
+@variants([*ELEMENTWISE], [*BY_STAGE, Setting("zero3", family="parameter")], tolerance=5e-6)
+def stepping_with(lab: Lab, name: str) -> None:
+    """Element by element: right on every cut, two groups, four steps."""
+    model = Net()
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay}, {"params": rest, "lr": 0.02}]
+    t = lab.wrap(model, optimizer=ELEMENTWISE[name], groups=groups)
+    lab.train(t, steps=range(4))
+
+
+# -- other people's -----------------------------------------------------------------------------------
+
+
+class Lion(Optimizer):
+    """Element by element, written in the plainest way."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "m" not in state:
+                    state["m"] = torch.zeros_like(p)
+                m = state["m"]
+                p.add_(torch.lerp(p.grad, m, first).sign(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - second)
+
+
+class Counting(Optimizer):
+    """Counts its steps in the group, as ScheduleFree does, and warms up by them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * group["k"] / 4)
+
+
+class CountingInAttribute(Optimizer):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / self.count)
+
+
+class Numbers(Optimizer):
+    """Keeps Python numbers in a parameter's state: its own count, and a rate that decays."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"] / state["step"])
+
+
+class GroupNorm(Optimizer):
+    """Normalises by the norm of all gradients of a group: no rank knows it from its pieces."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt() if grads else 1.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / norm)
+
+
+class LayerNorm(Optimizer):
+    """LARS: the rate of each parameter comes from its own norms."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    trust = (p.norm() + 1e-3) / (p.grad.norm() + 1e-3)
+                    p.sub_(0.01 * trust * p.grad)
+
+
+class Centred(Optimizer):
+    """Gradient centralisation: the mean over a matrix' rows is taken off."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad
+                if grad.ndim > 1:
+                    grad = grad - grad.mean(dim=1, keepdim=True)
+                p.sub_(group["lr"] * grad)
+
+
+class NormedByAll(Optimizer):
+    """Prodigy's shape: one estimate from all parameters of the group, kept in the group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1e-2})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["x0"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            along = 0.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    along += float((p.grad * (self.state[p]["x0"] - p)).sum().abs())
+            group["d"] = max(group["d"], along)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["d"] * p.grad)
+
+
+@scenario(EVERY_WAY)
+def an_optimizer_of_ones_own(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(), optimizer=Lion), num_microbatches=2)
+
+
+@variants(["in_the_group", "in_an_attribute", "in_the_state"], EVERY_WAY)
+def an_optimizer_that_counts(lab: Lab, where: str) -> None:
+    kinds = {"in_the_group": Counting, "in_an_attribute": CountingInAttribute}
+    t = lab.wrap(Net(), optimizer=kinds.get(where, Numbers))
+    lab.train(t, steps=range(4))
+    if where == "in_the_group":
+        lab.note(t.optimizer.param_groups[0]["k"])
+    if where == "in_an_attribute":
+        lab.note(t.optimizer.count)
+
+
+SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|family")
+
+
+@variants(["layer_norm", "centred"], refused=SPLIT)
+def an_optimizer_of_whole_parameters(lab: Lab, kind: str) -> None:
+    """On cut pieces it is refused."""
+    lab.train(lab.wrap(Net(), optimizer={"layer_norm": LayerNorm, "centred": Centred}[kind]))
+
+
+WHOLE = (
+    *tuple(Setting(s, family="parameter") for s in ("zero1", "zero2", "zero3")),
+    Setting("zero3", unit="module", family="parameter"),
+    Setting("zero3", family="parameter", world_size=3),
+)
+
+
+@variants(["layer_norm", "centred", "adafactor", "muon"], WHOLE)
+def an_optimizer_on_whole_parameters(lab: Lab, kind: str) -> None:
+    """With family="parameter" each parameter is whole on one rank."""
+    kinds: dict[str, Callable[[Any], Optimizer]] = {
+        "layer_norm": LayerNorm,
+        "centred": Centred,
+        "adafactor": torch.optim.Adafactor,
+        "muon": lambda g: torch.optim.Muon(g, lr=0.02),
+    }
+    model = Net()
+    if kind == "muon":
+        for p in model.parameters():
+            p.requires_grad_(p.ndim == 2)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    lab.train(lab.wrap(model, optimizer=kinds[kind], groups=[{"params": trainable}]))
+
+
+@variants(["group_norm", "global_estimate"], [*BY_STAGE, *WHOLE], may_refuse=r"optimizer")
+def an_optimizer_of_all_parameters_at_once(lab: Lab, kind: str) -> None:
+    kinds = {"group_norm": GroupNorm, "global_estimate": NormedByAll}
+    lab.train(lab.wrap(Net(), optimizer=kinds[kind]))
+
+
+@variants(["adafactor", "muon"], refused=SPLIT)
+def on_pieces(lab: Lab, kind: str) -> None:
+    model = Net()
+    if kind == "muon":
+        for p in model.parameters():
+            p.requires_grad_(p.ndim == 2)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    kinds: dict[str, Callable[[Any], Optimizer]] = {
+        "adafactor": torch.optim.Adafactor,
+        "muon": torch.optim.Muon,
+    }
+    lab.train(lab.wrap(model, optimizer=kinds[kind], groups=[{"params": trainable}]))
+
+
+@scenario([*BY_STAGE, *WHOLE], refused=r"LBFGS|closure|optimizer", oracle=False)
+def lbfgs(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(), optimizer=lambda g: torch.optim.LBFGS(g[0]["params"])))
+
+
+@scenario(refused=r"optimizer|sparse|group", oracle=False)
+def sparse_adam(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(), optimizer=torch.optim.SparseAdam))
+
+
+# -- what scripts do with an optimizer ------------------------------------------------------------------
+
+
+@variants(
+    ["lambda", "one_cycle", "cosine", "plateau", "sequence", "by_hand", "per_group"], EVERY_WAY
+)
+def a_schedule(lab: Lab, kind: str) -> None:
+    model = Net()
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "lr": 0.1}, {"params": rest}]
+    t = lab.wrap(model, groups=groups)
+    schedulers = torch.optim.lr_scheduler
+    made: dict[str, Callable[[], Any]] = {
+        "lambda": lambda: schedulers.LambdaLR(t.optimizer, lambda step: 0.5**step),
+        "one_cycle": lambda: schedulers.OneCycleLR(t.optimizer, max_lr=0.2, total_steps=6),
+        "cosine": lambda: schedulers.CosineAnnealingLR(t.optimizer, T_max=4),
+        "plateau": lambda: schedulers.ReduceLROnPlateau(t.optimizer, patience=0),
+        "sequence": lambda: schedulers.SequentialLR(
+            t.optimizer,
+            [schedulers.ConstantLR(t.optimizer, 0.1), schedulers.ExponentialLR(t.optimizer, 0.5)],
+            milestones=[2],
+        ),
+    }
+    scheduler = made[kind]() if kind in made else None
+    for step in range(4):
+        lab.train(t, steps=[step])
+        if kind == "plateau":
+            scheduler.step(1.0)
+        elif scheduler is not None:
+            scheduler.step()
+        else:
+            for group in t.optimizer.param_groups[: 1 if kind == "per_group" else 2]:
+                group["lr"] *= 0.3
+        lab.note([round(group["lr"], 6) for group in t.optimizer.param_groups])
+
+
+@scenario()
+def hooks_of_the_optimizer(lab: Lab) -> None:
+    """Pre and post hooks fire once for each step."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    fired: list[str] = []
+    t.optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+    t.optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+    lab.train(t, num_microbatches=2)
+    lab.note(fired)
+
+
+@scenario(may_refuse=r"group|optimizer")
+def a_group_added_later(lab: Lab) -> None:
+    """A new head joins the optimizer after wrapping."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    extra = nn.Linear(3, 3)
+    torch.nn.init.eye_(extra.weight)
+    t.optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
+    for step in (1, 2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(batch.loss(extra(t.model(batch.x))))
+        t.step()
+        t.zero_grad()
+    lab.note(extra.weight)
+
+
+@scenario(may_refuse=r"group|optimizer|parameter")
+def a_weight_outside_of_the_model(lab: Lab) -> None:
+    """A learned temperature that is no parameter of the model, in the optimizer's groups."""
+    temperature = nn.Parameter(torch.ones(()))
+    model = Net()
+    groups = [{"params": list(model.parameters())}, {"params": [temperature], "lr": 0.5}]
+    t = lab.wrap(model, groups=groups)
+    lab.train(t, lambda model, batch: batch.loss(model(batch.x) * temperature))
+    lab.note(temperature)
+
+
+@scenario()
+def weight_decay_by_hand(lab: Lab) -> None:
+    """Decoupled decay in the script, inside the writing context."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        lab.train(t, steps=[step])
+        with t.gathered(write=True), torch.no_grad():
+            for p in t.model.parameters():
+                if p.ndim > 1:
+                    p.mul_(0.95)
+
+
+@scenario(EVERY_WAY, tolerance=5e-6)
+def no_decay_for_norms_and_biases(lab: Lab) -> None:
+    model = Net()
+    decay = [p for n, p in model.named_parameters() if p.ndim > 1]
+    rest = [p for n, p in model.named_parameters() if p.ndim < 2]
+    groups = [
+        {"params": decay, "weight_decay": 0.2},
+        {"params": rest, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+    ]
+    lab.train(lab.wrap(model, groups=groups, optimizer=adamw), num_microbatches=2)
+
+
+@scenario()
+def groups_given_as_generators(lab: Lab) -> None:
+    model = Net()
+    groups = [
+        {"params": model.head.parameters()},
+        {"params": (p for p in model.layers.parameters())},
+    ]
+    lab.train(lab.wrap(model, groups=groups))
+
+
+@scenario()
+def one_parameter_to_a_group(lab: Lab) -> None:
+    """Layer-wise rates: as many groups as parameters."""
+    model = Net()
+    groups = [{"params": p, "lr": 0.1 / (index + 1)} for index, p in enumerate(model.parameters())]
+    lab.train(lab.wrap(model, groups=[{**g, "params": [g["params"]]} for g in groups]))
+
+
+@scenario(ONLY_ZERO3, may_refuse=r"group|params")
+def a_single_parameter_for_params(lab: Lab) -> None:
+    """torch takes a tensor where a list of one is meant."""
+    model = Net()
+    groups = [{"params": p} for p in model.parameters()]
+    lab.train(lab.wrap(model, groups=groups))
+
+
+@scenario(may_refuse=r"optimizer|closure")
+def a_state_looked_at(lab: Lab) -> None:
+    """`optimizer.state` by parameter: the model's own are no keys of it."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    steps = {float(state["step"]) for state in t.optimizer.state.values()}
+    lab.note(sorted(steps))
+    lab.train(t, steps=[1])
+
+
+def _norm_of_all(model: nn.Module) -> Tensor:
+    return torch.stack([p.norm() for p in model.parameters()]).norm()
+
+
+@scenario(ONLY_ZERO3)
+def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
+    """`state_dict` and back in the same strategy, two steps later: as if these had not been."""
+    import copy
+
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    if lab.plain:
+        saved = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
+        lab.train(t, steps=[1, 2])
+        t.model.load_state_dict(saved[0])
+        t.optimizer.load_state_dict(saved[1])
+    else:
+        from tests.oracle import merged
+        from zeroexp import world as worlds
+
+        saved = merged(worlds.gather(copy.deepcopy(t.state_dict())))
+        lab.train(t, steps=[1, 2])
+        t.load_state_dict(saved)
+    with t.gathered():
+        lab.note(_norm_of_all(t.model))
+    for batch in lab.batches(3):
+        batch.note(plain_loss(t.model, batch))

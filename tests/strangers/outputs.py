@@ -1,0 +1,420 @@
+"""Blocks that give back what they like: backward has to be seen through all of it."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import EVERY_WAY, WIDTH, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.models import Block, Net
+
+
+@dataclass
+class Hidden:
+    state: Tensor
+    aux: Tensor
+
+
+class Box:
+    def __init__(self, state: Tensor, aux: Tensor) -> None:
+        self.state, self.aux = state, aux
+
+
+class Slotted:
+    __slots__ = ("aux", "state")
+
+    def __init__(self, state: Tensor, aux: Tensor) -> None:
+        self.state, self.aux = state, aux
+
+
+Pair = namedtuple("Pair", "state aux")
+SHELF: list[Tensor] = []
+
+PACK: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda s, a: (s, a), lambda o: o),
+    "list": (lambda s, a: [s, a], lambda o: (o[0], o[1])),
+    "dict": (lambda s, a: {"s": s, "a": a}, lambda o: (o["s"], o["a"])),
+    "nested": (
+        lambda s, a: {"s": [(s, None)], "a": {"x": a}},
+        lambda o: (o["s"][0][0], o["a"]["x"]),
+    ),
+    "namedtuple": (Pair, lambda o: (o.state, o.aux)),
+    "dataclass": (Hidden, lambda o: (o.state, o.aux)),
+    "object": (Box, lambda o: (o.state, o.aux)),
+    "slots": (Slotted, lambda o: (o.state, o.aux)),
+    "user_dict": (lambda s, a: UserDict(s=s, a=a), lambda o: (o["s"], o["a"])),
+    "list_of_objects": (lambda s, a: [Box(s, a)], lambda o: (o[0].state, o[0].aux)),
+    "object_in_dict": (lambda s, a: {"b": Box(s, a)}, lambda o: (o["b"].state, o["b"].aux)),
+    "closure": (lambda s, a: lambda: (s, a), lambda o: o()),
+    "generator": (lambda s, a: iter((s, a)), lambda o: (next(o), next(o))),
+}
+
+
+class Packing(Block):
+    kind = "tuple"
+
+    def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state = super().forward(x)
+        aux = self.down(torch.sigmoid(self.up(x))).square().mean()
+        return PACK[self.kind][0](state, aux)
+
+
+class PackingNet(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__(Packing)
+        self.kind = kind
+        for layer in self.layers:
+            layer.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, total = self.inp(x), torch.zeros(())
+        for layer in self.layers:
+            x, aux = PACK[self.kind][1](layer(x))
+            total = total + aux
+        return self.head(x), total
+
+
+def loss_and_aux(model: nn.Module, batch: Batch) -> Tensor:
+    output, aux = model(batch.x)
+    return batch.loss(output) + 0.3 * aux
+
+
+@variants([*PACK], EVERY_WAY)
+def packed_in(lab: Lab, kind: str) -> None:
+    lab.train(lab.wrap(PackingNet(kind)), loss_and_aux, num_microbatches=2)
+
+
+@variants([*PACK])
+def packed_by_frozen_blocks_in(lab: Lab, kind: str) -> None:
+    """Backward goes through the blocks on the way to `inp`, and no parameter of theirs tells of it."""
+    model = PackingNet(kind)
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model), loss_and_aux)
+
+
+@variants([*PACK])
+def packed_with_only_the_auxiliary_used_in(lab: Lab, kind: str) -> None:
+    """The last block's state goes nowhere."""
+
+    class Auxiliary(PackingNet):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            state, aux = self.inp(x), torch.zeros(())
+            for layer in self.layers:
+                state, aux = PACK[kind][1](layer(state))
+            return 0.3 * aux + 0.1 * self.head(x).mean()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.x) / batch.num_ranks
+
+    model = Auxiliary(kind)
+    model.layers[2].norm.requires_grad_(False)
+    lab.train(lab.wrap(model), loss)
+
+
+# -- beside the output ---------------------------------------------------------------------------------
+
+
+class Leaving(Block):
+    """Leaves an auxiliary loss in an attribute, as load-balancing losses do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = self.down(torch.sigmoid(self.up(x))).square().mean()
+        return super().forward(x)
+
+
+def loss_with_attributes(model: nn.Module, batch: Batch) -> Tensor:
+    loss = batch.loss(model(batch.x))
+    return loss + 0.3 * torch.stack([layer.aux for layer in model.layers]).sum()
+
+
+@scenario(EVERY_WAY)
+def left_in_an_attribute(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(Leaving)), loss_with_attributes, num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def left_in_an_attribute_by_frozen_blocks(lab: Lab) -> None:
+    model = Net(Leaving)
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model), loss_with_attributes)
+
+
+class Probing(Block):
+    """The auxiliary loss comes from a probe whose weights alone are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(WIDTH, 2)
+        self.probe.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.aux = self.probe(x).square().mean()
+        return x
+
+
+@scenario(EVERY_WAY)
+def left_in_an_attribute_by_a_frozen_probe(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(Probing)), loss_with_attributes)
+
+
+@scenario()
+def left_in_an_attribute_and_nothing_else_used(lab: Lab) -> None:
+    """The model's own output goes nowhere: only what blocks left has a backward."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        model(batch.x)
+        return torch.stack([layer.aux for layer in model.layers]).sum() / batch.num_ranks
+
+    lab.train(lab.wrap(Net(Probing)), loss)
+
+
+class Appending(Block):
+    def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
+        x = super().forward(x)
+        target = SHELF if found is None else found
+        target.append(self.down(torch.sigmoid(self.up(x))).square().mean())
+        return x
+
+
+class AppendingNet(Net):
+    def __init__(self, *, shelf: bool) -> None:
+        super().__init__(Appending)
+        self.shelf = shelf
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, found = self.inp(x), list[Tensor]()
+        SHELF.clear()
+        for layer in self.layers:
+            x = layer(x) if self.shelf else layer(x, found)
+        return self.head(x), torch.stack([*found, *SHELF]).sum()
+
+
+@variants(["an_argument", "a_global"], EVERY_WAY)
+def appended_to(lab: Lab, place: str) -> None:
+    lab.train(lab.wrap(AppendingNet(shelf=place == "a_global")), loss_and_aux)
+
+
+@variants(["an_argument", "a_global"])
+def appended_by_frozen_blocks_to(lab: Lab, place: str) -> None:
+    model = AppendingNet(shelf=place == "a_global")
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model), loss_and_aux)
+
+
+class Caching(Block):
+    """Puts keys into a dictionary that the caller carries through the blocks (a cache with gradients)."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        assert cache is not None
+        cache["keys"] = self.up(x) + cache.get("keys", 0)
+        return super().forward(x) + self.down(cache["keys"])
+
+
+class CachingNet(Net):
+    def body(self, x: Tensor) -> Tensor:
+        x, cache = self.inp(x), dict[str, Tensor]()
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return x + cache["keys"][:, :WIDTH]
+
+
+@variants(["trainable", "frozen"])
+def a_cache_that_goes_through_blocks(lab: Lab, weights: str) -> None:
+    model = CachingNet(Caching)
+    model.layers.requires_grad_(weights == "trainable")
+    lab.train(lab.wrap(model))
+
+
+# -- odd outputs ---------------------------------------------------------------------------------------
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y.add_(x)
+        return y.mul_(1.5)
+
+
+class Identity(Block):
+    """Gives its input back, and uses its weights for nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Viewing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x), x], dim=1)[:, :WIDTH].t().contiguous().t()
+
+
+class Slicing(Block):
+    """Its output is a view of its input beside a part that is new."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=1)
+        return torch.cat([left, right + self.inner(x)[:, :3]], dim=1)
+
+
+class Half(Block):
+    """One of two outputs needs no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x).detach()
+
+
+class Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Late(Block):
+    """What it returns is written into by the next block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if x.is_leaf else x
+        return x.add_(self.inner(x.clone()))
+
+
+class Complex(Block):
+    """Through the frequency domain and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.fft.irfft(torch.fft.rfft(self.inner(x)), n=WIDTH)
+
+
+BLOCKS = {
+    "in_place": InPlace,
+    "identity": Identity,
+    "view": Viewing,
+    "slice": Slicing,
+    "half_detached": Half,
+    "twice": Twice,
+    "late": Late,
+    "complex": Complex,
+}
+
+
+@variants([*BLOCKS], EVERY_WAY)
+def block_of_kind(lab: Lab, kind: str) -> None:
+    lab.train(lab.wrap(Net(BLOCKS[kind])), num_microbatches=2)
+
+
+@variants([*BLOCKS])
+def frozen_block_of_kind(lab: Lab, kind: str) -> None:
+    model = Net(BLOCKS[kind])
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model))
+
+
+@scenario()
+def an_output_nobody_uses(lab: Lab) -> None:
+    """FSDP: unused forward output."""
+
+    class Forked(Block):
+        def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x), self.up(x)
+
+    class ForkedNet(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x, _ = layer(x)
+            return x
+
+    lab.train(lab.wrap(ForkedNet(Forked)))
+
+
+@scenario()
+def a_block_whose_output_nobody_uses(lab: Lab) -> None:
+    """FSDP: unused forward module. Its weights get no gradient on any rank."""
+
+    class Wasteful(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            self.layers[1](x)
+            return self.layers[2](self.layers[0](x))
+
+    lab.train(lab.wrap(Wasteful()))
+
+
+@scenario()
+def outputs_that_are_no_tensors(lab: Lab) -> None:
+    """FSDP: non-tensor activations. A block returns words and numbers beside its tensor."""
+
+    class Talking(Block):
+        def forward(self, x: Tensor, note: str = "") -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return {"state": super().forward(x), "note": note + "!", "size": x.shape[0], "no": None}
+
+    class TalkingNet(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x, note = self.inp(x), ""
+            for layer in self.layers:
+                answer = layer(x, note=note)
+                x, note = answer["state"], answer["note"]
+            assert note == "!!!"
+            return x
+
+    lab.train(lab.wrap(TalkingNet(Talking)))
+
+
+@scenario(may_refuse={"zero3": r"view|outlive|gathered|kept"})
+def a_weight_as_an_output(lab: Lab) -> None:
+    """A block hands out its own weight, and the caller multiplies with it after the block is done."""
+
+    class Lending(Block):
+        def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x), self.up.weight
+
+    class Borrower(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x, weight = layer(x)
+                x = x + torch.tanh(x @ weight.t())[:, :WIDTH]
+            return x
+
+    lab.train(lab.wrap(Borrower(Lending)))
+
+
+@variants(
+    ["transposed", "flat", "detached", "parameter"],
+    may_refuse={"zero3": r"view|outlive|gathered|kept|freed"},
+)
+def a_weight_left_in_an_attribute(lab: Lab, way: str) -> None:
+    """`self.kept` is a view of a weight; the loss uses it after the block was freed."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.up.weight
+            ways = {"transposed": weight.t(), "flat": weight.view(-1), "detached": weight.detach()}
+            object.__setattr__(self, "kept", ways.get(way, weight))
+            return super().forward(x)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        return (
+            value + 0.1 * torch.stack([layer.kept.square().mean() for layer in model.layers]).sum()
+        )
+
+    lab.train(lab.wrap(Net(Keeping)), loss)
+
+
+@scenario(refused={"zero3": r"view|outlive|gathered|kept"})
+def a_weight_left_in_an_attribute_and_read_later(lab: Lab) -> None:
+    """Only the next step's microbatch looks at it: by then the memory is another block's."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.up.weight.detach().view(-1)
+            return super().forward(x)
+
+    t = lab.wrap(Net(Keeping))
+    lab.train(t, steps=[0, 1])
+    with torch.no_grad():
+        lab.note(torch.stack([layer.kept.norm() for layer in t.model.layers]))

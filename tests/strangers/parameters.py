@@ -1,0 +1,461 @@
+"""Parameters and buffers of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import (
+    EVERY_WAY,
+    SAMPLES,
+    WIDTH,
+    Batch,
+    Lab,
+    adamw,
+    plain_loss,
+    scenario,
+    variants,
+)
+from tests.strangers.models import Block, Language, Net
+
+REFUSED_DTYPE = r"dtype|int8|int32|complex|bool|float"
+
+
+class Odd(Block):
+    """A block with one parameter more."""
+
+    make: Callable[[], Tensor] = staticmethod(lambda: torch.ones(()))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(type(self).make())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * self.extra.float().sum() * x
+
+
+MAKES: dict[str, Callable[[], Tensor]] = {
+    "zero_dim": lambda: torch.tensor(0.5),
+    "one_element": lambda: torch.tensor([0.5]),
+    "zero_size": lambda: torch.zeros(0),
+    "zero_rows": lambda: torch.zeros(0, WIDTH),
+    "transposed": lambda: torch.arange(12.0).view(3, 4).t() / 12,
+    "channels_last": lambda: (
+        (torch.arange(24.0) / 24).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    ),
+    "sliced": lambda: (torch.arange(24.0) / 24).view(4, 6)[::2, 1::2],
+    "expanded": lambda: torch.full((1, 3), 0.5).expand(4, 3).clone(),
+    "large_prime": lambda: torch.linspace(0, 1, 257),
+}
+
+
+@variants([*MAKES], EVERY_WAY)
+def a_parameter_of_kind(lab: Lab, kind: str) -> None:
+    class Made(Odd):
+        make = staticmethod(MAKES[kind])
+
+    model = Net(Made)
+    t = lab.wrap(model, optimizer=adamw)
+    lab.train(t, num_microbatches=2)
+    with t.gathered():
+        lab.note(t.model.layers[1].extra)
+        lab.note(tuple(t.model.layers[1].extra.shape))
+
+
+@scenario(EVERY_WAY)
+def a_root_of_zero_dim_parameters(lab: Lab) -> None:
+    """A learned scale and a temperature outside of all blocks."""
+
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.nothing = nn.Parameter(torch.zeros(3, 0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    lab.train(lab.wrap(Scaled()))
+
+
+@scenario(EVERY_WAY)
+def parameters_that_are_all_tiny(lab: Lab) -> None:
+    """Blocks of one element: smaller than any world."""
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gain * torch.tanh(x)
+
+    lab.train(lab.wrap(Net(Tiny)), num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def blocks_without_parameters(lab: Lab) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    lab.train(lab.wrap(Net(Bare)))
+
+
+@scenario(EVERY_WAY)
+def everything_in_float64(lab: Lab) -> None:
+    model = Net().double()
+    t = lab.wrap(model)
+    lab.train(t, lambda model, batch: batch.loss(model(batch.x.double()), batch.y.double()))
+
+
+@scenario(tolerance=2e-2)
+def everything_in_bfloat16(lab: Lab) -> None:
+    """The model keeps its dtype; sums of rounded gradients may be rounded in another order."""
+    model = Net().bfloat16()
+    t = lab.wrap(model, optimizer=lambda g: torch.optim.SGD(g, lr=0.05))
+    lab.train(t, lambda model, batch: batch.loss(model(batch.x.bfloat16()), batch.y.bfloat16()))
+
+
+MIXED = r"dtypes=|dtype"
+
+
+def _one_block(dtype: torch.dtype) -> Net:
+    model = Net()
+    model.layers[1].to(dtype)
+    return model
+
+
+def _norms_in_float64() -> Net:
+    model = Net()
+    for layer in model.layers:
+        layer.norm.double()
+    return model
+
+
+@variants(["block", "norms", "frozen_block"], refused=MIXED, oracle=False)
+def several_dtypes_in(lab: Lab, what: str) -> None:
+    """Without `dtypes=` nobody said what they are to become."""
+    model = _norms_in_float64() if what == "norms" else _one_block(torch.bfloat16)
+    if what == "frozen_block":
+        model.layers[1].requires_grad_(False)
+    lab.wrap(model)
+
+
+@variants(
+    ["int8", "int64", "bool", "complex64", "complex128", "uint8"],
+    refused=REFUSED_DTYPE,
+    oracle=False,
+)
+def a_frozen_parameter_of(lab: Lab, name: str) -> None:
+    """Quantised weights lie in integer parameters; turned into floats they would be something else."""
+    dtype = getattr(torch, name)
+
+    class Made(Odd):
+        def __init__(self) -> None:
+            Block.__init__(self)
+            self.extra = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+
+    lab.wrap(Net(Made))
+
+
+@scenario(refused=REFUSED_DTYPE, oracle=False)
+def a_trainable_complex_parameter(lab: Lab) -> None:
+    class Made(Odd):
+        make = staticmethod(lambda: torch.ones(4, dtype=torch.complex64))
+
+    lab.wrap(Net(Made))
+
+
+@variants(["float8_e4m3fn", "float16"], may_refuse=r"dtype|float")
+def a_frozen_parameter_beside_in(lab: Lab, name: str) -> None:
+    class Made(Odd):
+        def __init__(self) -> None:
+            Block.__init__(self)
+            values = torch.ones(4).to(getattr(torch, name))
+            self.extra = nn.Parameter(values, requires_grad=False)
+
+    lab.train(lab.wrap(Net(Made)))
+
+
+@scenario(refused=r"meta|lazy|uninitiali[sz]ed|LazyLinear|materiali[sz]e", oracle=False)
+def a_lazy_layer(lab: Lab) -> None:
+    class Lazy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.LazyLinear(3)
+
+    lab.wrap(Lazy())
+
+
+@scenario(refused=r"meta", oracle=False)
+def a_model_on_the_meta_device(lab: Lab) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    lab.wrap(model, ["0"])
+
+
+# -- the same weight in several places ----------------------------------------------------------------
+
+
+@variants(["across_blocks", "block_and_root", "whole_module", "across_and_frozen"], EVERY_WAY)
+def tied(lab: Lab, how: str) -> None:
+    model = Net()
+    if how == "across_blocks":
+        model.layers[2].up.weight = model.layers[0].up.weight
+    elif how == "block_and_root":
+        model.extra = nn.Linear(WIDTH, 7)
+        model.extra.weight = model.layers[1].up.weight
+    elif how == "whole_module":
+        model.layers[2].up = model.layers[0].up
+    else:
+        model.layers[2].up.weight = model.layers[0].up.weight
+        model.layers[0].down.requires_grad_(False)
+    t = lab.wrap(model, groups=[{"params": list(model.parameters())}])
+    lab.train(t, num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
+def one_block_in_two_places(lab: Lab) -> None:
+    """ALBERT: the same module stands twice in the list."""
+
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = self.layers[0]
+
+    blocks = ["layers.0", "layers.1"]
+    lab.train(lab.wrap(Shared(), blocks), num_microbatches=2)
+
+
+@scenario(may_refuse=r"layers\.2|same|twice|blocks")
+def one_block_named_twice(lab: Lab) -> None:
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = self.layers[0]
+
+    lab.train(lab.wrap(Shared()))
+
+
+@scenario(EVERY_WAY)
+def a_block_run_three_times(lab: Lab) -> None:
+    """Universal transformer: depth by repetition."""
+
+    class Looped(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for index in (0, 0, 1, 0, 2):
+                x = self.layers[index](x)
+            return x
+
+    lab.train(lab.wrap(Looped()), num_microbatches=2)
+
+
+@scenario(may_refuse=r"memory|storage|view|shar")
+def parameters_that_are_views_of_one_tensor(lab: Lab) -> None:
+    """Query and key weights cut out of one buffer: two Parameters, one storage, no overlap."""
+    model = Net()
+    flat = torch.linspace(-1, 1, 2 * 7 * WIDTH)
+    model.layers[0].up.weight = nn.Parameter(flat[: 7 * WIDTH].view(7, WIDTH))
+    model.layers[1].up.weight = nn.Parameter(flat[7 * WIDTH :].view(7, WIDTH))
+    lab.train(lab.wrap(model))
+
+
+@scenario(may_refuse=r"memory|storage|view|shar|tied")
+def parameters_that_overlap(lab: Lab) -> None:
+    """Tied by their memory alone: two Parameters over the same elements; torch moves them twice."""
+    model = Net()
+    model.layers[1].up.weight = nn.Parameter(model.layers[0].up.weight.detach())
+    lab.train(lab.wrap(model, optimizer=lambda g: torch.optim.SGD(g, lr=0.05)))
+
+
+@scenario()
+def tied_by_a_slice_in_forward(lab: Lab) -> None:
+    """One big table, slices of which are the blocks' biases."""
+
+    class Table(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(3, WIDTH))
+
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer, row in zip(self.layers, self.table, strict=True):
+                x = layer(x + row)
+            return x
+
+    lab.train(lab.wrap(Table()))
+
+
+# -- buffers ------------------------------------------------------------------------------------------
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(x))
+
+
+@scenario(EVERY_WAY)
+def batch_norm(lab: Lab) -> None:
+    """Statistics are rank 0's after each step, as DistributedDataParallel's are; weights are trained as usual."""
+    model = Net(Normed)
+    t = lab.wrap(model, isolated=True)
+    for step in range(3):
+        lab.train(t, steps=[step])
+        for buffer in t.model.buffers():
+            lab.note(buffer)
+    t.model.eval()
+    with torch.no_grad():
+        lab.note(t.model(torch.ones(2, WIDTH)))
+
+
+@scenario()
+def batch_norm_that_is_frozen(lab: Lab) -> None:
+    """Evaluation mode while training: statistics stay."""
+    model = Net(Normed)
+    for layer in model.layers:
+        layer.batch_norm.running_mean.add_(0.3)
+    t = lab.wrap(model)
+    for layer in model.layers:
+        layer.batch_norm.eval()
+    lab.train(t)
+    for buffer in t.model.buffers():
+        lab.note(buffer)
+
+
+@scenario()
+def buffers_that_count(lab: Lab) -> None:
+    """A forward counts its calls and keeps the last input's mean: one number for each rank, rank 0's after the step."""
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mask", torch.tril(torch.ones(SAMPLES, SAMPLES)), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(self.mask[: len(x), : len(x)] @ x)
+
+    t = lab.wrap(Net(Counting), isolated=True)
+    lab.train(t)
+    lab.note(t.model.layers[0].calls.item())
+    lab.note(t.model.layers[0].mask)
+
+
+@scenario(refused={"zero3": r"gathered"})
+def buffers_in_the_state_dict(lab: Lab) -> None:
+    t = lab.wrap(Net(Normed))
+    lab.note([*t.model.state_dict()])
+
+
+@scenario()
+def a_buffer_that_is_replaced(lab: Lab) -> None:
+    """A cache put into a buffer by assignment in each forward."""
+
+    class Cached(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", None, persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = x.detach().mean(0)
+            return super().forward(x) + self.cache
+
+    lab.train(lab.wrap(Net(Cached)))
+
+
+# -- layers of torch ----------------------------------------------------------------------------------
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+        self.back = nn.ConvTranspose1d(2, 1, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 2)
+        self.slope = nn.PReLU(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.slope(self.norm(self.conv(x.unsqueeze(1))))).squeeze(1)
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.bilinear(x, x))
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x, x)
+
+
+class Dropping(Block):
+    """Random in forward: seeded by who trains it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+LAYERS = {"convolutions": Convolving, "bilinear": Bilinear, "gru_cell": Gru, "dropout": Dropping}
+
+
+@variants([*LAYERS], EVERY_WAY, tolerance=1e-5)
+def layers_of(lab: Lab, kind: str) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        torch.manual_seed(100 * batch.step + 10 * batch.microbatch + batch.rank)
+        return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Net(LAYERS[kind])), loss, num_microbatches=2)
+
+
+@variants(["padding", "scaled", "bag"])
+def an_embedding_with(lab: Lab, what: str) -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            if what == "bag":
+                self.embed: nn.Module = nn.EmbeddingBag(11, WIDTH)
+            else:
+                words = {"padding_idx": 0} if what == "padding" else {"scale_grad_by_freq": True}
+                self.embed = nn.Embedding(11, WIDTH, **words)
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+            self.head = nn.Linear(WIDTH, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            x = x if what == "bag" else x.mean(1)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    lab.train(lab.wrap(Lookup()), lambda model, batch: batch.loss(model(batch.ids)))
+
+
+@scenario()
+def a_tied_model_with_a_padding_word(lab: Lab) -> None:
+    """The head's gradient reaches the padding row, the embedding's does not."""
+    model = Language()
+    model.embed.padding_idx = 0
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.ids.roll(-1, 1).flatten()
+        return nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), labels) / batch.num_ranks
+
+    lab.train(lab.wrap(model), loss, num_microbatches=2)

@@ -1,0 +1,266 @@
+"""Losses that look at weights: decay written out, penalties on gradients, norms of what a layer holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.models import Block, Net
+
+
+def squares(model: nn.Module) -> Tensor:
+    return torch.stack([p.pow(2).sum() for p in model.parameters()]).sum()
+
+
+@scenario(EVERY_WAY)
+def penalty_around_everything(lab: Lab) -> None:
+    """Forward, penalty and backward stand inside `gathered`."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True), t.gathered():
+                loss = plain_loss(t.model, batch) + 0.01 * squares(t.model)
+                batch.note(loss)
+                t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY)
+def penalty_between_forward_and_backward(lab: Lab) -> None:
+    """Only the penalty and backward stand inside `gathered`."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                loss = plain_loss(t.model, batch)
+                with t.gathered():
+                    loss = loss + 0.01 * squares(t.model)
+                    batch.note(loss)
+                    t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@scenario(EVERY_WAY, may_refuse=GATHERED)
+def penalty_whose_backward_comes_after_the_context(lab: Lab) -> None:
+    """The graph keeps weights that are freed when the context ends."""
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        with t.gathered():
+            value = value + 0.01 * squares(model)
+        return value
+
+    lab.train(t, loss)
+
+
+@scenario(EVERY_WAY, refused={"zero3": GATHERED})
+def penalty_without_a_context(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, lambda model, batch: plain_loss(model, batch) + 0.01 * squares(model))
+
+
+@scenario(refused={"zero3": GATHERED})
+def penalty_before_the_forward(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, lambda model, batch: 0.01 * squares(model) + plain_loss(model, batch))
+
+
+@scenario(refused={"zero3": GATHERED})
+def penalty_on_one_weight_of_a_block(lab: Lab) -> None:
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return plain_loss(model, batch) + model.layers[1].up.weight.abs().mean()
+
+    lab.train(t, loss)
+
+
+@scenario(may_refuse={"zero3": GATHERED})
+def penalty_on_a_weight_of_the_root(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, lambda model, batch: plain_loss(model, batch) + model.head.weight.abs().mean())
+
+
+@variants(["cat", "vector", "foreach", "norms", "stack", "dot"], refused={"zero3": GATHERED})
+def penalty_by(lab: Lab, way: str) -> None:
+    """However the weights of the blocks are put together."""
+
+    def size(model: nn.Module) -> Tensor:
+        weights = list(model.layers.parameters())
+        if way == "cat":
+            return torch.cat([p.flatten() for p in weights]).square().sum()
+        if way == "vector":
+            return nn.utils.parameters_to_vector(weights).square().sum()
+        if way == "foreach":
+            return torch.stack(torch._foreach_norm(weights)).sum()
+        if way == "norms":
+            return torch.stack([torch.linalg.vector_norm(p) for p in weights]).sum()
+        if way == "stack":
+            return torch.stack([layer.up.weight for layer in model.layers]).var()
+        first, second, _ = (layer.up.weight.view(-1) for layer in model.layers)
+        return torch.dot(first, second)
+
+    t = lab.wrap(Net())
+    lab.train(t, lambda model, batch: plain_loss(model, batch) + 0.01 * size(model))
+
+
+class PenalisedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.up.weight.square().sum()
+
+
+@scenario()
+def penalty_inside_a_block(lab: Lab) -> None:
+    """A block looks at its own weights in its own forward, beside the submodule that owns them."""
+    lab.train(lab.wrap(Net(PenalisedBlock)))
+
+
+class OrthogonalNet(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights = [layer.up.weight for layer in self.layers]
+        apart = [(w @ w.T - torch.eye(len(w))).square().sum() for w in weights]
+        return super().forward(x), torch.stack(apart).mean()
+
+
+@scenario(refused={"zero3": GATHERED})
+def penalty_that_the_root_computes(lab: Lab) -> None:
+    t = lab.wrap(OrthogonalNet())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        output, apart = model(batch.x)
+        return batch.loss(output) + 0.1 * apart
+
+    lab.train(t, loss)
+
+
+@scenario(may_refuse={"zero3": GATHERED})
+def penalty_alone(lab: Lab) -> None:
+    """The model's forward is never called."""
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return squares(model) * (1 + batch.x.mean())
+
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True), t.gathered():
+                t.backward(loss(t.model, batch))
+        lab.note(t.step())
+        t.zero_grad()
+
+
+# -- penalties on gradients ---------------------------------------------------------------------------
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    x = batch.x.requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return batch.loss(output) + (slope.norm(dim=1) - 1).square().mean() / batch.num_ranks
+
+
+@scenario(EVERY_WAY)
+def gradient_penalty_with_trainable_blocks(lab: Lab) -> None:
+    lab.train(lab.wrap(Net()), gradient_penalty)
+
+
+@scenario(EVERY_WAY)
+def gradient_penalty_through_frozen_blocks(lab: Lab) -> None:
+    model = Net()
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model), gradient_penalty)
+
+
+@scenario()
+def gradient_penalty_through_one_frozen_block(lab: Lab) -> None:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    lab.train(lab.wrap(model), gradient_penalty, num_microbatches=2)
+
+
+@scenario()
+def gradient_penalty_alone(lab: Lab) -> None:
+    """The loss is the penalty: weights of the head get a gradient in the second backward only."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch.x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().mean() / batch.num_ranks
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+@scenario()
+def gradient_of_a_hidden_state(lab: Lab) -> None:
+    """The penalty is on the gradient with respect to what the second block returns."""
+
+    def loss(model: Net, batch: Batch) -> Tensor:
+        kept: list[Tensor] = []
+        handle = model.layers[1].register_forward_hook(lambda _m, _a, out: kept.append(out))
+        output = model(batch.x)
+        handle.remove()
+        (slope,) = torch.autograd.grad(output.square().sum(), kept[0], create_graph=True)
+        return batch.loss(output) + slope.square().mean() / batch.num_ranks
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+@scenario()
+def gradient_of_an_input_without_a_graph(lab: Lab) -> None:
+    """An adversarial example (FGSM): a first backward for the input alone, a second one that trains."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch.x.requires_grad_()
+        (slope,) = torch.autograd.grad(batch.loss(model(x)), x)
+        return batch.loss(model(batch.x + 0.1 * slope.sign()))
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+@scenario()
+def hessian_vector_product_of_the_input(lab: Lab) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch.x.requires_grad_()
+        output = model(x)
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * batch.x).sum(), x, create_graph=True)
+        return batch.loss(output) + 0.1 * second.square().mean() / batch.num_ranks
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+LOCAL = r"gradient|backward|gathered"
+
+
+@scenario(may_refuse=LOCAL)
+def gradient_of_weights_by_autograd_grad(lab: Lab) -> None:
+    """`torch.autograd.grad` of weights gives this rank's own, as in one process."""
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True), t.gathered():
+            loss = plain_loss(t.model, batch)
+            grads = torch.autograd.grad(loss, list(t.model.parameters()), retain_graph=True)
+            batch.note(torch.stack([g.norm() for g in grads]))
+            t.backward(loss)
+    lab.note(t.step())
+    t.zero_grad()
+    lab.train(t)
+
+
+@scenario(may_refuse=LOCAL)
+def penalty_on_the_gradients_of_weights(lab: Lab) -> None:
+    """Implicit gradient regularisation: the norm of the weights' own gradients is part of the loss."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True), t.gathered():
+                loss = plain_loss(t.model, batch)
+                weights = list(t.model.parameters())
+                grads = torch.autograd.grad(loss, weights, create_graph=True)
+                t.backward(loss + 0.1 * torch.stack([g.square().sum() for g in grads]).sum())
+        lab.note(t.step())
+        t.zero_grad()

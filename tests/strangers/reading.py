@@ -1,0 +1,440 @@
+"""Who looks at weights between steps, and by which road."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import (
+    EVERY_WAY,
+    GATHERED,
+    SAMPLES,
+    WIDTH,
+    Lab,
+    Setting,
+    adamw,
+    plain_loss,
+    scenario,
+    variants,
+)
+from tests.strangers.models import Language, Net
+
+ROADS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda p: p.sum(),
+    "data": lambda p: p.data.sum(),
+    "detach": lambda p: p.detach().sum(),
+    "clone": lambda p: p.clone(),
+    "index": lambda p: p[0],
+    "flat": lambda p: p.view(-1).sum(),
+    "transposed": lambda p: p.t().sum(),
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p.flatten()[0].item(),
+    "iterated": lambda p: [row.sum() for row in p],
+    "format": lambda p: f"{p}",
+    "added": lambda p: p + 1,
+    "compared": lambda p: (p > 0).sum(),
+    "equal": lambda p: torch.equal(p, p),
+    "allclose": lambda p: torch.allclose(p, p),
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p, p]),
+    "linear": lambda p: nn.functional.linear(torch.ones(p.shape[-1]), p),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "double": lambda p: p.double().sum(),
+    "cpu": lambda p: p.cpu().sum(),
+    "deepcopy": lambda p: copy.deepcopy(p).sum(),
+    "copy": lambda p: copy.copy(p).sum(),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)).sum(),
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "like": lambda p: torch.zeros_like(p).copy_(p).sum(),
+    "maximum": lambda p: p.max(),
+    "sorted": lambda p: torch.sort(p.flatten()),
+    "isnan": lambda p: torch.isnan(p).any(),
+    "einsum": lambda p: torch.einsum("ij->", p),
+    "matmul": lambda p: p @ p.t(),
+    "bool": lambda p: bool((p == p).all()),
+    "storage": lambda p: bytes(p.detach().untyped_storage())[:4],
+    "array": lambda p: memoryview(p.detach().contiguous().numpy()),
+    "to_parameter": lambda p: nn.Parameter(p.data).sum(),
+    "under_no_grad": lambda p: torch.no_grad()(lambda: p.norm())(),
+    "under_inference_mode": lambda p: torch.inference_mode()(lambda: p.norm())(),
+    "as_strided": lambda p: p.as_strided((2,), (1,)).sum(),
+    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p),
+    "quantile": lambda p: p.flatten().quantile(0.5),
+    "histogram": lambda p: torch.histc(p, bins=4),
+    "expand": lambda p: p.expand(2, *p.shape).sum(),
+    "assigned_to": lambda p: torch.zeros(p.shape).add_(p),
+    "set_item": lambda p: torch.zeros(p.shape).__setitem__(slice(None), p),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).sum(),
+}
+
+
+@variants([*ROADS], [Setting("zero1"), Setting("zero3")])
+def read_by(lab: Lab, road: str) -> None:
+    """A freed weight raises on every road, and names itself; a weight that is whole is read."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    weight, before = t.model.layers[1].up.weight, len(lab.notes)
+    if lab.frees:
+        remedy = "can not become" if road in ("double", "cpu") else GATHERED[1:]
+        with lab.raises(rf"^(?=.*layers\.1\.up\.weight)(.*{remedy}|{GATHERED[1:]})"):
+            ROADS[road](weight)
+    else:
+        note_tensor(lab, ROADS[road](weight))
+    with t.gathered():
+        note_tensor(lab, ROADS[road](weight))
+    if lab.frees:
+        lab.notes.insert(before, lab.notes[-1])  # what the first look would have told
+    lab.train(t, steps=[1])
+
+
+@scenario()
+def a_model_that_is_printed(lab: Lab) -> None:
+    """Freed weights are printed as freed: a debugger must not stop, and must not show what is not there."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    assert "Linear" in repr(t.model)
+    words = repr(t.model.layers[1].up.weight)
+    assert ("freed" if lab.frees else "-0." if "-0." in words else "0.") in words
+    with t.gathered():
+        lab.note(repr(t.model.layers[1].up.weight))
+
+
+def note_tensor(lab: Lab, value: Any) -> None:
+    lab.note(value if isinstance(value, Tensor) else None)
+
+
+@scenario(EVERY_WAY)
+def what_a_weight_tells_at_rest(lab: Lab) -> None:
+    """Shape and dtype are there, whoever holds the values."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for name, p in t.model.named_parameters():
+            lab.note((name, tuple(p.shape), p.size(), p.ndim, p.dim(), p.numel(), len(p)))
+            lab.note((p.dtype, p.device.type, p.requires_grad, p.is_leaf, p.element_size()))
+            lab.note((p.nelement(), p.is_floating_point()))
+        lab.note(sum(p.numel() for p in t.model.parameters() if p.requires_grad))
+        lab.train(t, steps=[step])
+
+
+@scenario(may_refuse={"zero3": GATHERED})
+def how_a_weight_would_lie_in_memory(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    for p in t.model.parameters():
+        lab.note((p.stride(), p.is_contiguous(), p.nbytes))
+
+
+@scenario(may_refuse={"zero3": GATHERED})
+def new_tensors_like_a_weight(lab: Lab) -> None:
+    """Shape and dtype are all it takes."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    for p in t.model.parameters():
+        for made in (torch.zeros_like(p), p.new_zeros(2), torch.ones_like(p), p.new_ones(p.shape)):
+            lab.note(made)
+    lab.train(t, steps=[1])
+
+
+@scenario(EVERY_WAY)
+def weights_read_in_the_context(lab: Lab) -> None:
+    """Before the first step, between steps, between microbatches, at the end: never one step old."""
+    t = lab.wrap(Net(), optimizer=adamw)
+
+    def look() -> None:
+        with t.gathered():
+            for p in t.model.parameters():
+                lab.note(p)
+
+    look()
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            if batch.rank == lab.ranks[0]:
+                look()
+            with t.microbatch(last=batch.last):
+                t.backward(plain_loss(t.model, batch))
+        look()
+        t.step()
+        look()
+        t.zero_grad()
+    look()
+
+
+@scenario(refused={"zero3": GATHERED})
+def weights_read_right_after_the_step(lab: Lab) -> None:
+    """Nothing waits between the step and the look."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+        t.step()
+        for p in t.model.parameters():
+            lab.note(p.data.sum())
+            lab.note(p)
+        t.zero_grad()
+
+
+@scenario(refused={"zero3": GATHERED})
+def weights_logged_by_a_histogram(lab: Lab) -> None:
+    """What loggers do with every weight after a step."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        lab.train(t, steps=[step])
+        for name, p in t.model.named_parameters():
+            lab.note((name, round(p.detach().float().cpu().numpy().std().item(), 5)))
+
+
+@scenario()
+def a_look_between_forward_and_backward(lab: Lab) -> None:
+    """The context opens and closes while activations wait for backward."""
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = plain_loss(model, batch)
+        with t.gathered(), torch.no_grad():
+            batch.note(model.layers[0].up.weight.norm())
+        return value
+
+    lab.train(t, loss, num_microbatches=2)
+
+
+@scenario()
+def contexts_in_each_other(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        with t.gathered():
+            lab.note(t.model.layers[0].up.weight.norm())
+        lab.note(t.model.layers[1].up.weight.norm())
+    lab.train(t, steps=[1])
+
+
+@scenario()
+def a_context_under_inference_mode(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    for step in range(2):
+        with torch.inference_mode(), t.gathered():
+            lab.note(t.model.layers[2].down.weight.norm())
+        lab.train(t, steps=[step])
+
+
+@scenario()
+def an_error_inside_the_context(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    try:
+        with t.gathered():
+            raise KeyError("somebody's own")
+    except KeyError:
+        pass
+    lab.train(t, steps=[1])
+    if lab.frees:
+        with lab.raises(GATHERED):
+            t.model.layers[0].up.weight.sum()
+
+
+# -- the whole model: state_dict, copies, averages -----------------------------------------------------
+
+
+@scenario(EVERY_WAY, refused={"zero3": GATHERED})
+def state_dict_of_the_model(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    for name, value in t.model.state_dict().items():
+        lab.note(name)
+        lab.note(value)
+    lab.train(t, steps=[1])
+
+
+@scenario(refused={"zero3": GATHERED})
+def state_dict_of_a_block(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    for value in t.model.layers[1].state_dict().values():
+        lab.note(value)
+
+
+@scenario(EVERY_WAY)
+def state_dict_in_the_context_saved_and_loaded(lab: Lab) -> None:
+    """`torch.save` inside; what was written goes into a fresh model that is nobody's."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0, 1])
+    file = io.BytesIO()
+    with t.gathered():
+        torch.save(t.model.state_dict(), file)
+    file.seek(0)
+    fresh = Net(seed=5)
+    fresh.load_state_dict(torch.load(file))
+    lab.note(fresh(torch.ones(2, WIDTH)))
+    lab.train(t, steps=[2])
+
+
+@scenario()
+def a_state_dict_that_is_kept(lab: Lab) -> None:
+    """Copied inside the context, the best weights so far are as they were."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        best = {name: value.clone() for name, value in t.model.state_dict().items()}
+    lab.train(t, steps=[1, 2])
+    for value in best.values():
+        lab.note(value)
+
+
+@scenario(refused={"zero3": GATHERED})
+def whole_model_saved(lab: Lab) -> None:
+    """`torch.save(model)`; pickle can not take what hooks it, which is an error of its own."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    for p in t.model.parameters():
+        torch.save(p, io.BytesIO())
+        lab.note(p)
+
+
+@scenario(refused={"zero3": GATHERED})
+def a_deep_copy_outside_of_the_context(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    lab.note(copy.deepcopy(t.model)(torch.ones(2, WIDTH)))
+    lab.train(t, steps=[1])
+
+
+@scenario(EVERY_WAY)
+def a_deep_copy_is_a_model_of_its_own(lab: Lab) -> None:
+    """A teacher: the copy made inside the context stays what it was, and runs at any time."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        teacher = copy.deepcopy(t.model).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch.x)
+        batch.note(target)
+        return batch.loss(model(batch.x), target + 0.1 * batch.y)
+
+    lab.train(t, loss, steps=[1, 2])
+    lab.note(teacher(torch.ones(2, WIDTH)))
+
+
+@scenario()
+def a_copy_that_trains_by_itself(lab: Lab) -> None:
+    """Its gradients are autograd's own: it has nothing to do with the engine any more."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        other = copy.deepcopy(t.model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(2):
+        other(torch.ones(SAMPLES, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    lab.train(t, steps=[1])
+    with torch.no_grad():
+        lab.note(other(torch.ones(2, WIDTH)))
+
+
+@scenario(EVERY_WAY)
+def averaged_weights(lab: Lab) -> None:
+    """torch's own moving average, made before wrapping and fed inside the context."""
+    model = Net()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)
+    )
+    t = lab.wrap(model)
+    for step in range(3):
+        lab.train(t, steps=[step])
+        with t.gathered():
+            average.update_parameters(t.model)
+    with torch.no_grad():
+        lab.note(average(torch.ones(2, WIDTH)))
+
+
+@scenario(refused={"zero3": GATHERED})
+def averaged_weights_fed_outside_of_the_context(lab: Lab) -> None:
+    model = Net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    t = lab.wrap(model)
+    for step in range(2):
+        lab.train(t, steps=[step])
+        average.update_parameters(t.model)
+    with torch.no_grad():
+        lab.note(average(torch.ones(2, WIDTH)))
+
+
+@scenario()
+def averages_by_hand(lab: Lab) -> None:
+    """A dictionary of lerped clones, as most training scripts have it."""
+    t = lab.wrap(Net())
+    with t.gathered():
+        ema = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+    for step in range(3):
+        lab.train(t, steps=[step])
+        with t.gathered(), torch.no_grad():
+            for name, p in t.model.named_parameters():
+                ema[name].lerp_(p, 0.3)
+    for value in ema.values():
+        lab.note(value)
+
+
+@scenario()
+def tied_weights_read_in_the_context(lab: Lab) -> None:
+    t = lab.wrap(Language())
+    lab.train(t, language_loss)
+    with t.gathered():
+        assert t.model.head.weight is t.model.embed.weight
+        lab.note(t.model.head.weight)
+        lab.note(sorted(t.model.state_dict()))
+
+
+def language_loss(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch.ids)
+    labels = batch.ids.roll(-1, 1).flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels) / batch.num_ranks
+
+
+# -- views that outlive the moment ---------------------------------------------------------------------
+
+OUTLIVES = r"view|outlive|still|alive|kept|gathered"
+
+
+@scenario(refused={"zero3": OUTLIVES})
+def a_view_kept_from_the_context(lab: Lab) -> None:
+    """`kept` looks into memory that other blocks use next: its reader would see their values."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        kept = t.model.layers[0].up.weight.detach().view(-1)
+    lab.train(t, steps=[1])
+    with torch.no_grad():
+        lab.note(kept.clone())
+
+
+@scenario(refused={"zero3": OUTLIVES})
+def an_alias_kept_from_the_context(lab: Lab) -> None:
+    """`p.data` is an alias of its own, whatever becomes of `p`."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        kept = [p.data for p in t.model.parameters()]
+    lab.train(t, steps=[1])
+    for value in kept:
+        lab.note(value)
+
+
+@scenario(refused={"zero3": OUTLIVES})
+def an_array_kept_from_the_context(lab: Lab) -> None:
+    """numpy looks into the same memory and knows of no tensor."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        kept = t.model.layers[0].up.weight.detach().numpy()
+    lab.train(t, steps=[1])
+    lab.note(round(float(kept.sum()), 4))

@@ -1,0 +1,360 @@
+"""Activations that are computed again, offloaded or packed; weights that are computed from others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.models import Block, Net
+
+MAY_NOT = r"checkpoint|recomput|reentrant"
+
+
+class Recomputed(Net):
+    """`where` says what stands inside a checkpoint."""
+
+    def __init__(self, where: str, *, reentrant: bool, block: type[nn.Module] = Block) -> None:
+        super().__init__(block)
+        self.where = where
+        self.run = partial(checkpoint, use_reentrant=reentrant)
+
+    def all_of(self, x: Tensor, *indices: int) -> Tensor:
+        for index in indices:
+            x = self.layers[index](x)
+        return x
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.where == "each_block":
+            for layer in self.layers:
+                x = self.run(layer, x)
+            return x
+        if self.where == "two_blocks":
+            return self.layers[2](self.run(lambda x: self.all_of(x, 0, 1), x))
+        if self.where == "two_groups":
+            x = self.run(lambda x: self.all_of(x, 0, 1), x)
+            return self.run(lambda x: self.all_of(x, 2), x)
+        if self.where == "all_blocks":
+            return self.run(lambda x: self.all_of(x, 0, 1, 2), x)
+        if self.where == "a_block_twice":
+            x = self.run(self.layers[0], x)
+            return self.run(self.layers[0], self.layers[1](x))
+        if self.where == "a_block_twice_in_one":
+            return self.run(lambda x: self.all_of(x, 0, 1, 0), x)
+        if self.where == "one_in_another":
+            inner = lambda x: self.run(self.layers[1], x)  # noqa: E731
+            return self.run(lambda x: self.layers[2](inner(self.layers[0](x))), x)
+        assert self.where == "every_second"
+        return self.all_of(self.run(self.layers[1], self.all_of(x, 0)), 2)
+
+
+PLACES = [
+    "each_block",
+    "two_blocks",
+    "two_groups",
+    "all_blocks",
+    "a_block_twice",
+    "a_block_twice_in_one",
+    "one_in_another",
+    "every_second",
+]
+
+
+@variants(PLACES, EVERY_WAY)
+def checkpoint_around(lab: Lab, where: str) -> None:
+    lab.train(lab.wrap(Recomputed(where, reentrant=False)), num_microbatches=2)
+
+
+@variants(PLACES, EVERY_WAY)
+def reentrant_checkpoint_around(lab: Lab, where: str) -> None:
+    lab.train(lab.wrap(Recomputed(where, reentrant=True)), num_microbatches=2)
+
+
+@variants(["two_blocks", "all_blocks", "each_block"])
+def checkpoint_with_frozen_blocks_around(lab: Lab, where: str) -> None:
+    model = Recomputed(where, reentrant=False)
+    model.layers.requires_grad_(False)
+    lab.train(lab.wrap(model))
+
+
+@variants(["non_reentrant", "reentrant"], EVERY_WAY)
+def checkpoint_inside_blocks(lab: Lab, kind: str) -> None:
+    """The block's own forward checkpoints its inside."""
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(self.inner, x, use_reentrant=kind == "reentrant")
+
+    lab.train(lab.wrap(Net(Inside)), num_microbatches=2)
+
+
+@variants(["non_reentrant", "reentrant"])
+def checkpoint_around_the_whole_model(lab: Lab, kind: str) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch.x.requires_grad_()
+        return batch.loss(checkpoint(model, x, use_reentrant=kind == "reentrant"))
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+@scenario(may_refuse={"zero3": GATHERED})
+def checkpoints_in_sequence(lab: Lab) -> None:
+    """`checkpoint_sequential` in two segments over five modules."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 6), Block(), Block(), Block(), nn.Linear(6, 3))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return batch.loss(checkpoint_sequential(model, 2, batch.x, use_reentrant=False))
+
+    lab.train(lab.wrap(model, ["1", "2", "3"]), loss)
+
+
+@scenario(EVERY_WAY)
+def a_checkpoint_wrapper(lab: Lab) -> None:
+    """torch's own wrapper as a block, and a block inside it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Net()
+    for index in range(3):
+        model.layers[index] = checkpoint_wrapper(model.layers[index])
+    lab.train(lab.wrap(model), num_microbatches=2)
+
+
+@scenario()
+def selective_checkpoints(lab: Lab) -> None:
+    """Matrix products are kept, the rest is computed again."""
+
+    def policy(_ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    lab.train(lab.wrap(Selective()), num_microbatches=2)
+
+
+@scenario()
+def a_checkpoint_whose_backward_stops_early(lab: Lab) -> None:
+    """Only the first of two blocks in the checkpoint leads to the loss."""
+
+    class Early(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+
+            def both(x: Tensor) -> tuple[Tensor, Tensor]:
+                first = self.layers[0](x)
+                return first, self.layers[1](first)
+
+            first, _ = checkpoint(both, x, use_reentrant=False)
+            return self.layers[2](first)
+
+    lab.train(lab.wrap(Early()))
+
+
+@scenario()
+def a_checkpoint_without_backward(lab: Lab) -> None:
+    """An evaluation of a model that checkpoints."""
+    t = lab.wrap(Recomputed("two_blocks", reentrant=False))
+    for step in range(2):
+        with torch.no_grad():
+            lab.note(t.model(torch.ones(2, 6)))
+        lab.train(t, steps=[step])
+
+
+# -- saved tensors ------------------------------------------------------------------------------------
+
+
+@variants(["offloaded", "doubled", "copied"], EVERY_WAY, may_refuse={"zero3": GATHERED})
+def saved_tensors(lab: Lab, how: str) -> None:
+    """Somebody's own hooks on what autograd saves, weights included."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        hooks = {
+            "offloaded": lambda: torch.autograd.graph.save_on_cpu(),
+            "doubled": lambda: torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t.double(), lambda t: t.float()
+            ),
+            "copied": lambda: torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t.clone(), lambda t: t
+            ),
+        }
+        with hooks[how]():
+            return plain_loss(model, batch)
+
+    lab.train(lab.wrap(Net()), loss, num_microbatches=2)
+
+
+@scenario()
+def anomalies_detected(lab: Lab) -> None:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        lab.train(lab.wrap(Net()))
+
+
+@scenario()
+def gradient_edges_and_names(lab: Lab) -> None:
+    """Somebody walks the graph after the forward: `grad_fn`, `next_functions`."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        count, todo = 0, [value.grad_fn]
+        while todo:
+            node = todo.pop()
+            count += 1
+            todo += [each for each, _ in node.next_functions if each is not None]
+        batch.note(count > 10)
+        return value
+
+    lab.train(lab.wrap(Net()), loss)
+
+
+# -- weights made of others ---------------------------------------------------------------------------
+
+
+def old_weight_norm(block: nn.Module) -> None:
+    nn.utils.weight_norm(block.up)
+
+
+def old_spectral_norm(block: nn.Module) -> None:
+    nn.utils.spectral_norm(block.up)
+
+
+def new_weight_norm(block: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(block.up)
+
+
+def new_spectral_norm(block: nn.Module) -> None:
+    nn.utils.parametrizations.spectral_norm(block.up)
+
+
+def orthogonal(block: nn.Module) -> None:
+    nn.utils.parametrizations.orthogonal(block.up)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT if x.shape[0] == x.shape[1] else x * 2
+
+
+def of_ones_own(block: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(block.down, "weight", Symmetric())
+
+
+MADE = {
+    "old_weight_norm": old_weight_norm,
+    "old_spectral_norm": old_spectral_norm,
+    "weight_norm": new_weight_norm,
+    "spectral_norm": new_spectral_norm,
+    "orthogonal": orthogonal,
+    "of_ones_own": of_ones_own,
+}
+MADE_REFUSED = r"weight_norm|spectral_norm|parametri|hook|gathered"
+
+
+@variants([*MADE], EVERY_WAY, may_refuse=MADE_REFUSED)
+def weights_made_by(lab: Lab, way: str) -> None:
+    model = Net()
+    torch.manual_seed(5)
+    for layer in model.layers:
+        MADE[way](layer)
+    lab.train(lab.wrap(model, isolated=True))
+
+
+class Matrix(nn.Module):
+    """A block that holds its weight itself, so that the block's own module is made of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+OWN = {
+    "old_weight_norm": lambda block: nn.utils.weight_norm(block),
+    "old_spectral_norm": lambda block: nn.utils.spectral_norm(block),
+    "weight_norm": lambda block: nn.utils.parametrizations.weight_norm(block),
+    "spectral_norm": lambda block: nn.utils.parametrizations.spectral_norm(block),
+    "orthogonal": lambda block: nn.utils.parametrizations.orthogonal(block),
+}
+
+
+@variants([*OWN], EVERY_WAY, may_refuse=MADE_REFUSED)
+def the_blocks_own_weight_made_by(lab: Lab, way: str) -> None:
+    """The old ones compute it in a forward-pre hook, which runs before or after the engine's own."""
+    model = Net(Matrix)
+    torch.manual_seed(5)
+    for layer in model.layers:
+        OWN[way](layer)
+    lab.train(lab.wrap(model, isolated=True))
+
+
+@scenario(may_refuse=MADE_REFUSED)
+def a_parametrization_that_is_cached(lab: Lab) -> None:
+    """`parametrize.cached` computes the weight once for several uses."""
+    model = Net()
+    for layer in model.layers:
+        new_weight_norm(layer)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return batch.loss(model(batch.x) + model(batch.x * 2))
+
+    lab.train(lab.wrap(model), loss)
+
+
+@scenario()
+def a_hypernetwork(lab: Lab) -> None:
+    """One block's weights are computed by another and applied by `functional_call`."""
+
+    class Hyper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.make = nn.Linear(6, 36)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.make(x.mean(0)).view(6, 6)
+            return x + torch.tanh(x @ weight)
+
+    lab.train(lab.wrap(Net(Hyper)))
+
+
+@scenario()
+def autocast(lab: Lab) -> None:
+    """bfloat16 inside, weights in float32; the cast of a weight is cached for the pass."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch.x)
+        return batch.loss(output.float())
+
+    lab.train(lab.wrap(Net()), loss, num_microbatches=2)
+
+
+@scenario()
+def autocast_around_everything(lab: Lab) -> None:
+    """Also around backward and several forwards: the cache outlives the blocks."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last), torch.autocast("cpu", torch.bfloat16):
+                loss = batch.loss(t.model(batch.x).float() + t.model(batch.x * 2).float())
+                t.backward(loss)
+        lab.note(t.step())
+        t.zero_grad()

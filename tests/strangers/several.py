@@ -1,0 +1,235 @@
+"""Two models, two optimizers, and models that know of each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import EVERY_WAY, WIDTH, Batch, Lab, adamw, plain_loss, scenario
+from tests.strangers.models import Block, Net
+
+
+class Generating(Net):
+    def __init__(self) -> None:
+        super().__init__(seed=11)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+
+@scenario(EVERY_WAY, may_refuse=r"backward|gradient|microbatch")
+def two_networks_against_each_other(lab: Lab) -> None:
+    """A GAN: the generator's loss goes through the discriminator, whose gradients of it are thrown away."""
+    g, d = lab.wrap(Generating()), lab.wrap(Net())
+    for step in range(3):
+        for batch in lab.batches(step):
+            with d.microbatch(last=True):
+                with torch.no_grad():
+                    fake = g.model(batch.x)
+                d.backward(batch.loss(d.model(fake)) + batch.loss(d.model(batch.x), -batch.y))
+        lab.note(d.step())
+        d.zero_grad()
+        for batch in lab.batches(step, 1):
+            with g.microbatch(last=True), d.microbatch(last=True):
+                loss = batch.loss(d.model(g.model(batch.x)), -batch.y)
+                g.backward(loss)
+        lab.note(g.step())
+        g.zero_grad()
+        d.zero_grad()
+
+
+@scenario(may_refuse=r"requires_grad|frozen|freez|thaw|microbatch")
+def two_networks_one_frozen_by_turns(lab: Lab) -> None:
+    """The same, with the discriminator frozen while the generator learns."""
+    g, d = lab.wrap(Generating()), lab.wrap(Net())
+    for step in range(3):
+        d.model.requires_grad_(True)
+        for batch in lab.batches(step):
+            with d.microbatch(last=True):
+                with torch.no_grad():
+                    fake = g.model(batch.x)
+                d.backward(batch.loss(d.model(fake)))
+        d.step()
+        d.zero_grad()
+        d.model.requires_grad_(False)
+        for batch in lab.batches(step):
+            with g.microbatch(last=True):
+                g.backward(batch.loss(d.model(g.model(batch.x)), -batch.y))
+        g.step()
+        g.zero_grad()
+
+
+@scenario()
+def a_penalised_critic(lab: Lab) -> None:
+    """WGAN-GP: the critic is penalised for its slope between real and fake."""
+    g, d = lab.wrap(Generating()), lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step):
+            with d.microbatch(last=True):
+                with torch.no_grad():
+                    fake = g.model(batch.x)
+                between = (0.3 * fake + 0.7 * batch.x).requires_grad_()
+                score = d.model(between).mean(1)
+                (slope,) = torch.autograd.grad(score.sum(), between, create_graph=True)
+                penalty = (slope.norm(dim=1) - 1).square().mean()
+                gap = d.model(fake).mean() - d.model(batch.x).mean()
+                d.backward((gap + 10 * penalty) / batch.num_ranks)
+        lab.note(d.step())
+        d.zero_grad()
+
+
+@scenario(EVERY_WAY)
+def a_teacher_that_is_wrapped_too(lab: Lab) -> None:
+    """Distillation: the teacher is frozen and large, so it is sharded as well."""
+    teacher = lab.wrap(Net(seed=9).requires_grad_(False))
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = teacher.model(batch.x)
+        return batch.loss(model(batch.x), target)
+
+    lab.train(t, loss, num_microbatches=2)
+
+
+@scenario()
+def a_teacher_that_is_not_wrapped(lab: Lab) -> None:
+    """A plain frozen module as a part of the student, hidden in a list."""
+
+    class Student(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = [Net(seed=9).requires_grad_(False)]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = model.teacher[0](batch.x)
+        return batch.loss(model(batch.x), target)
+
+    lab.train(lab.wrap(Student()), loss)
+
+
+@scenario(EVERY_WAY)
+def two_models_in_turns(lab: Lab) -> None:
+    """Nothing of one is in the way of the other: steps, evaluations and contexts alternate."""
+    a, b = lab.wrap(Net(seed=3), optimizer=adamw), lab.wrap(Net(seed=4))
+    for step in range(2):
+        lab.train(a, steps=[step])
+        with b.gathered():
+            lab.note(b.model.layers[0].up.weight.norm())
+        lab.train(b, steps=[step + 5], num_microbatches=2)
+        with torch.no_grad():
+            lab.note(a.model(torch.ones(2, WIDTH)))
+
+
+@scenario(may_refuse=r"microbatch|backward")
+def two_models_in_one_loss(lab: Lab) -> None:
+    """Encoder and decoder wrapped apart, trained by one backward; both microbatches are open."""
+    a, b = lab.wrap(Generating()), lab.wrap(Net(seed=4))
+    for step in range(3):
+        for batch in lab.batches(step):
+            with a.microbatch(last=True), b.microbatch(last=True):
+                loss = batch.loss(b.model(a.model(batch.x)))
+                batch.note(loss)
+                loss.backward()
+        lab.note(a.step())
+        lab.note(b.step())
+        a.zero_grad()
+        b.zero_grad()
+
+
+@scenario(may_refuse=r"microbatch|backward")
+def microbatches_that_interleave(lab: Lab) -> None:
+    """Both forwards first, then both backwards."""
+    a, b = lab.wrap(Net(seed=3)), lab.wrap(Net(seed=4))
+    for step in range(3):
+        for batch in lab.batches(step):
+            with a.microbatch(last=True), b.microbatch(last=True):
+                first, second = plain_loss(a.model, batch), plain_loss(b.model, batch)
+                a.backward(first)
+                b.backward(second)
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+
+
+@scenario()
+def a_target_network(lab: Lab) -> None:
+    """DQN or BYOL: the target follows by a moving average, in the writing context of its own engine."""
+    t = lab.wrap(Net())
+    target = lab.wrap(Net().requires_grad_(False))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            goal = target.model(batch.x)
+        return batch.loss(model(batch.x), goal + batch.y)
+
+    for step in range(3):
+        lab.train(t, loss, steps=[step])
+        with t.gathered(), target.gathered(write=True), torch.no_grad():
+            pairs = zip(t.model.parameters(), target.model.parameters(), strict=True)
+            for mine, theirs in pairs:
+                theirs.lerp_(mine, 0.3)
+
+
+@scenario()
+def engines_made_one_after_the_other(lab: Lab) -> None:
+    """A sweep in one process: five models, each trained and dropped."""
+    for seed in range(5):
+        t = lab.wrap(Net(seed=seed))
+        lab.train(t, steps=[0])
+        with t.gathered():
+            lab.note(t.model.head.weight)
+
+
+@scenario()
+def a_model_taken_out_and_wrapped_again(lab: Lab) -> None:
+    """Trained weights go into a fresh model by its state dict, which is wrapped in its turn."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered():
+        weights = {n: v.clone() for n, v in t.model.state_dict().items()}
+    fresh = Net(seed=8)
+    fresh.load_state_dict(weights)
+    fresh.layers[1].requires_grad_(False)
+    lab.train(lab.wrap(fresh, optimizer=adamw), steps=[1])
+
+
+@scenario()
+def actor_and_critic_with_one_body(lab: Lab) -> None:
+    """Two heads, two losses, one optimizer with a group for each."""
+
+    class Both(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            hidden = self.body(x)
+            return self.head(hidden), self.critic(hidden.detach())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        output, value = model(batch.x)
+        return batch.loss(output) + batch.loss(value, batch.y.mean(1, keepdim=True))
+
+    model = Both()
+    critic = list(model.critic.parameters())
+    rest = [p for n, p in model.named_parameters() if not n.startswith("critic")]
+    groups = [{"params": critic, "lr": 0.1}, {"params": rest}]
+    lab.train(lab.wrap(model, groups=groups), loss)
+
+
+@scenario()
+def blocks_inside_blocks(lab: Lab) -> None:
+    """A stage of two blocks is a block, and so are the two."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * self.second(self.first(x))
+
+    names = [f"layers.{i}{part}" for i in range(3) for part in ("", ".first", ".second")]
+    lab.train(lab.wrap(Net(Stage), names), num_microbatches=2)

@@ -1,0 +1,70 @@
+"""Every scenario under every setting is equal to plain PyTorch, or refused in one clear line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import RankError
+from tests.strangers.known import KNOWN_TODAY
+from tests.strangers.lab import (
+    QUICK,
+    SCENARIOS,
+    TRIED,
+    Refusal,
+    Setting,
+    difference,
+    load_all,
+    pattern_for,
+    refusals_in,
+    run_on_rank,
+    wrong_refusal,
+)
+
+load_all()
+
+
+def cases():
+    for name, made in SCENARIOS.items():
+        for setting in made.settings:
+            key = f"{name}-{setting}"
+            slow = made.slow or setting not in QUICK
+            marks = [pytest.mark.slow] if slow and setting in TRIED else []
+            marks += [] if setting in TRIED else [pytest.mark.wide]
+            if key in KNOWN_TODAY:
+                waits = KNOWN_TODAY[key].startswith("hang")
+                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key], run=not waits))
+            yield pytest.param(name, setting, id=key, marks=marks)
+
+
+def verdict(ranks, name: str, setting: Setting) -> str | None:
+    """What is wrong; None where the outcome is one of those allowed."""
+    made = SCENARIOS[name]
+    refused = pattern_for(made.refused, setting.stage)
+    allowed = refused or pattern_for(made.may_refuse, setting.stage)
+    try:
+        answers = ranks(run_on_rank, name, setting, world_size=setting.world_size)
+    except RankError as error:
+        told = refusals_in(str(error))
+        if allowed is not None and len(told) == setting.world_size:  # each in words of its own
+            return next(filter(None, (wrong_refusal(*each, allowed) for each in told)), None)
+        heard = "; ".join(f"{kind}: {message}" for kind, message in told)
+        return f"ranks differ: {heard}" if told else str(error)
+    if isinstance(answers[0], Refusal):
+        kind, message = answers[0].kind, answers[0].message
+        if allowed is None:
+            return f"raised {kind}: {message}"
+        return wrong_refusal(kind, message, allowed)
+    if refused:
+        return f"nothing was raised where {refused!r} was expected"
+    return difference(answers, name, setting.world_size) if made.oracle else None
+
+
+@pytest.mark.parametrize(("name", "setting"), list(cases()))
+def test_a_stranger(ranks, name, setting):
+    wrong = verdict(ranks, name, setting)
+    assert wrong is None, wrong
+
+
+def test_every_known_failure_is_a_test():
+    known = {f"{name}-{setting}" for name, made in SCENARIOS.items() for setting in made.settings}
+    assert set(KNOWN_TODAY) <= known

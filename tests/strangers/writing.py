@@ -1,0 +1,296 @@
+"""Who writes into weights: loading, clamping, swapping, replacing, moving."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.strangers.lab import EVERY_WAY, GATHERED, WIDTH, Lab, adamw, scenario, variants
+from tests.strangers.models import Net
+
+WRITE = r"gathered\(write=True\)"
+REPLACED = r"gathered\(write=True\)|replaced|moved|parameter"
+
+
+@scenario(EVERY_WAY)
+def weights_clamped_in_the_context(lab: Lab) -> None:
+    """A WGAN clips its weights after each step."""
+    t = lab.wrap(Net())
+    for step in range(3):
+        lab.train(t, steps=[step])
+        with t.gathered(write=True), torch.no_grad():
+            for p in t.model.parameters():
+                p.clamp_(-0.2, 0.2)
+
+
+@scenario(EVERY_WAY)
+def weights_loaded_in_the_context(lab: Lab) -> None:
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    with t.gathered(write=True):
+        t.model.load_state_dict(Net(seed=7).state_dict())
+    lab.train(t, steps=[1, 2])
+
+
+@scenario()
+def weights_initialised_in_the_context(lab: Lab) -> None:
+    """nn.init before the first step, with the same random state everywhere."""
+    t = lab.wrap(Net())
+    with t.gathered(write=True):
+        torch.manual_seed(3)
+        for p in t.model.parameters():
+            nn.init.normal_(p, std=0.1)
+        nn.init.orthogonal_(t.model.layers[0].up.weight)
+    lab.train(t)
+
+
+@scenario()
+def weights_initialised_by_apply(lab: Lab) -> None:
+    t = lab.wrap(Net())
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.1)
+
+    with t.gathered(write=True):
+        t.model.apply(init)
+    lab.train(t)
+
+
+@scenario()
+def weights_from_one_vector(lab: Lab) -> None:
+    """`vector_to_parameters` assigns `p.data`."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered(write=True):
+        vector = nn.utils.parameters_to_vector(t.model.parameters()).detach() * 0.5
+        nn.utils.vector_to_parameters(vector, t.model.parameters())
+    lab.train(t, steps=[1])
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "copy": lambda p: p.copy_(torch.full_like(p, 0.1)),
+    "data": lambda p: p.data.mul_(0.5),
+    "item": lambda p: p.__setitem__(0, 0.25),
+    "view": lambda p: p.view(-1).add_(0.1),
+    "out": lambda p: torch.mul(p.detach(), 0.5, out=p.detach()),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "numpy": lambda p: p.detach().numpy().__imul__(0.5),
+    "assigned": lambda p: setattr(p, "data", torch.full(p.shape, 0.1)),
+    "set": lambda p: p.set_(torch.full(p.shape, 0.1)),
+    "init": lambda p: nn.init.constant_(p, 0.3),
+}
+
+
+@variants([*WRITES])
+def written_inside_by(lab: Lab, way: str) -> None:
+    """Whatever way it was written: kept on exit (or refused, where values can not be told apart from memory)."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered(write=True), torch.no_grad():
+        WRITES[way](t.model.layers[1].up.weight)
+        WRITES[way](t.model.head.weight)
+    lab.train(t, steps=[1, 2])
+
+
+@variants([*WRITES], oracle=False)
+def written_without_saying_so_by(lab: Lab, way: str) -> None:
+    """Without `write=True` the exit of the context raises; it would be undone, or done on one rank alone."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with lab.raises(WRITE), t.gathered(), torch.no_grad():
+        WRITES[way](t.model.layers[1].up.weight)
+
+
+@variants([*WRITES], may_refuse=r"gathered\(")
+def written_outside_by(lab: Lab, way: str) -> None:
+    """A write between steps, without a context: kept, or refused at the latest at the next microbatch."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with torch.no_grad():
+        WRITES[way](t.model.layers[1].up.weight)
+    lab.train(t, steps=[1, 2])
+
+
+@scenario(may_refuse=r"gathered\(")
+def loaded_outside_of_the_context(lab: Lab) -> None:
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    t.model.load_state_dict(Net(seed=7).state_dict())
+    lab.train(t, steps=[1, 2])
+
+
+@scenario(may_refuse=r"gathered\(|assign|replaced")
+def loaded_by_assignment(lab: Lab) -> None:
+    """`assign=True` puts other tensors into the module, which no optimizer knows; torch trains the old ones."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    t.model.load_state_dict(Net(seed=7).state_dict(), assign=True)
+    lab.train(t, steps=[1, 2])
+
+
+@scenario(may_refuse=r"gathered\(|dtype")
+def loaded_with_a_master_of_another_dtype(lab: Lab) -> None:
+    """The next step would cast the old master over what was loaded."""
+    from zeroexp.sharding.unit import Dtypes
+
+    t = lab.wrap(Net(), dtypes=Dtypes(torch.float32, torch.float32, torch.float64))
+    lab.train(t, steps=[0])
+    with t.gathered(write=True):
+        t.model.load_state_dict(Net(seed=7).state_dict())
+    with t.gathered():
+        for p in t.model.parameters():
+            lab.note(p)
+    lab.train(t, steps=[1])
+    with t.gathered():
+        for p in t.model.parameters():
+            lab.note(p)
+
+
+@scenario()
+def weights_swapped_for_an_evaluation(lab: Lab) -> None:
+    """Averages in, a forward pass, the trained weights back."""
+    t = lab.wrap(Net())
+    with t.gathered():
+        ema = {n: p.detach().clone() for n, p in t.model.named_parameters()}
+    for step in range(2):
+        lab.train(t, steps=[step])
+        with t.gathered(write=True), torch.no_grad():
+            live = {n: p.detach().clone() for n, p in t.model.named_parameters()}
+            for name, p in t.model.named_parameters():
+                ema[name].lerp_(p, 0.3)
+                p.copy_(ema[name])
+        with torch.no_grad():
+            lab.note(t.model(torch.ones(2, WIDTH)))
+        with t.gathered(write=True), torch.no_grad():
+            for name, p in t.model.named_parameters():
+                p.copy_(live[name])
+
+
+@scenario()
+def weights_swapped_inside_one_context(lab: Lab) -> None:
+    """The forward pass runs inside the writing context."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    with t.gathered(write=True), torch.no_grad():
+        live = copy.deepcopy(t.model.state_dict())
+        for p in t.model.parameters():
+            p.mul_(0.5)
+        lab.note(t.model(torch.ones(2, WIDTH)))
+        t.model.load_state_dict(live)
+        lab.note(t.model(torch.ones(2, WIDTH)))
+    lab.train(t, steps=[1])
+
+
+def _replace_head(model: nn.Module) -> None:
+    model.head = nn.Linear(WIDTH, 3)
+
+
+def _replace_weight(model: nn.Module) -> None:
+    model.layers[1].up.weight = nn.Parameter(torch.ones(7, WIDTH))
+
+
+def _delete(model: nn.Module) -> None:
+    model.layers[1].up.bias = None
+
+
+def _add_parameter(model: nn.Module) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+
+
+def _replace_block(model: nn.Module) -> None:
+    model.layers[1] = type(model.layers[1])()
+
+
+def _parametrize(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model.layers[1].up)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "double": lambda model: model.double(),
+    "half": lambda model: model.bfloat16(),
+    "to_meta": lambda model: model.to("meta"),
+    "a_new_head": _replace_head,
+    "a_new_weight": _replace_weight,
+    "a_new_block": _replace_block,
+    "one_parameter_more": _add_parameter,
+    "one_parameter_less": _delete,
+    "a_parametrization": _parametrize,
+}
+
+
+@variants([*CHANGES], refused=REPLACED, oracle=False)
+def changed_after_wrapping_by(lab: Lab, way: str) -> None:
+    """The engine's pieces belong to parameters that are not the model's any more: refused at the next microbatch."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    CHANGES[way](t.model)
+    with t.microbatch(last=True):
+        pass
+
+
+@variants(
+    ["to_the_same_device", "to_the_same_dtype", "float", "cpu", "train", "requires_grad"],
+    may_refuse={"zero3": GATHERED},
+)
+def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
+    """Calls that change nothing in PyTorch change nothing here."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    if way == "to_the_same_device":
+        t.model.to("cpu")
+    elif way == "to_the_same_dtype":
+        t.model.to(torch.float32)
+    elif way == "requires_grad":
+        t.model.requires_grad_(True)
+    else:
+        getattr(t.model, way)()
+    lab.train(t, steps=[1])
+
+
+class SelfWriting(nn.Module):
+    """Normalises its own weight in its forward, as old spectral tricks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.div_(self.up.weight.norm())
+        return x + self.up(x)
+
+
+@scenario(may_refuse=r"writ|gathered\(")
+def written_by_its_own_forward(lab: Lab) -> None:
+    """Each rank writes the same into a weight that is about to be freed, or has a master elsewhere."""
+    lab.train(lab.wrap(Net(SelfWriting)))
+
+
+@scenario(may_refuse=r"writ|gathered\(|max_norm")
+def an_embedding_with_max_norm(lab: Lab) -> None:
+    """`nn.Embedding(max_norm=...)` renormalises in place the rows it looks up: different ones on each rank."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, WIDTH, max_norm=1.0)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).sum(1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.block = Lookup()
+            self.head = nn.Linear(WIDTH, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.block(ids))
+
+    t = lab.wrap(Model(), ["block"])
+    lab.train(t, lambda model, batch: batch.loss(model(batch.ids)), steps=[0, 1])

@@ -1,0 +1,191 @@
+"""Buffers: rank 0's for every rank once per step, as DistributedDataParallel does; saved and taken up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.checkpoint.saving import checkpoint
+from tests.oracle import merged, pieces_of
+from tests.ranks import RankError
+from tests.strategies.states_for_tests import build, save
+from zeroexp.checkpoint.load import load
+from zeroexp.strategies.buffers import Buffers
+
+ENGINES = ("ddp torch", "zero3 torch", "zero1 tensor", "zero3 buffer")
+
+
+class Block(nn.Module):
+    """Statistics, counters replaced and written in place, past the version too; views and ties of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.norm2d = nn.BatchNorm2d(6, momentum=None)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("last_two", self.seen[2:])
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("fixed", torch.arange(4.0), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        x = self.norm2d(x[:, :, None, None])[:, :, 0, 0]
+        if self.training:
+            self.count = self.count + len(x) * int(1 + 10 * x.detach().abs().max())
+            with torch.no_grad():
+                self.seen.add_(x.detach().abs().sum())
+                self.average.data.mul_(0.9).add_(x.detach().abs().max())
+        return x * (1 + 1e-3 * self.seen.sum())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("tied", self.first.seen, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def net() -> Normed:
+    torch.manual_seed(3)
+    return Normed()
+
+
+def sgd(groups):
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(strategy, world, steps):
+    for step in steps:
+        for last in (False, True):
+            with strategy.microbatch(last=last):
+                out = strategy.model(data(2 * step + last, world.rank))
+                strategy.backward(out.square().sum() / world.size)
+        strategy.step()
+        strategy.zero_grad()
+    strategy.drain()
+
+
+def buffers_of(module):
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def trained(world, engine, run=None):
+    module = net()
+    strategy = build(world, engine, sgd, net=module)
+    train(strategy, world, range(3))
+    if run is not None:
+        save(strategy, world, run)
+        train(strategy, world, range(3, 5))
+    module.eval()
+    return buffers_of(module), pieces_of(strategy)
+
+
+def trained_by_torch(world):
+    """Its buffers are sent: rank 0's before the first forward of every step."""
+    module = net()
+    ddp = DistributedDataParallel(module)  # its default
+    optimizer = sgd(ddp.parameters())
+    for step in range(3):
+        for last in (False, True):
+            ddp.require_backward_grad_sync = last
+            (ddp(data(2 * step + last, world.rank)).square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return buffers_of(module), {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_as_torchs_ddp_does(ranks, engine):
+    expected, weights = ranks(trained_by_torch)[0]
+    answers = ranks(trained, engine)
+    for found, _ in answers:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, answers[0][0], rtol=0, atol=0)
+    state = merged([pieces for _, pieces in answers])
+    saved = {name for name, entry in state.items() if "buffer" in entry}
+    assert saved == {name for name in net().state_dict() if name not in weights}
+    assert "first.fixed" not in state and "tied" not in state
+
+
+def resumed(world, engine, run):
+    module = net()
+    strategy = build(world, engine, sgd, net=module)
+    load(checkpoint(run, 2), strategy, shapes(), world)
+    train(strategy, world, range(3, 5))
+    return buffers_of(module)
+
+
+def shapes():
+    return {name: tuple(p.shape) for name, p in net().named_parameters()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resumed_is_uninterrupted(ranks, tmp_path, engine):
+    for (expected, _), found in zip(
+        ranks(trained, engine, tmp_path), ranks(resumed, engine, tmp_path), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def taken_up_without(world, engine, change):
+    strategy = build(world, engine, sgd, net=net())
+    state = merged([pieces_of(strategy)])
+    before = buffers_of(strategy.model)
+    if change == "old":
+        state = {name: entry for name, entry in state.items() if "buffer" not in entry}
+    elif change == "more":
+        state["other.mean"] = state["first.count"]
+    else:
+        del state["first.count"]
+    strategy.load_state_dict(state)
+    torch.testing.assert_close(buffers_of(strategy.model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_of_other_models_are_refused_and_old_ones_taken(ranks, engine):
+    ranks(taken_up_without, engine, "old", world_size=1)
+    for change, told in (("more", "in the state and not in"), ("less", "in the model and not")):
+        with pytest.raises(RankError, match=f"ValueError: buffer .* is {told}"):
+            ranks(taken_up_without, engine, change, world_size=1)
+
+
+def marks(world):
+    module = net()
+    buffers = Buffers(module, world)
+    quiet = buffers.changes()
+    assert not quiet.any()
+    module.first.count = module.first.count + 1
+    if world.rank == 1:
+        module.first.fixed = torch.zeros(9)  # grown here alone
+    changes = buffers.changes()
+    torch.distributed.all_reduce(changes)
+    num_bytes = buffers.sync(changes)
+    assert module.first.fixed.numel() == (9 if world.rank else 4)
+    still = buffers.changes()
+    if world.rank == 1:
+        module.first.seen = torch.zeros(9)
+    changes = buffers.changes()
+    torch.distributed.all_reduce(changes)
+    try:
+        buffers.sync(changes)
+    except ValueError as error:
+        return num_bytes, int((still == 1).sum()), str(error)
+
+
+def test_only_what_changed_is_sent_and_another_shape_is_told_to_all(ranks):
+    for num_bytes, num_left, told in ranks(marks):
+        assert (num_bytes, num_left) == (8, 0)  # one int64
+        assert told.startswith("buffer first.seen got another shape or dtype")

@@ -1,0 +1,99 @@
+"""Pieces into what a rank holds of a tensor: every element from some piece, or the first in none is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroexp.strategies.base import CanonicalTensor, Piece
+from zeroexp.strategies.canonical import (
+    SavedMoment,
+    empty_moment,
+    fill,
+    moments_of,
+    replicated,
+    whole,
+)
+from zeroexp.world import World
+
+VALUES = torch.arange(12.0)
+
+
+def pieces(*ranges: tuple[int, int]) -> CanonicalTensor:
+    return CanonicalTensor((3, 4), torch.float32, [Piece(a, VALUES[a:b]) for a, b in ranges])
+
+
+@pytest.mark.parametrize(
+    ("ranges", "start", "stop", "missing"),
+    [
+        ([(0, 4), (5, 12)], 0, 12, "4 to 11"),  # a gap between two pieces
+        ([(5, 12), (0, 4)], 2, 9, "4 to 8"),
+        ([(0, 2), (3, 5), (6, 12)], 0, 12, "2 to 11"),
+        ([(1, 12)], 0, 12, "0 to 11"),
+        ([(0, 11)], 0, 12, "11 to 11"),
+        ([], 3, 5, "3 to 4"),
+        ([(0, 3), (5, 12)], 3, 5, "3 to 4"),
+    ],
+)
+def test_what_is_in_no_piece_is_told(ranges, start, stop, missing):
+    with pytest.raises(ValueError) as caught:
+        fill(torch.empty(stop - start), pieces(*ranges), start=start, name="up.weight")
+    assert str(caught.value) == (
+        f"state of up.weight: elements {missing} of [3, 4] are in no piece; "
+        "load pieces that together cover what this rank holds"
+    )
+
+
+spans = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted).map(tuple)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(ranges=st.lists(spans, max_size=6), window=spans)
+def test_what_the_pieces_cover_is_filled_and_else_refused(ranges, window):
+    """They may overlap, come in any order and be empty."""
+    start, stop = window
+    flat = torch.full((stop - start,), -1.0)
+    covered = set().union(*(range(*each) for each in ranges))
+    if set(range(start, stop)) <= covered:
+        fill(flat, pieces(*ranges), start=start)
+        assert flat.tolist() == VALUES[start:stop].tolist()
+    else:
+        first = min(set(range(start, stop)) - covered)
+        with pytest.raises(ValueError, match=rf"elements {first} to {stop - 1} of "):
+            fill(flat, pieces(*ranges), start=start)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 20])
+def test_shares_of_what_everyone_holds_are_it_once(world_size):
+    shares = [
+        replicated(VALUES.view(3, 4), World(rank, world_size, torch.device("cpu"), "gloo"))
+        for rank in range(world_size)
+    ]
+    assert {(share.shape, share.dtype) for share in shares} == {((3, 4), torch.float32)}
+    told = [piece for share in shares for piece in share.pieces]
+    assert torch.cat([piece.tensor for piece in told]).tolist() == VALUES.tolist()
+    starts = [piece.start for piece in told]
+    assert starts == [int(piece.tensor[0]) for piece in told], "a piece says where it begins"
+    assert max(piece.tensor.numel() for piece in told) <= -(-12 // world_size)
+
+
+def test_a_whole_tensor_is_one_piece():
+    (piece,) = whole(VALUES.view(3, 4)).pieces
+    assert (piece.start, piece.tensor.tolist()) == (0, VALUES.tolist())
+
+
+def test_memory_for_a_moment():
+    """Of elements in the parameter's dtype; a number of the whole parameter in its own."""
+    parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    moment = empty_moment(SavedMoment(pieces(), of_elements=True, follows=True), parameter)
+    assert (moment.shape, moment.dtype) == ((3, 4), torch.bfloat16)
+    assert not moment.any() and not moment.requires_grad
+    number = SavedMoment(CanonicalTensor((), torch.float32, []), of_elements=False, follows=False)
+    step = empty_moment(number, parameter)
+    assert (step.shape, step.dtype, step.item()) == ((), torch.float32, 0.0)
+
+
+def test_moments_are_the_tensors_of_a_state():
+    assert moments_of({"exp_avg": VALUES, "step": 3}) == {"exp_avg": VALUES}

@@ -1,0 +1,145 @@
+"""Which optimizers may be given pieces, or some of the parameters: tried, and refused with the remedy."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.optimizers_for_tests import (
+    CountingAverage,
+    KeepsElsewhere,
+    LateFactors,
+    Noisy,
+    OldFashioned,
+    OneDistance,
+    OneNorm,
+    TrustRatio,
+)
+from zeroexp.strategies.elementwise import refuse_unless_elementwise
+
+
+def matrices():
+    return [{"params": [nn.Parameter(torch.ones(300, 200)), nn.Parameter(torch.ones(7, 5))]}]
+
+
+def mixed():
+    """With options of their own, a frozen parameter, one of each number of dimensions, and no elements."""
+    shapes = ((300,), (), (4, 3, 3, 3), (2, 40, 30), (0,))
+    vectors = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    return [
+        {"params": [*matrices()[0]["params"], frozen], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "lr": 0.0},
+    ]
+
+
+ELEMENTWISE = {
+    **{
+        name: getattr(optim, name)
+        for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD")
+    },
+    **{name: getattr(optim, name) for name in ("NAdam", "RAdam", "RMSprop", "Rprop", "SGD")},
+    "nesterov": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "centered": lambda groups: optim.RMSprop(groups, centered=True, momentum=0.9),
+    "amsgrad": lambda groups: optim.AdamW(groups, amsgrad=True, foreach=False),
+    "foreach": lambda groups: optim.AdamW(groups, foreach=True),
+    "fused": lambda groups: optim.AdamW(groups, fused=True),
+    "fused_sgd": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
+    "fused_adagrad": lambda groups: optim.Adagrad(groups, fused=True),
+    "rate_is_a_tensor": lambda groups: optim.Adam(
+        [{k: v for k, v in g.items() if k != "lr"} for g in groups], lr=torch.tensor(0.1)
+    ),
+    "counts_in_its_group": CountingAverage,
+    "python_numbers": OldFashioned,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_treats_each_element_by_itself_may_be_cut(name):
+    refuse_unless_elementwise(ELEMENTWISE[name], mixed(), family="buffer", cut=True, shared=True)
+
+
+WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors]
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])  # a warm-up begins with 0
+@pytest.mark.parametrize("factory", WHOLE)
+def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
+    groups = [{**group, "lr": lr} for group in matrices()]
+    refuse_unless_elementwise(factory, groups, family="parameter", cut=False, shared=True)
+    told = (
+        f"optimizer {factory.__name__} updates whole matrices, but strategy cuts them "
+        "(layout tensor): use Options(family='parameter')"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        refuse_unless_elementwise(factory, groups, family="tensor", cut=True, shared=True)
+
+
+@pytest.mark.parametrize("factory", [OneDistance, OneNorm, KeepsElsewhere])
+def test_what_makes_one_update_of_all_parameters_needs_them_all(factory):
+    def refuse(**words):
+        refuse_unless_elementwise(factory, mixed(), family="parameter", **words)
+
+    with pytest.raises(ValueError, match=rf"optimizer {factory.__name__} lets .* strategy ddp"):
+        refuse(cut=False, shared=True)
+    refuse(cut=False, shared=False)
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        (optim.LBFGS, "LBFGS wants a closure"),
+        (optim.SparseAdam, "SparseAdam can not make a step: .*dense gradients"),
+        (lambda groups: Noisy(groups), "Noisy draws random numbers"),
+    ],
+)
+def test_what_no_strategy_can_step_is_refused_by_name(factory, told):
+    for cut in (True, False):
+        with pytest.raises(ValueError, match=f"optimizer {told}.*: use another optimizer"):
+            refuse_unless_elementwise(
+                factory, matrices(), family="parameter", cut=cut, shared=not cut
+            )
+
+
+def test_a_factory_that_ignores_its_groups_is_refused():
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="makes SGD over other parameters than it is handed"):
+        refuse_unless_elementwise(
+            lambda groups: optim.SGD(model.parameters()),
+            matrices(),
+            family="buffer",
+            cut=True,
+            shared=True,
+        )
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Drawing(optim.AdamW):
+    """Makes its state from random numbers; torch's and Python's."""
+
+    def __init__(self, groups):
+        super().__init__(groups)
+        torch.rand(3), random.random()
+
+
+def test_the_real_optimizer_steps_as_if_nothing_had_been_tried():
+    outcomes = []
+    for tried in (True, False):
+        torch.manual_seed(5)
+        random.seed(5)
+        groups = mixed()
+        options = [dict(group) for group in groups]
+        if tried:
+            refuse_unless_elementwise(Drawing, groups, family="buffer", cut=True, shared=True)
+        assert [dict(group) for group in groups] == options
+        optimizer = Drawing(groups)
+        for parameter in (p for group in groups for p in group["params"]):
+            assert parameter.grad is None
+            parameter.grad = torch.rand_like(parameter)
+        optimizer.step()
+        outcomes.append((torch.rand(3), random.random(), [p for g in groups for p in g["params"]]))
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)

@@ -1,0 +1,159 @@
+"""What is on its way when something else happens: nothing old is used, nothing that is still read changes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models_for_tests import MODELS, Toy, microbatch_of
+from tests.oracle import (
+    Make,
+    Outcome,
+    Recipe,
+    assert_same,
+    build_on_rank,
+    merged,
+    outcome_of,
+    pieces_of,
+    run_steps,
+    train_on_ranks,
+)
+from tests.sharding.fake_ranks import fake_world
+from tests.strategies.engine import Ours
+from zeroexp.models.build import BuiltModel
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.base import CanonicalState
+from zeroexp.strategies.canonical import whole
+from zeroexp.strategies.sharded import Options, Sharded
+from zeroexp.world import World
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+every_stage = pytest.mark.parametrize("stage", list(STAGES))
+
+
+def goes_on_in_the_same_engine(world: World, recipe: Recipe, make: Make, state: CanonicalState):
+    """A step of its own, of which the next step's gathers may be left under way; then the state of somebody else."""
+    strategy = build_on_rank(world, recipe, make)
+    with strategy.microbatch(last=True):
+        strategy.backward(strategy.model(microbatch_of(7, 0, world.rank)[0]).square().sum())
+    strategy.step()
+    strategy.zero_grad()
+    strategy.load_state_dict(state)
+    outcome = run_steps(strategy, world, recipe, range(2, recipe.steps))
+    return outcome, pieces_of(strategy)
+
+
+@every_stage
+@pytest.mark.parametrize("transport", ["gloo", "direct"])
+def test_a_state_taken_up_by_an_engine_that_has_trained(ranks, stage, transport):
+    """What it gathered ahead or published is of the old weights."""
+    recipe, make = Recipe(), Ours(stage, Options(prefetch=2, transport=transport))
+    whole = outcome_of(ranks(train_on_ranks, recipe, make))
+    saved = [state for _, state in ranks(train_on_ranks, replace(recipe, steps=2), make)]
+    last = outcome_of(ranks(goes_on_in_the_same_engine, recipe, make, merged(saved)))
+    assert_same(last, Outcome(whole.losses[2:], whole.norms[2:], whole.state))
+
+
+def optimized(strategy: Sharded) -> list[Tensor]:
+    """What the optimizer updates, as bits: the sums of ranks that do not exist are no numbers."""
+    groups = strategy.optimizer.param_groups
+    return [weight.detach().view(torch.int32) for group in groups for weight in group["params"]]
+
+
+@every_stage
+def test_peers_have_read_before_weights_change(stage, monkeypatch):
+    """`quiesce` waits for them: it comes once before the updates of a step, and before a state is taken up."""
+    events: list[str] = []
+    seen: list[bool] = []
+
+    def quiesce(_wire: Collectives) -> None:
+        events.append("quiesce")
+        seen.append(all(map(torch.equal, optimized(strategy), before)))
+
+    monkeypatch.setattr(Collectives, "quiesce", quiesce)
+    with fake_world(0, 2) as world:
+        make = Ours(stage, Options(transport="gloo"))
+        strategy = make(MODELS["toy"].build(), Recipe(), world)
+        strategy.optimizer.register_step_pre_hook(lambda *_: events.append("update"))
+        for _ in range(2):
+            before = [weight.clone() for weight in optimized(strategy)]
+            with strategy.microbatch(last=True):
+                strategy.backward(strategy.model(microbatch_of(0, 0, 0)[0]).square().sum())
+            strategy.step()
+            strategy.zero_grad()
+            first, *updates = events
+            assert first == "quiesce" and set(updates) == {"update"}
+            events.clear()
+        others = MODELS["toy"].build().module
+        state = {name: {"weight": whole(p.detach() + 1)} for name, p in others.named_parameters()}
+        before = [weight.clone() for weight in optimized(strategy)]
+        strategy.load_state_dict(state)
+        assert events == ["quiesce"]
+        assert not any(map(torch.equal, optimized(strategy), before))
+    assert seen == [True] * 3, "weights are as they were when it is asked"
+
+
+# -- units inside one another, and in another order ---------------------------------------------------
+
+
+class Both(Toy):
+    """Its second block runs, and then again inside the first, which calls it though it is no module of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        caller, called = self.blocks[0], self.blocks[1]
+        compute = caller.forward
+        caller.forward = lambda x: compute(called(x))
+        self.order = (1, 0, 2)
+
+
+def test_a_unit_that_runs_inside_another_after_it_ran_alone_gets_memory_of_its_own():
+    """What autograd saved of the place it had before is found in the new one."""
+    with fake_world(0, 2) as world:
+        make = Ours("zero3", Options(prefetch=0, transport="gloo"))
+        strategy = make(BuiltModel(Both(), BLOCKS), Recipe(), world)
+        told = "unit blocks.1 runs inside unit blocks.0: it gets memory of its own"
+        with strategy.microbatch(last=True):
+            with pytest.warns(UserWarning, match=re.escape(told)):
+                loss = strategy.model(microbatch_of(0, 0, 0)[0]).square().sum()
+            strategy.backward(loss)
+        strategy.step()
+        assert strategy.model_states().num_private_units == 1
+
+
+def test_another_order_of_blocks_is_learned(monkeypatch):
+    """A step that runs other blocks is told by the first wrong guess; the one after it gathers ahead as it should."""
+    events: list[str] = []
+    gather = Collectives.all_gather
+
+    def told(wire: Collectives, parts: Any, kind: str, *more: Any, **words: Any) -> Any:
+        events.append(f"gather {parts[0].chunk.members[0].name[:8]}")
+        return gather(wire, parts, kind, *more, **words)
+
+    monkeypatch.setattr(Collectives, "all_gather", told)
+    with fake_world(0, 2) as world:
+        model = Toy()
+        make = Ours("zero3", Options(prefetch=1, keep="none", transport="gloo"))
+        strategy = make(BuiltModel(model, BLOCKS), Recipe(), world)
+        for name in BLOCKS:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(lambda *_, name=name: events.append(f"run {name}"))
+        steps: list[list[str]] = []
+        for order in [(0, 1, 2)] * 2 + [(2, 0, 1)] * 3:  # 2 and 0 share a pool
+            model.order = order
+            with strategy.microbatch(last=True):
+                events.clear()
+                loss = strategy.model(microbatch_of(0, 0, 0)[0]).square().sum()
+                steps.append([event for event in events if "blocks" in event])
+                strategy.backward(loss)
+            strategy.step()
+            strategy.zero_grad()
+    assert steps[1].index("gather blocks.1") < steps[1].index("run blocks.0")
+    assert steps[-2].index("gather blocks.1") > steps[-2].index("run blocks.0")
+    assert steps[-1].index("gather blocks.1") < steps[-1].index("run blocks.0")

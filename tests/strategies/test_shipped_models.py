@@ -1,0 +1,73 @@
+"""Every shipped model, narrow but with all its layers, under every `strategy.unit` and stage: it ends, and rightly.
+
+How many units there are depends on the number of layers: 80 layers by module are more than 700 units. One process that
+does the obvious thing has the same losses; the second is taken with weights that the first step moved.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.composing import options
+from tests.oracle import Recipe
+from tests.shrunk import loss_of, shrunk
+from tests.strategies.engine import Ours
+from zeroexp.models.build import build_model
+from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.strategies.sharded import Options
+from zeroexp.world import World
+
+RANKS, STEPS = 2, 2
+QUICK = ["small", "gpt2_tiny", "moe_tiny"]  # the default model, another's names, ranks that differ
+ROUNDING = 2e-5  # of losses summed over ranks, in float32, and of weights after one step
+
+
+@cache
+def losses_of_one_process(name: str) -> list[float]:
+    """Each rank's microbatch by itself, then the gradients of the ranks in order."""
+    config, recipe = shrunk(name), Recipe().optimizer_config()
+    module = build_model(config, seed=1).module
+    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe))
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for rank in range(RANKS):
+            loss, number = loss_of(module, config, step, 0, rank)
+            (loss / (number * RANKS)).backward()
+            total += loss.item() / (number * RANKS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def train(world: World, name: str, make: Ours) -> list[float]:
+    """This rank's share of the loss of each step."""
+    config = shrunk(name)
+    strategy = make(build_model(config, seed=1), Recipe(), world)
+    losses = []
+    for step in range(STEPS):
+        with strategy.microbatch(last=True):
+            loss, number = loss_of(strategy.model, config, step, 0, world.rank)
+            strategy.backward(loss / (number * RANKS))
+        strategy.step()
+        strategy.zero_grad()
+        losses.append(loss.item() / (number * RANKS))
+    strategy.drain()
+    return losses
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("unit", ["model", "block", "module"])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in options("model")],
+)
+def test_a_shipped_model_under_every_unit(ranks, name, unit, stage):
+    make = Ours(stage, Options(family="buffer", unit=unit))
+    losses = [sum(each) for each in zip(*ranks(train, name, make, world_size=RANKS), strict=True)]
+    expected = losses_of_one_process(name)
+    torch.testing.assert_close(losses, expected, rtol=ROUNDING, atol=ROUNDING)

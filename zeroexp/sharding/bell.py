@@ -1,0 +1,63 @@
+"""How ranks of one host wait for each other: each has a bell, which its neighbours ring when they wrote something.
+
+What is written lies in shared memory (board.py); a bell only says: look again. It is a counter of the kernel, so any
+number of rings are as good as one, and ringing never waits, whether anybody listens or not.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+
+class Bell:
+    """Mine, and those of my neighbours. The sockets say who has left: nobody sends anything over them."""
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float):
+        self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
+        self._rank = rank
+        self._timeout_seconds = timeout_seconds
+        self._theirs: dict[int, int] = {}
+        self._peer_of = {each.fileno(): peer for peer, each in sockets.items()}
+        self._left: set[int] = set()
+        self._poll = select.poll()  # unlike select, for file descriptors of any number
+        self._poll.register(self.file, select.POLLIN)
+        for each in sockets.values():
+            self._poll.register(each, select.POLLIN)
+            weakref.finalize(self, each.close)
+
+    def add(self, peer: int, file: int) -> None:
+        """The bell of a neighbour, which is closed with this one."""
+        self._theirs[peer] = file
+        weakref.finalize(self, os.close, file)
+
+    def ring(self, peer: int) -> None:
+        os.eventfd_write(self._theirs[peer], 1)
+
+    def wait_until(self, done: Callable[[], bool], peer: int, what: str) -> None:
+        """Return when `done`, which `peer` brings about; raise when that takes longer than the world's limit."""
+        deadline = None
+        while not done():
+            if peer in self._left:
+                me = f"while rank {self._rank} waited for {what}"
+                raise ConnectionError(f"rank {peer} has left {me}")
+            deadline = deadline or time.monotonic() + self._timeout_seconds
+            self._listen(deadline, peer, what)
+
+    def _listen(self, deadline: float, peer: int, what: str) -> None:
+        remaining = deadline - time.monotonic()
+        ready = self._poll.poll(1000 * remaining) if remaining > 0 else []
+        if not ready:
+            seconds = f"{self._timeout_seconds:g} s"
+            raise TimeoutError(f"rank {self._rank} waited {seconds} for rank {peer}: {what}")
+        for file, _ in ready:
+            if file == self.file:
+                os.eventfd_read(file)
+            else:
+                self._poll.unregister(file)
+                self._left.add(self._peer_of[file])

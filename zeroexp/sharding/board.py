@@ -1,0 +1,127 @@
+"""What a rank tells its neighbours, in shared memory: written by it alone, read by all at any time.
+
+    steps ended | for each rank and slot: tag staged, where, tag read | for each offer: step, entry | entries
+
+    staged     the data for that rank under this tag begin here in a slot of my arena
+    read       I have read your slot of this tag: it may be written again
+    offers     these tensors at rest in my arena may be read during this step; an entry lists where they lie
+    ended      I read none of your offers of this many steps any more
+
+A board is state and no stream: whoever looks late sees the last word, and nothing can overflow. Its file is sparse:
+only pages that were written take memory.
+
+[Note: order of memory] A word is written after the data it tells of, and data are read after the word, also on
+processors that reorder either: a lock taken and given back twice lets nothing pass.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from threading import Lock
+
+MOST_SLOTS = 8
+MOST_OFFERS = 1 << 17
+MOST_ENTRIES = 1 << 22  # words
+WORD_BYTES = 8
+_STAGED, _WHERE, _READ = range(3)
+_lock = Lock()
+
+
+def order_memory() -> None:
+    """See [Note: order of memory]."""
+    with _lock:
+        pass
+    with _lock:
+        pass
+
+
+class Layout:
+    """Where the words lie, for a world of this size."""
+
+    def __init__(self, world_size: int):
+        self.offers = 1 + 3 * MOST_SLOTS * world_size
+        self.entries = self.offers + 2 * MOST_OFFERS
+        self.num_bytes = WORD_BYTES * (self.entries + MOST_ENTRIES)
+
+    def slot(self, word: int, rank: int, slot: int) -> int:
+        return 1 + 3 * (MOST_SLOTS * rank + slot) + word
+
+
+class Board:
+    """A neighbour's, as it is read."""
+
+    def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
+        self._layout = Layout(world_size)
+        mapping = mmap.mmap(file, self._layout.num_bytes, access=access)
+        self._words = memoryview(mapping).cast("q")
+
+    @property
+    def num_ended(self) -> int:
+        return self._words[0]
+
+    def staged(self, rank: int, tag: int) -> tuple[int, int] | None:
+        """(slot, offset) of the data for `rank` under this tag."""
+        for slot in range(MOST_SLOTS):
+            if self._words[self._layout.slot(_STAGED, rank, slot)] == tag:
+                order_memory()
+                return slot, self._words[self._layout.slot(_WHERE, rank, slot)]
+        return None
+
+    def read(self, rank: int, slot: int) -> int:
+        """The tag of the data in this slot of `rank` that were read last."""
+        return self._words[self._layout.slot(_READ, rank, slot)]
+
+    def offered(self, offer: int, step: int) -> Sequence[int] | None:
+        """Where the tensors of this offer lie, once they are those of this step."""
+        start = self._layout.offers + 2 * offer
+        if self._words[start] != step:
+            return None
+        order_memory()
+        entry = self._words[start + 1]
+        return self._words[entry + 1 : entry + 1 + self._words[entry]]
+
+
+class OwnBoard(Board):
+    """Mine, as it is written."""
+
+    def __init__(self, world_size: int):
+        self.file = os.memfd_create("zeroexp-board")
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, Layout(world_size).num_bytes)
+        super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
+        self._top = self._layout.entries
+        self._said: dict[int, list[int]] = {}  # the entry of each offer
+
+    def say_ended(self, num_steps: int) -> None:
+        order_memory()
+        self._words[0] = num_steps
+
+    def say_staged(self, rank: int, slot: int, tag: int, offset: int) -> None:
+        self._words[self._layout.slot(_WHERE, rank, slot)] = offset
+        order_memory()
+        self._words[self._layout.slot(_STAGED, rank, slot)] = tag
+
+    def say_read(self, rank: int, slot: int, tag: int) -> None:
+        order_memory()
+        self._words[self._layout.slot(_READ, rank, slot)] = tag
+
+    def say_offered(self, offer: int, step: int, offsets: list[int]) -> None:
+        start = self._layout.offers + 2 * offer
+        if offer >= MOST_OFFERS:
+            raise ValueError(f"more than {MOST_OFFERS} units: set strategy.unit=block")
+        if self._said.get(offer) != offsets:
+            self._words[start + 1] = self._write_entry(offsets)
+            self._said[offer] = offsets
+        order_memory()
+        self._words[start] = step
+
+    def _write_entry(self, offsets: list[int]) -> int:
+        entry, self._top = self._top, self._top + 1 + len(offsets)
+        if self._top > len(self._words):
+            raise ValueError(f"more than {MOST_ENTRIES} pieces on a rank: cut parameters by buffer")
+        for place, word in enumerate([len(offsets), *offsets], entry):
+            self._words[place] = word
+        return entry

@@ -1,0 +1,331 @@
+"""Parameters that cannot be misread: freed ones raise on use, ones in flight are waited for.
+
+A parameter keeps its identity for the whole training, but its values come and go. While they are not plainly there its
+class is `GuardedParameter`, whose `__torch_function__` sees every use from Python before it happens:
+
+    values                 what a use does
+    freed                  tells shape, dtype, device; anything that needs the values raises, with the remedy
+    in flight (publish)    waits until they have arrived, then goes on
+    there                  nothing: the class is the parameter's own again, and a use costs nothing
+
+Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
+for example, clip nothing.
+
+[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. What they saved is looked after in
+saved.py; the memory of a freed parameter has no elements, so that a kernel that is handed it raises a shape error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Code of the engine itself runs under this: it knows what it reads.
+unguarded = torch._C.DisableTorchFunctionSubclass
+
+
+@dataclass
+class Guard:
+    """What is known of one parameter while its values are elsewhere."""
+
+    name: str
+    shape: torch.Size
+    plain: type[nn.Parameter]  # the parameter's own class
+    freed: bool = False
+    gradient_taken: bool = False
+    arrive: Callable[[], None] | None = None  # waits for values in flight
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A parameter that was saved and loaded has no engine."""
+        return _nothing, ()
+
+
+class GuardedParameter(nn.Parameter):
+    """The class of a parameter whose values are not there, not there yet, or whose gradient was taken."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with unguarded():
+            sets_itself = func is _SET_DATA and args[1] is args[0]
+            told_by_shape = func in _NEEDS_SHAPE and _guard_of(args[0]).freed
+            if func not in _HARMLESS and not sets_itself and not told_by_shape:
+                for parameter in _guarded_among([*args, *kwargs.values()]):
+                    _before_use(parameter, func)
+            elif func in _OF_SHAPE and _guard_of(args[0]).freed:
+                return _OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
+            elif func in _LIKE and _guard_of(args[0]).freed:
+                return func(_like(args[0]), *args[1:], **kwargs)
+            elif func in _CONVERSIONS and _guard_of(args[0]).freed:
+                return _unchanged(args[0], func(*args, **kwargs))
+            elif func is _NBYTES and _guard_of(args[0]).freed:
+                return _guard_of(args[0]).shape.numel() * args[0].itemsize
+            elif sets_itself:
+                return None
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        guard = _guard_of(self)
+        if not guard.freed:
+            return super().__repr__()
+        return f"Parameter {guard.name} of shape {list(guard.shape)}, freed"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        guard = _guard_of(self)
+        if guard.freed:
+            raise _freed(guard)
+        if guard.arrive is not None:
+            guard.arrive()
+        with unguarded():
+            copy = guard.plain(self.data.clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+def watch(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Prepare parameters, whose values are there now, for the calls below."""
+    for parameter, name in zip(parameters, names, strict=True):
+        parameter.zeroexp_guard = Guard(name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_guarded(parameter: nn.Parameter) -> bool:
+    """Whether an engine holds this parameter already."""
+    return vars(parameter).get("zeroexp_guard") is not None
+
+
+def show(parameter: nn.Parameter, values: Tensor) -> None:
+    """The values are there: in `values`, of the parameter's shape."""
+    guard = _guard_of(parameter)
+    parameter.__class__ = guard.plain
+    parameter.data = values
+    guard.freed, guard.arrive = False, None
+    _set_class(parameter, guard)
+
+
+def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
+    """The values are gone; `nothing` has no elements. Assigning `.data` leaves the version counter alone."""
+    guard = _guard_of(parameter)
+    parameter.__class__ = guard.plain
+    parameter.data = nothing
+    guard.freed = True
+    _set_class(parameter, guard)
+
+
+def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None] | None) -> None:
+    """The values are on their way, and `arrive` waits for them; None: they have arrived."""
+    guard = _guard_of(parameter)
+    guard.arrive = arrive
+    _set_class(parameter, guard)
+
+
+def take_gradient(parameter: nn.Parameter, *, taken: bool) -> None:
+    """Whether `.grad` is the engine's from now on."""
+    guard = _guard_of(parameter)
+    guard.gradient_taken = taken
+    _set_class(parameter, guard)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _set_class(parameter: nn.Parameter, guard: Guard) -> None:
+    plain = not (guard.freed or guard.arrive is not None or guard.gradient_taken)
+    parameter.__class__ = guard.plain if plain else GuardedParameter
+
+
+def _guard_of(parameter: Any) -> Guard:
+    return vars(parameter)["zeroexp_guard"]
+
+
+def _guarded_among(values: Sequence[Any]) -> Iterator[GuardedParameter]:
+    for value in values:
+        if isinstance(value, GuardedParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _guarded_among(value)
+        elif isinstance(value, dict):
+            yield from _guarded_among(list(value.values()))
+
+
+def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:
+    guard = _guard_of(parameter)
+    if func in _OF_GRADIENT:
+        if guard.gradient_taken:
+            raise RuntimeError(
+                f"the gradient of {guard.name} was reduced and taken by the engine: clip with max_grad_norm, "
+                "change gradients by parameter.register_hook, clear them with strategy.zero_grad()"
+            )
+    elif guard.freed:
+        raise _freed(guard)
+    elif guard.arrive is not None:
+        guard.arrive()
+
+
+def _freed(guard: Guard) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {guard.name} is freed: its values are gathered only while the module that holds it runs; read "
+        "it inside `with strategy.gathered():`, save with strategy.state_dict()"
+    )
+
+
+def _like(parameter: GuardedParameter) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory to speak of."""
+    return torch.empty_strided(
+        _guard_of(parameter).shape,
+        [0] * len(_guard_of(parameter).shape),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+
+
+def _unchanged(parameter: GuardedParameter, converted: Tensor) -> GuardedParameter:
+    """`model.to(...)` may ask for what is there already; `converted` has no elements."""
+    if converted.dtype is parameter.dtype and converted.device == parameter.device:
+        return parameter
+    raise RuntimeError(
+        f"parameter {_guard_of(parameter).name} can not become {converted.dtype} on {converted.device} in an "
+        "engine: convert the model before the engine is built, or choose dtypes=Dtypes(...)"
+    )
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(shape[i + 1 :].numel() for i in range(len(shape)))
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__set__
+
+
+def _deleter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__delete__
+
+
+def _numel(shape: torch.Size) -> int:
+    return shape.numel()
+
+
+def _size(shape: torch.Size, dim: int | None = None) -> torch.Size | int:
+    return shape if dim is None else shape[dim]
+
+
+def _length(shape: torch.Size) -> int:
+    if not shape:
+        raise TypeError("len() of a 0-d tensor")
+    return shape[0]
+
+
+_OF_SHAPE: dict[Any, Callable[..., Any]] = {
+    _getter("shape"): lambda shape: shape,
+    _getter("ndim"): len,
+    torch.Tensor.size: _size,
+    torch.Tensor.dim: len,
+    torch.Tensor.ndimension: len,
+    torch.Tensor.numel: _numel,
+    torch.Tensor.nelement: _numel,
+    torch.numel: _numel,
+    torch.Tensor.__len__: _length,
+    torch.Tensor.stride: lambda shape, dim=None: (
+        _contiguous_strides(shape) if dim is None else _contiguous_strides(shape)[dim]
+    ),
+    torch.Tensor.is_contiguous: lambda shape, memory_format=None: True,
+}
+
+_LIKE = {
+    *(
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    ),
+    *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
+}
+
+_CONVERSIONS = {
+    *(
+        torch.Tensor.to,
+        torch.Tensor.cpu,
+        torch.Tensor.cuda,
+        torch.Tensor.float,
+        torch.Tensor.double,
+    ),
+    *(torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type_as),
+}
+
+_SET_DATA = _setter("data")
+_NBYTES = _getter("nbytes")
+
+_OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
+
+# What a freed parameter can tell. Asked of one in flight it waits: who asks for a shape may go past the guard for the
+# values next, as torch.vmap does.
+_NEEDS_SHAPE = {*_OF_SHAPE, *_LIKE, *_CONVERSIONS, _NBYTES}
+
+# What needs neither values nor gradient.
+_HARMLESS = {
+    *(
+        _getter(name)
+        for name in (
+            *(
+                "dtype",
+                "device",
+                "layout",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "itemsize",
+                "_version",
+            ),
+            *(
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "is_mps",
+                "is_xpu",
+                "names",
+            ),
+            *(
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+                "retains_grad",
+                "output_nr",
+                "is_nested",
+            ),
+            *("is_mkldnn", "is_sparse_csr", "is_maia", "is_ipu", "is_xla", "is_vulkan", "is_mtia"),
+        )
+        if hasattr(torch.Tensor, name)
+    ),
+    _setter("requires_grad"),
+    _setter("_backward_hooks"),
+    _setter("_post_accumulate_grad_hooks"),
+    torch.Tensor.requires_grad_,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_signed,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch._has_compatible_shallow_copy_type,  # asked by `model.to(...)`
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.__hash__,
+}

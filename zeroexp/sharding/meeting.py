@@ -1,0 +1,162 @@
+"""How the ranks of one host find each other: one Unix socket for each pair, and nobody else on it.
+
+Anybody in the same network namespace may call an abstract address. So a caller says a token that travelled over the
+process group and its rank, and its user is this one; whoever does not is put down, and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"{TOKEN_BYTES}sq")  # the listener's token, the caller's rank
+_PEER = struct.Struct("3i")  # <sys/socket.h>, struct ucred: process, user, group
+AGAIN_SECONDS = 0.01
+
+
+Door = tuple[str, bytes]  # the address of a listener, and its token
+
+
+class Listener:
+    """Where the neighbours of this rank call."""
+
+    def __init__(self) -> None:
+        self.address = f"\0zeroexp-{uuid.uuid4()}"  # abstract: no file to leave behind
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.bind(self.address)
+        self.socket.listen(128)
+        self.socket.setblocking(False)
+
+    @property
+    def door(self) -> Door:
+        return self.address, self.token
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def connect(
+    rank: int,
+    peers: Sequence[int],
+    doors: Sequence[Door],
+    listener: Listener,
+    timeout_seconds: float,
+) -> dict[int, socket.socket]:
+    """A socket for each peer: the higher rank calls. `doors`: of every rank."""
+    deadline = time.monotonic() + timeout_seconds
+    with ExitStack() as opened:
+        sockets: dict[int, socket.socket] = {}
+        for peer in (p for p in peers if p < rank):
+            sockets[peer] = opened.enter_context(_call(rank, peer, *doors[peer], deadline))
+        sockets |= _answer(rank, {p for p in peers if p > rank}, listener, deadline, opened)
+        opened.pop_all()  # all are there: they stay open
+    return sockets
+
+
+def swap_files(
+    rank: int, sockets: Mapping[int, socket.socket], files: Sequence[int], seconds: float
+) -> dict[int, list[int]]:
+    """Show these files to every peer, and get as many of each: descriptors of mine, to be closed here."""
+    deadline = time.monotonic() + seconds
+    for line in sockets.values():
+        socket.send_fds(line, [b"."], files)
+    theirs: dict[int, list[int]] = {}
+    try:
+        for peer, line in sockets.items():
+            theirs[peer] = _receive_files(rank, peer, line, len(files), deadline)
+    except BaseException:
+        for each in (file for received in theirs.values() for file in received):
+            os.close(each)
+        raise
+    return theirs
+
+
+def _receive_files(
+    rank: int, peer: int, line: socket.socket, num_files: int, deadline: float
+) -> list[int]:
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+        raise TimeoutError(f"rank {rank} waited in vain for the memory of rank {peer}")
+    _, files, _, _ = socket.recv_fds(line, 1, num_files)
+    if len(files) != num_files:
+        raise ConnectionError(f"rank {peer} has left before it showed rank {rank} its memory")
+    return files
+
+
+def _call(rank: int, peer: int, address: str, token: bytes, deadline: float) -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.setblocking(False)
+    try:
+        while True:
+            try:
+                line.connect(address)
+                break
+            except BlockingIOError:  # others fill its queue
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} could not call rank {peer}") from None
+                time.sleep(AGAIN_SECONDS)
+        line.send(_HELLO.pack(token, rank))
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+def _answer(
+    rank: int, callers: set[int], listener: Listener, deadline: float, opened: ExitStack
+) -> dict[int, socket.socket]:
+    met: dict[int, socket.socket] = {}
+    strangers: dict[int, socket.socket] = {}  # who has not said yet who it is, by file
+    poll = select.poll()
+    poll.register(listener.socket, select.POLLIN)
+    try:
+        while missing := callers - met.keys():
+            for file in _ready(poll, deadline, rank, missing):
+                if file == listener.socket.fileno():
+                    caller, _ = listener.socket.accept()
+                    strangers[caller.fileno()] = caller
+                    poll.register(caller, select.POLLIN)
+                    continue
+                caller = strangers.pop(file)
+                poll.unregister(caller)
+                peer = _introduced(caller, listener.token)
+                if peer in callers - met.keys():
+                    met[peer] = opened.enter_context(caller)
+                else:
+                    caller.close()
+    finally:
+        for stranger in strangers.values():
+            stranger.close()
+    return met
+
+
+def _ready(poll: select.poll, deadline: float, rank: int, missing: set[int]) -> list[int]:
+    remaining = deadline - time.monotonic()
+    ready = poll.poll(1000 * remaining) if remaining > 0 else []
+    if not ready:
+        names = ", ".join(str(peer) for peer in sorted(missing))
+        raise TimeoutError(f"rank {rank} waited in vain for rank {names} of this host to call")
+    return [file for file, _ in ready]
+
+
+def _introduced(caller: socket.socket, token: bytes) -> int:
+    """The rank that calls; -1 for anybody else."""
+    _, user, _ = _PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    try:
+        hello = caller.recv(_HELLO.size)
+    except OSError:
+        return -1
+    if user != os.geteuid() or len(hello) != _HELLO.size:
+        return -1
+    said, rank = _HELLO.unpack(hello)
+    return rank if secrets.compare_digest(said, token) else -1

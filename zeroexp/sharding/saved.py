@@ -1,0 +1,121 @@
+"""What autograd saves of gathered parameters: not the values, but where to find them again.
+
+Autograd keeps the weights that backward needs, as views of the memory they were gathered into. By then the unit has
+been freed, and another unit may lie there. So each saved view of gathered memory is replaced by its place in the unit
+(`pack`), and when backward asks for it, the unit is gathered if need be and the view is made again (`unpack`): right
+by whatever road backward comes, whatever form a module's output had, and in a second backward through the first.
+
+Tensors that are no parameters are saved as ever. [Note: raw views] What is recomputed under
+`torch.utils.checkpoint(use_reentrant=False)` passes by here, since its own hooks come first: it is used while the unit
+stays where it was recomputed (schedule: `Use.recomputed`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.sharding.storage import Store
+from zeroexp.sharding.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A view of a unit's full parameters: which elements, in which shape."""
+
+    unit: Unit
+    generation: int  # of the weights when they were saved
+    parameter: nn.Parameter | None = None  # where a parameter itself was saved; else:
+    chunk: int = 0
+    offset_bytes: int = 0  # in the chunk's full tensor
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+class SavedWeights:
+    """The two hooks for `torch.autograd.graph.saved_tensors_hooks`."""
+
+    def __init__(self, units: Iterable[Unit], make_ready: Callable[[Unit], None]):
+        """`make_ready`: gathers the parameters of a unit if they are not there, and waits for them."""
+        self._units = list(units)
+        self._make_ready = make_ready
+        self._unit_of = {p: unit for unit in self._units for p in unit.parameters()}
+        self._stores: dict[int, Store] = {}
+        self.find_memory()
+
+    def find_memory(self) -> None:
+        """Look again where the units' full parameters lie; called when a unit has moved."""
+        self._stores = {
+            tensors.full.untyped_storage()._cdata: unit.store
+            for unit in self._units
+            for tensors in unit.chunks
+            if tensors.full is not None and unit.store is not None
+        }
+
+    def sees_what_is_saved(self) -> bool:
+        """Whether what autograd saves now comes by here, or goes to somebody else's hooks."""
+        autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        top = autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] == self.pack
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            unit = self._unit_of.get(tensor)
+            return tensor if unit is None else Place(unit, unit.generation, tensor)
+        try:
+            store = self._stores.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError) as error:
+            raise RuntimeError(
+                "autograd saves a tensor without memory of its own (a transform of torch.func, forward mode) while "
+                "weights rest sharded: run it inside `with strategy.gathered():` outside of a microbatch, or use zero2"
+            ) from error
+        if store is None:
+            return tensor
+        unit = store.tenant
+        if not isinstance(unit, Unit):
+            raise RuntimeError(
+                f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
+                "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"
+            )
+        return _place_of(tensor, unit)
+
+    def unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, Place):
+            return kept
+        unit = kept.unit
+        if unit.generation != kept.generation:
+            raise RuntimeError(
+                f"{unit}: backward needs weights that an optimizer step has changed since the forward; run backward "
+                "before strategy.step()"
+            )
+        self._make_ready(unit)
+        if kept.parameter is not None:
+            return kept.parameter
+        full = unit.chunks[kept.chunk].full
+        assert full is not None
+        typed = full.view(kept.dtype)
+        start = typed.storage_offset() + kept.offset_bytes // kept.dtype.itemsize
+        return typed.as_strided(kept.size, kept.stride, start)
+
+
+def _place_of(tensor: Tensor, unit: Unit) -> Place:
+    offset = int(tensor.storage_offset()) * tensor.itemsize
+    chunk = bisect_right(unit.chunk_offsets, offset) - 1
+    return Place(
+        unit,
+        unit.generation,
+        None,
+        chunk,
+        offset - unit.chunk_offsets[chunk],
+        tensor.size(),
+        tensor.stride(),
+        tensor.dtype,
+    )

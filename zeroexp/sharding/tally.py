@@ -1,0 +1,97 @@
+"""What the ranks have to tell each other before the optimizer's step, in one small sum over ranks.
+
+    [ sum of squares of the gradients | for each trainable parameter: how many ranks have a gradient for it
+      | where parameters are gathered by the backend: how many ranks, checksums of what they gathered, their squares ]
+
+A parameter for which no rank has a gradient is skipped by the optimizer, as torch skips it in one process: it does not
+decay and its momentum does not move it. A rank that has a gradient for every parameter need not hear of the others
+before it updates.
+
+[Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
+that use blocks of one size in different orders would compute with each other's weights. N numbers are equal if and
+only if N times the sum of their squares is the square of their sum; halves of 16 bits keep float64 exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.form import NUM_CHECKS
+from zeroexp.sharding.placement import Move, Placement, Stage
+from zeroexp.sharding.unit import HandedOver
+
+
+class Tally:
+    """One step's sum, begun at once and waited for by whoever asks for what it needs."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        handed: Sequence[HandedOver],
+        stage: Stage,
+        wire: Collectives,
+        has_gradient: Sequence[bool],
+    ):
+        """parameters: all trainable ones, in an order that is the same on every rank; has_gradient: here, of each."""
+        self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
+        self._all_here = all(has_gradient)
+        gathered = wire.gathered if stage.gather is Move.ALL_GATHER else None
+        self._compares = gathered is not None
+        checks = [] if gathered is None else _checks(gathered)
+        counts = torch.tensor([0.0, *has_gradient, *checks], dtype=torch.float64)
+        self._sums = counts.to(wire.world.device)
+        # Where every rank holds the whole sum, one of them tells it.
+        if stage.optimizer is Placement.SHARD or wire.world.rank == 0:
+            self._sums[0] = sum_squares([each.gradient for each in handed], wire)
+        self._summed = wire.sum_scalar_later(self._sums, "norm")
+        self._counts: list[float] = []
+
+    def norm(self) -> Tensor:
+        """Of all gradients, 0-dim float32."""
+        self._summed.wait()
+        return self._sums[0].sqrt().float()
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether any rank has one."""
+        if self._all_here:
+            return True
+        return self._heard()[self._index[parameter]] > 0
+
+    def expect_same_gathers(self) -> None:
+        """Raise on all ranks if they did not gather the same, see [Note: same gathers]."""
+        if not self._compares:
+            return
+        ranks, high, high_squares, low, low_squares = map(int, self._heard()[-NUM_CHECKS:])
+        if ranks * high_squares != high * high or ranks * low_squares != low * low:
+            raise RuntimeError(
+                "the ranks do not do the same: since the last step they used their blocks in different orders, so that "
+                "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
+                "or use zero2"
+            )
+
+    def _heard(self) -> list[float]:
+        if not self._counts:
+            self._summed.wait()
+            self._counts = self._sums.tolist()
+        return self._counts
+
+
+def _checks(gathered: int) -> list[float]:
+    """What each rank adds, see [Note: same gathers]. In a world of one real rank they add up to one rank."""
+    high, low = divmod(gathered, 1 << 16)
+    return [1.0, float(high), float(high * high), float(low), float(low * low)]
+
+
+def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:
+    """In float64, so that every element counts."""
+    total = torch.zeros((), dtype=torch.float64, device=wire.world.device)
+    if gradients:
+        # bfloat16 keeps three digits.
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        norms = torch._foreach_norm(list(gradients), dtype=dtype)
+        total += torch.stack(list(norms)).double().square().sum()
+    return total

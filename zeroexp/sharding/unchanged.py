@@ -1,0 +1,129 @@
+"""Notices when somebody has replaced, moved or thawed a parameter behind the engine's back.
+
+The engine trains the parameters it was given, in the memory it put them in. `model.to(...)`, `module.weight =
+nn.Parameter(...)`, `parameter.data = ...`, thawing: plain code may do all of it, and the model would go on with weights
+that nobody trains. A look at the beginning of a microbatch costs some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeroexp.sharding.guard import unguarded
+from zeroexp.sharding.unit import Residence, Unit
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a module holds a parameter."""
+
+    held: dict[str, nn.Parameter | None]
+    key: str
+    parameter: nn.Parameter | None
+    name: str
+
+
+class ParameterWatch:
+    """Remembers what `module` held when the engine was built around it."""
+
+    def __init__(self, module: nn.Module, units: Iterable[Unit], *, alone: bool):
+        self._units = list(units)
+        modules = list(module.named_modules())
+        self._seats = [
+            _Seat(each._parameters, key, parameter, f"{name}.{key}" if name else key)
+            for name, each in modules
+            for key, parameter in each._parameters.items()
+        ]
+        self._children = [
+            (each._modules, key, child, f"{name}.{key}" if name else key)
+            for name, each in modules
+            for key, child in each._modules.items()
+        ]
+        self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
+        self._all = [p for unit in self._units for p in unit.parameters()]
+        # Alone, where the optimizer updates the parameters themselves, plain code may write them.
+        self._alone = alone and not any(unit.has_separate_masters for unit in self._units)
+        self._versions: list[int] = []
+        self.note_versions()
+        self._frozen = [p for unit in self._units for p in unit.frozen_parameters()]
+        self._names = {seat.parameter: seat.name for seat in self._seats}
+        self._addresses = [
+            (parameter, view.data_ptr())
+            for unit in self._units
+            if unit.store is None
+            for tensors in unit.chunks
+            for parameter, view in zip(tensors.parameters, tensors.views, strict=True)
+        ]
+
+    def note_versions(self) -> None:
+        """The engine itself has changed weights: what they are now is as it should be."""
+        self._versions = self._read_versions()
+
+    def were_written(self) -> bool:
+        """Whether parameters were written in place since `note_versions`, or the microbatch's beginning."""
+        return self._versions != self._read_versions()
+
+    def refuse_writes(self) -> None:
+        """Raises RuntimeError where a parameter was written in place inside a microbatch.
+
+        Ranks may have written different values, and what was written into gathered parameters is lost.
+        """
+        for parameter, before, now in zip(
+            self._all, self._versions, self._read_versions(), strict=True
+        ):
+            if before != now:
+                raise RuntimeError(
+                    f"parameter {self._names[parameter]} was written in place inside a microbatch, by its module's "
+                    "forward perhaps (max_norm of an embedding is one such): write weights between steps, inside "
+                    "`with strategy.gathered(write=True):`"
+                )
+
+    def _read_versions(self) -> list[int]:
+        with unguarded():
+            return [parameter._version for parameter in self._all]
+
+    def refuse_changes(self) -> None:
+        """Raises RuntimeError that names the parameter and what to do instead."""
+        versions = self._read_versions()
+        if not self._alone and versions != self._versions:
+            raise RuntimeError(
+                "parameters were written in place between two steps, while other ranks may still have been reading "
+                "them: write weights inside `with strategy.gathered(write=True):`"
+            )
+        self._versions = versions
+        for seat in self._seats:
+            if seat.held.get(seat.key) is not seat.parameter:
+                raise _changed(seat.name, "was replaced or removed")
+        for children, key, child, name in self._children:
+            if children.get(key) is not child:
+                raise RuntimeError(
+                    f"module {name} was replaced or removed after the engine was built: change the model before"
+                )
+        for held, count, name in self._held:
+            if len(held) != count:
+                raise _changed(f"{name}.{list(held)[-1]}", "was added")
+        with unguarded():
+            for parameter in self._frozen:
+                if parameter.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {self._names[parameter]} was frozen when the engine was built and requires a "
+                        "gradient now: build the engine again, or thaw it before and freeze it after building"
+                    )
+            for unit in self._units:
+                if unit.residence is Residence.FREED and not unit.is_pinned:
+                    for parameter in unit.parameters():
+                        if parameter.numel():
+                            raise _changed(self._names[parameter], "was given other values")
+            for parameter, address in self._addresses:
+                if parameter.data_ptr() != address:
+                    raise _changed(self._names[parameter], "was moved or converted")
+
+
+def _changed(name: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name} {what} after the engine was built: change the model before, or write weights inside "
+        "`with strategy.gathered(write=True):`"
+    )

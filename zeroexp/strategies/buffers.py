@@ -1,0 +1,244 @@
+"""A module's buffers (BatchNorm's running statistics, counters): rank 0's values for every rank, once per step, saved.
+
+Each rank computes its own in forward. DistributedDataParallel sends rank 0's with the first forward behind a step;
+here they are sent at the end of the step, and only those that changed on any rank:
+
+    changes = buffers.changes()       by buffer: 0, or 1 where it changed here since the last sync
+    (sum over ranks)                  with any all-reduce that is done anyway
+    buffers.sync(changes)             one broadcast of the union, or none
+
+A change is seen by the tensor's version, by its place, or by another tensor in its stead (`self.n = self.n + 1`). What
+is written past the version (`self.mean.data.mul_()`) is seen by value in the first steps, and such a buffer is sent in
+every step from then on. A buffer that comes later than the engine, or gets another shape, stays each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp import world as worlds
+from zeroexp.strategies.base import CanonicalState, CanonicalTensor
+from zeroexp.strategies.canonical import BUFFER, fill, whole
+from zeroexp.world import World
+
+NUM_COMPARED = 2  # steps in which values are compared too
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """One name; a tensor tied to another name is under each."""
+
+    name: str
+    persistent: bool
+    owner: nn.Module
+    key: str
+    seen: Tensor  # at the last sync; kept, so that no other tensor gets its identity
+    version: int
+    address: int
+    values: Tensor | None  # a copy, in the first steps
+    always: bool = False  # was written past its version
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.owner._buffers.get(self.key)
+
+
+class Buffers:
+    """Those of a module that every rank has in the same order; all verbs are called by all ranks."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._module, self._world = module, world
+        self._num_compared = 0
+        self._buffers = _find(module)
+        self._shapes = [(b.seen.shape, b.seen.dtype) for b in self._buffers]
+        self._may_change = world.size > 1 and bool(self._buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    @property
+    def any_persistent(self) -> bool:
+        return any(buffer.persistent for buffer in self._buffers)
+
+    def tensors(self) -> list[Tensor]:
+        return [b.now for b in self._buffers if b.now is not None]
+
+    def changes(self) -> Tensor:
+        """float64, on the device: to be summed over ranks. More than the world size: nobody can take it."""
+        marks = [self._mark(i) for i in range(len(self._buffers))]
+        self._num_compared += 1
+        if self._num_compared == NUM_COMPARED:
+            for buffer in self._buffers:
+                buffer.values = None
+        return torch.tensor(marks, dtype=torch.float64, device=self._world.device)
+
+    def sync(self, changes: Tensor) -> int:
+        """Rank 0's values of what changed anywhere; returns their bytes.
+
+        Raises ValueError, on all ranks, where a persistent buffer has got another shape.
+        """
+        summed = changes.tolist()
+        for buffer, count in zip(self._buffers, summed, strict=True):
+            if count > self._world.size and buffer.persistent:
+                told = f"buffer {buffer.name} got another shape or dtype while training"
+                raise ValueError(f"{told}: register it with persistent=False, or keep its shape")
+        changed = [
+            b for b, n in zip(self._buffers, summed, strict=True) if 0 < n <= self._world.size
+        ]
+        num_bytes = self._send(changed) if self._world.size > 1 else 0
+        for buffer, count in zip(self._buffers, summed, strict=True):
+            if count:
+                self._note(buffer)
+        return num_bytes
+
+    def share(self) -> None:
+        """For an engine whose step has no sum to go with: one of their own, unless nothing can have changed.
+
+        Of buffers that no state holds and that did not change in the first step (rotary frequencies) nothing is asked
+        again.
+        """
+        if not self._may_change:
+            return
+        changes = self.changes()
+        worlds.sum_over_ranks(changes)
+        self._may_change = self.any_persistent or self._num_compared > 1 or bool(changes.any())
+        self.sync(changes)
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def canonical(self) -> CanonicalState:
+        """Persistent ones, whole, from rank 0."""
+        state: CanonicalState = {}
+        for buffer in (b for b in _find(self._module) if b.persistent):
+            if buffer.seen.layout is not torch.strided:
+                told = f"buffer {buffer.name} is sparse, which no state carries"
+                raise ValueError(f"{told}: register it with persistent=False")
+            told = whole(buffer.seen)
+            if self._world.rank != 0:
+                told = CanonicalTensor(told.shape, told.dtype, [])
+            state[buffer.name] = {BUFFER: told}
+        return state
+
+    def require(self, state: CanonicalState) -> None:
+        """Raise ValueError unless `load` can take it up. Tells in one line of a state that has no buffers at all."""
+        saved = {name: entry[BUFFER] for name, entry in state.items() if BUFFER in entry}
+        ours = {b.name: b for b in _find(self._module) if b.persistent}
+        if ours and not saved:
+            first = f"{next(iter(ours))} and {len(ours) - 1} others"
+            if self._world.rank == 0:
+                print(
+                    f"the state has no buffers, as older ones have none: {first} stay as they are"
+                )
+            return
+        for name in (*saved, *ours):
+            if name not in ours or name not in saved:
+                where = (
+                    "state and not in this model" if name in saved else "model and not in the state"
+                )
+                raise ValueError(f"buffer {name} is in the {where}; give a state of this model")
+            shape = tuple(ours[name].seen.shape)
+            if shape != tuple(saved[name].shape):
+                told = f"is {list(saved[name].shape)} in the state, {list(shape)} in this model"
+                raise ValueError(f"buffer {name} {told}; give a state of this model")
+
+    def load(self, state: CanonicalState) -> None:
+        """Raises ValueError, before anything changes, for a state of another model."""
+        self.require(state)
+        for buffer in _find(self._module):
+            if buffer.persistent and BUFFER in state.get(buffer.name, {}):
+                canonical = state[buffer.name][BUFFER]
+                flat = torch.empty(buffer.seen.numel(), dtype=canonical.dtype)
+                fill(flat, canonical, name=buffer.name)
+                _write(buffer, flat)
+        for buffer in self._buffers:
+            self._note(buffer)
+
+    # -- how --------------------------------------------------------------------------------------
+
+    def _mark(self, index: int) -> int:
+        buffer = self._buffers[index]
+        now = buffer.now
+        if now is None or now.layout is not torch.strided:
+            return 0 if now is buffer.seen else self._world.size + 1
+        if (now.shape, now.dtype) != self._shapes[index]:
+            return self._world.size + 1
+        moved = now is not buffer.seen or (_version(now), now.data_ptr()) != (
+            buffer.version,
+            buffer.address,
+        )
+        if not moved and buffer.values is not None and not _same(now, buffer.values):
+            buffer.always = True
+        return int(moved or buffer.always)
+
+    def _note(self, buffer: _Buffer) -> None:
+        if (now := buffer.now) is not None:
+            buffer.seen, buffer.version = now, _version(now)
+            if now.layout is torch.strided:
+                buffer.address = now.data_ptr()
+            if buffer.values is not None:
+                buffer.values = now.detach().clone()
+
+    def _send(self, changed: Sequence[_Buffer]) -> int:
+        """As bytes, so that one broadcast takes all dtypes."""
+        if not changed:
+            return 0
+        mine = [_bytes_of(b.now) for b in changed if b.now is not None]
+        sent = torch.cat(mine)
+        worlds.broadcast(sent)
+        if self._world.rank != 0:
+            for buffer, part in zip(changed, sent.split([len(m) for m in mine]), strict=True):
+                _write(buffer, part.clone().view(buffer.seen.dtype))  # at an address of its own
+        return sent.nbytes
+
+
+def _find(module: nn.Module) -> list[_Buffer]:
+    """In the order of the modules."""
+    return [
+        _new(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
+        for prefix, owner in module.named_modules()
+        for key, tensor in owner._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _new(name: str, owner: nn.Module, key: str, tensor: Tensor) -> _Buffer:
+    strided = tensor.layout is torch.strided
+    return _Buffer(
+        name,
+        key not in owner._non_persistent_buffers_set,
+        owner,
+        key,
+        seen=tensor,
+        version=_version(tensor),
+        address=tensor.data_ptr() if strided else 0,
+        values=tensor.detach().clone() if strided else None,
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same(tensor: Tensor, values: Tensor) -> bool:
+    return torch.equal(_bytes_of(tensor), _bytes_of(values))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+@torch.no_grad()
+def _write(buffer: _Buffer, flat: Tensor) -> None:
+    """In place, for views and ties see it then; where memory is shared between elements, a tensor in its stead."""
+    now = buffer.now
+    assert now is not None
+    values = flat.view(now.shape)
+    overlaps = any(s == 0 and n > 1 for s, n in zip(now.stride(), now.shape, strict=True))
+    if overlaps or now.is_inference():
+        buffer.owner._buffers[buffer.key] = values.to(now.device, now.dtype)
+    else:
+        now.copy_(values)

@@ -1,0 +1,224 @@
+"""What our engine refuses before it touches a model, and what it makes the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp import world as worlds
+from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.guard import is_guarded
+from zeroexp.sharding.layout import own_by
+from zeroexp.sharding.unit import Dtypes
+
+if TYPE_CHECKING:
+    from zeroexp.strategies.sharded import Options
+
+WORDS = {
+    "family": ("parameter", "tensor", "buffer"),
+    "owners": tuple(own_by),
+    "unit": ("model", "block", "module"),
+    "keep": ("none", "last", "all"),
+    "reduce_each": ("microbatch", "step"),
+    "transport": ("auto", "direct", "gloo", "native"),
+}
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def own_dtypes(module: nn.Module) -> Dtypes:
+    """Those the model has, where it has one dtype."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) > 1:
+        words = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(
+            f"parameters of {words}: say what they are to become with dtypes=Dtypes(...)"
+        )
+    dtype = dtypes.pop() if dtypes else torch.float32
+    return Dtypes(dtype, dtype, dtype)
+
+
+def refuse(
+    module: nn.Module,
+    blocks: Sequence[str],
+    param_groups: Sequence[dict[str, Any]],
+    options: Options,
+    max_grad_norm: float | None,
+) -> None:
+    """Raises ValueError in one line that names what is wrong, its value and the remedy."""
+    _refuse_options(options)
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
+    _refuse_blocks(module, blocks)
+    for name, parameter in module.named_parameters():
+        if is_guarded(parameter):
+            raise ValueError(
+                f"parameter {name} belongs to another engine: build the model again for this one"
+            )
+    _refuse_overlaps(module)
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in TRAINED_DTYPES:
+            raise ValueError(
+                f"parameter {name} is of {parameter.dtype}: an engine holds floating-point parameters; keep "
+                "others as buffers"
+            )
+    own = set(module.parameters())
+    for group in param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                raise ValueError(
+                    f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
+                    "take them from this module's parameters()"
+                )
+
+
+def _refuse_options(options: Options) -> None:
+    for key, words in WORDS.items():
+        if getattr(options, key) not in words:
+            raise ValueError(f"options.{key}={getattr(options, key)}: use {', '.join(words)}")
+    if not isinstance(options.overlap, bool):
+        raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
+    depth = options.prefetch
+    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+        raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
+    size = options.bucket_mb
+    if size is not None and not (_is_number(size) and size > 0):
+        raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
+    known = dict(module.named_modules(remove_duplicate=False))
+    for name, each in known.items():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or '(root)'} was made by torch.jit.script or trace: give the module it was made of"
+            )
+    for name in blocks:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"blocks hold a {type(name).__name__}: name modules, as model.named_modules() does"
+            )
+        if name not in known or not name:
+            near = ", ".join(list(dict(module.named_children()))[:8])
+            raise ValueError(f"blocks={name!r}: the model has no such module; its own are {near}")
+        if type(known[name]).forward is nn.Module.forward:
+            raise ValueError(
+                f"blocks={name!r}: a {type(known[name]).__name__} has no forward that tells when its parameters "
+                "are needed; name the modules in it"
+            )
+    if len({id(known[name]) for name in blocks}) < len(blocks):
+        raise ValueError("blocks: a module is named twice; name each block once")
+
+
+def _refuse_overlaps(module: nn.Module) -> None:
+    """Two parameters over one memory would be two weights afterwards."""
+    ends: list[tuple[int, int, int, str]] = []
+    for name, parameter in module.named_parameters():
+        if (
+            isinstance(parameter, nn.UninitializedParameter)
+            or parameter.layout is not torch.strided
+        ):
+            raise ValueError(
+                f"parameter {name} has no values yet (a lazy or meta module), or is sparse: materialize it before, an "
+                "engine holds dense ones"
+            )
+        if parameter.numel() and parameter.device.type != "meta":
+            storage = parameter.untyped_storage()._cdata
+            start = int(parameter.storage_offset()) * parameter.itemsize
+            reach = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            ends.append((storage, start, start + (1 + reach) * parameter.itemsize, name))
+    ends.sort()
+    for (storage, _, stop, name), (other, start, _, next_name) in pairwise(ends):
+        if storage == other and start < stop:
+            raise ValueError(
+                f"parameters {name} and {next_name} lie in the same memory: make them one parameter, or clone one"
+            )
+
+
+def groups_of_lists(
+    param_groups: Sequence[dict[str, Any]], optimizer_factory: object
+) -> list[dict[str, Any]]:
+    """The groups, each with a list of its parameters, which may have come as an iterator."""
+    if not callable(optimizer_factory):
+        raise ValueError(
+            f"optimizer_factory is a {type(optimizer_factory).__name__}: give a function that takes parameter "
+            "groups and makes the optimizer"
+        )
+    groups: list[dict[str, Any]] = []
+    for group in param_groups:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(
+                f"param_groups hold a {type(group).__name__} without params: give a list of "
+                '{"params": [...], ...}'
+            )
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if not all(isinstance(each, nn.Parameter) for each in params):
+            raise ValueError(
+                "param_groups hold what is no parameter: take them from model.parameters()"
+            )
+        groups.append({**group, "params": params})
+    return groups
+
+
+def words_of(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
+    """What every rank must say of its parameter groups."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return repr(
+        [
+            {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
+            for group in param_groups
+        ]
+    )
+
+
+def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
+    """Raises ValueError on all ranks where they were given different ones."""
+    if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
+        raise ValueError(
+            "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
+            f"give the same on each; here {settings[0]}, {settings[1]}"
+        )
+
+
+def agree_on_weights(module: nn.Module, wire: Collectives) -> None:
+    """Every rank starts from rank 0's weights, as under DistributedDataParallel; sent only where they differ."""
+    if wire.world.size == 1:
+        return
+    shapes = [
+        f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
+        for name, p in module.named_parameters()
+    ]
+    if not wire.same_everywhere(zlib.crc32("\n".join(shapes).encode())):
+        raise ValueError(
+            "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    sums = [_bits(tensor) for tensor in tensors]
+    if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
+        return
+    if wire.world.rank == 0:
+        warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        worlds.broadcast(whole)
+        tensor.detach().copy_(whole)
+
+
+def _bits(tensor: Tensor) -> int:
+    """A sum over the bits of the values: as good as certainly another one for other values."""
+    flat = tensor.detach().reshape(-1)
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
+    return int(flat.view(as_integers).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -1,0 +1,292 @@
+"""Is the user's optimizer right on pieces? It is tried on small tensors before it is given the real ones.
+
+An engine hands the optimizer what this rank holds: pieces of matrices, or some of the parameters. That trains the same
+model only if the optimizer treats each element by itself (`cut`), or at least each parameter by itself (`shared`). No
+optimizer says so, hence it is asked: the same steps are done on whole tensors, on one-dimensional pieces of them, and
+on half of the tensors at a time, and the results are compared.
+
+What is tried is like what will be trained: as many groups with the same options, in each a pair of tensors for every
+number of dimensions that its parameters have. Sides are as long as the real ones, up to a limit above the sizes from
+which optimizers begin to factor matrices. (Not found: an optimizer that begins to look at whole matrices after many
+steps, and keeps no state for it before.)
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroexp.strategies.base import OptimizerFactory
+
+NUM_STEPS = 3  # what an optimizer estimates from two steps shows in the third
+LONGEST_SIDE, FEW_GROUPS = 130, 4
+SHORT_SIDE = 20  # of tensors with more than two dimensions, and where there are many groups
+# A part of the largest way that an element goes. Fused kernels round the last elements of a piece in another way,
+# which is 1e-6 of it; what is wrong on pieces is so by a tenth or more.
+TOLERANCE = 1e-3
+LEAST_RATE = 1e-3  # a warm-up begins with 0, which would move nothing
+
+
+def refuse_unless_elementwise(
+    factory: OptimizerFactory,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    family: str,
+    cut: bool,
+    shared: bool,
+) -> None:
+    """Raise ValueError, with the remedy, for an optimizer that would be wrong on what ranks hold.
+
+    groups: the user's param_groups over real parameters, which are only looked at. family: the layout's name, for the
+    message. cut: masters are one-dimensional pieces. shared: ranks hold different masters. The factory is called up
+    to four times; random states are left as they were.
+    """
+    if not (cut or shared):
+        return
+    trials = [_Trial(group, _longest_side(groups)) for group in groups]
+    with _random_states_kept(trials):
+        whole = _run(factory, trials, _wholes)
+        name = type(whole.optimizer).__name__
+        if shared and not _same_apart(factory, trials, whole):
+            why = f"{name} lets the update of one parameter depend on others"
+            remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
+            raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
+        if cut and not _same_cut(factory, trials, whole):
+            why = f"{name} updates whole matrices, but strategy cuts them (layout {family})"
+            remedy = "use Options(family='parameter')"
+            raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
+
+
+# -- what is stepped --------------------------------------------------------------------------------
+
+
+class _Trial:
+    """One param_group's options, and the tensors tried in it: two of each number of dimensions."""
+
+    def __init__(self, group: Mapping[str, Any], longest_side: int) -> None:
+        self.options = {key: value for key, value in group.items() if key != "params"}
+        largest: dict[int, Tensor] = {}
+        for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
+            known = largest.setdefault(parameter.ndim, parameter)
+            largest[parameter.ndim] = max(known, parameter, key=Tensor.numel)
+        self.pairs = [
+            (_values(p, longest_side, seed=1), _values(p, longest_side, seed=2))
+            for p in largest.values()
+        ]
+
+
+_Choice = list[tuple[Tensor, slice | None]]  # elements of which tensor; None: all, in its shape
+_Choose = Callable[[Tensor, Tensor], _Choice]  # of a pair
+
+
+def _wholes(x: Tensor, y: Tensor) -> _Choice:
+    return [(x, None), (y, None)]
+
+
+def _first(x: Tensor, y: Tensor) -> _Choice:
+    return [(x, None)]
+
+
+def _second(x: Tensor, y: Tensor) -> _Choice:
+    return [(y, None)]
+
+
+def _pieces(x: Tensor, y: Tensor) -> _Choice:
+    return [(tensor, part) for tensor in (x, y) for part in _cuts(tensor.numel())]
+
+
+def _cuts(numel: int) -> list[slice]:
+    border = numel // 3 + 1  # seldom between two rows
+    return [slice(0, border), slice(border, numel)] if border < numel else [slice(0, numel)]
+
+
+def _longest_side(groups: Sequence[Any]) -> int:
+    return LONGEST_SIDE if len(groups) <= FEW_GROUPS else SHORT_SIDE
+
+
+def _values(parameter: Tensor, longest_side: int, *, seed: int) -> Tensor:
+    """Small at the beginning and large at the end, so that norms and means of pieces differ.
+
+    No square, so that a factor of a matrix has another shape than the matrix.
+    """
+    longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
+    sides = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
+    numel = torch.Size(sides).numel()
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return (values * torch.linspace(0.1, 2.0, numel)).view(sides).to(parameter.device)
+
+
+def _gradient(values: Tensor, step: int) -> Tensor:
+    """Of the same sign in each step, as on a long way down; it grows faster at the end than at the beginning."""
+    flat = values.reshape(-1)
+    growth = 1 + step * torch.linspace(0.0, 3.0, flat.numel(), device=flat.device)
+    return flat.sin() * growth
+
+
+# -- stepping ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Outcome:
+    optimizer: Optimizer
+    numbers: list[dict[str, float]]  # by group, after the steps
+    moved: list[Tensor]  # by what was chosen, flat: how far its elements went
+
+
+def _run(
+    factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose, seed: int = 0
+) -> _Outcome:
+    """Some steps of a new optimizer. Raises ValueError where it can not do what a strategy asks it for."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    optimizer, chosen = _make(factory, trials, choose)
+    for step in range(NUM_STEPS):
+        for parameter, values, part in chosen:
+            gradient = _gradient(values, step)[part or slice(None)]
+            parameter.grad = gradient.clone().view(parameter.shape)
+        _step(optimizer)
+    moved = [p.detach().view(-1) - v.reshape(-1)[part or slice(None)] for p, v, part in chosen]
+    return _Outcome(optimizer, [_numbers(group) for group in optimizer.param_groups], moved)
+
+
+def _make(
+    factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose
+) -> tuple[Optimizer, list[tuple[nn.Parameter, Tensor, slice | None]]]:
+    """A new optimizer over new parameters, and of each of these which elements of which tensor it is."""
+    groups: list[dict[str, Any]] = []
+    chosen: list[tuple[nn.Parameter, Tensor, slice | None]] = []
+    for trial in trials:
+        mine = [(_parameter(*one), *one) for pair in trial.pairs for one in choose(*pair)]
+        groups.append({**copy.deepcopy(trial.options), "params": [p for p, *_ in mine]})
+        chosen += mine
+    optimizer = factory(groups)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer_factory returned a {type(optimizer).__name__}: return an optimizer over the groups it is given"
+        )
+    _require_these(optimizer, [parameter for parameter, *_ in chosen])
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), (int, float)):
+            group["lr"] = max(group["lr"], LEAST_RATE)
+    return optimizer, chosen
+
+
+def _parameter(values: Tensor, part: slice | None) -> nn.Parameter:
+    return nn.Parameter((values if part is None else values.reshape(-1)[part]).clone())
+
+
+def _require_these(optimizer: Optimizer, expected: Sequence[Tensor]) -> None:
+    """A factory that reaches for the model's own parameters would train what nobody publishes."""
+    known = {id(parameter) for parameter in expected}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in known:
+            told = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
+            raise ValueError(f"{told} than it is handed: make it over the groups it gets")
+
+
+def _step(optimizer: Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError) as error:
+        told = f"can not make a step: {str(error).splitlines()[0]}"
+        if "closure" in str(error):
+            told = "wants a closure in step(), and no strategy can give it one"
+        name = type(optimizer).__name__
+        raise ValueError(f"optimizer {name} {told}: use another optimizer") from error
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """What a group holds beside its parameters, as far as an optimizer may count in it."""
+    return {
+        key: float(value)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+# -- comparing --------------------------------------------------------------------------------------
+
+
+def _same_apart(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome) -> bool:
+    """Each half of the tensors goes where it went beside the other half, and groups count the same."""
+    if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
+        return False  # state of no parameter
+    for number, choose in enumerate((_first, _second)):
+        half = _run(factory, trials, choose)
+        counted = zip(half.numbers, whole.numbers, strict=True)
+        if not (_near(half.moved, whole.moved[number::2]) and all(_equal(*n) for n in counted)):
+            return False
+    return True
+
+
+def _equal(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    if ours.keys() != theirs.keys():
+        return False
+    one, other = (torch.tensor(list(n.values()), dtype=torch.float64) for n in (ours, theirs))
+    return torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def _same_cut(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome) -> bool:
+    if _keeps_matrices(whole.optimizer):
+        return False
+    try:
+        cut = _run(factory, trials, _pieces)
+    except Exception:
+        return False  # it took the whole tensors, so that what it refuses is the pieces
+    pieces = iter(cut.moved)
+    joined = [torch.cat([next(pieces) for _ in _cuts(len(moved))]) for moved in whole.moved]
+    return _near(joined, whole.moved)
+
+
+def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(
+        bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _keeps_matrices(optimizer: Optimizer) -> bool:
+    """State that is neither like its parameter nor a number: rows, columns or factors of a matrix."""
+    return any(
+        tensor.numel() > 1 and tensor.shape != parameter.shape
+        for parameter, state in optimizer.state.items()
+        for tensor in _tensors_in(state)
+    )
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(value)
+
+
+def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome, why: str) -> str:
+    """The line to say; of an optimizer that differs from itself another one."""
+    again = _run(factory, trials, _wholes, seed=1)
+    if _near(again.moved, whole.moved):
+        return f"optimizer {why}"
+    name = type(whole.optimizer).__name__
+    told = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
+    return f"{told}: use another optimizer"
+
+
+@contextmanager
+def _random_states_kept(trials: Sequence[_Trial]) -> Iterator[None]:
+    devices = {pair[0].device for trial in trials for pair in trial.pairs}
+    python = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
+            yield
+    finally:
+        random.setstate(python)

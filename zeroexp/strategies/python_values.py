@@ -1,0 +1,145 @@
+"""What an optimizer keeps beside tensors: Python values by parameter, and numbers that it counts in its groups.
+
+    optimizer.state[p]["step"] = 3            an int, a float, a bool, a word or None of one parameter
+    optimizer.param_groups[0]["k"] = 3        of a group: state only if the optimizer's own step changes it; a learning
+                                              rate or a decay that the user sets is the new run's own choice
+
+In a canonical state they are one entry of each parameter, "python": JSON as bytes, which keeps types and every bit of
+a float. A group's numbers are told with each of its parameters, since groups may be cut otherwise where they are
+loaded; one rank tells them, the one that has the parameter's first element.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
+from zeroexp.strategies.canonical import PYTHON, fill
+
+Values = dict[str, Any]
+
+
+class PythonValues:
+    """Those of one optimizer. It watches the steps from now on, to learn which options of groups are counted."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[str]],
+        mirrors: Sequence[Optimizer] = (),
+    ) -> None:
+        """names: of the parameters in each group, also of those that other ranks hold. mirrors: optimizers whose
+        groups say the same.
+        """
+        self._optimizer, self._mirrors = optimizer, mirrors
+        self._names = [list(group) for group in names]
+        self._group_of = {name: i for i, group in enumerate(names) for name in group}
+        self._at_first = self._look()
+        self._before = self._at_first
+        self._counted: list[set[str]] = [set() for _ in names]
+        optimizer.register_step_pre_hook(lambda *_: self._begin())
+        optimizer.register_step_post_hook(lambda *_: self._compare())
+
+    def of(self, name: str, parameter: Tensor) -> dict[str, CanonicalTensor]:
+        """The entry to add to what is told of this parameter; none where there is nothing to tell."""
+        for key in self._optimizer.state:
+            if not isinstance(key, Tensor):
+                raise ValueError(self._unknown(key, "outside of any parameter"))
+        values = {
+            "state": python_values_of(self._optimizer.state.get(parameter, {})),
+            "group": self._numbers_of(name),
+        }
+        for key, value in [pair for each in values.values() for pair in each.items()]:
+            if not isinstance(value, (int, float, str, type(None))):
+                raise ValueError(self._unknown(key, f"of {name}", value))
+        return {PYTHON: _written(values)} if any(values.values()) else {}
+
+    def load(self, state: CanonicalState) -> None:
+        """Set the groups' numbers; what an optimizer keeps of a parameter is `own_values` of its entry.
+
+        Raises ValueError where parameters of one group counted different numbers.
+        """
+        for i, names in enumerate(self._names):
+            counted = self._saved_numbers(state, names)
+            again = self._counted[i] & self._at_first[i].keys()
+            for optimizer in (self._optimizer, *self._mirrors):
+                optimizer.param_groups[i].update({key: self._at_first[i][key] for key in again})
+                optimizer.param_groups[i].update(counted)
+            self._counted[i] |= counted.keys()
+
+    def _saved_numbers(self, state: CanonicalState, names: Sequence[str]) -> Values:
+        told = [
+            _read(state[name], name)["group"] for name in names if PYTHON in state.get(name, {})
+        ]
+        for other in told[1:]:
+            if other != told[0]:
+                raise ValueError(
+                    f"state of {names[0]} and the others of its param_group: they counted {told[0]} "
+                    f"and {other}; use the param_groups that they were trained in"
+                )
+        return told[0] if told else {}
+
+    def _numbers_of(self, name: str) -> Values:
+        i = self._group_of.get(name)
+        if i is None:
+            return {}
+        group = self._optimizer.param_groups[i]
+        return {key: group[key] for key in sorted(self._counted[i])}
+
+    def _look(self) -> list[Values]:
+        return [_options(group) for group in self._optimizer.param_groups]
+
+    def _begin(self) -> None:
+        self._before = self._look()
+
+    def _compare(self) -> None:
+        for counted, before, now in zip(self._counted, self._before, self._look(), strict=True):
+            counted |= {key for key in now if key not in before or _differ(before[key], now[key])}
+
+    def _unknown(self, key: object, where: str, value: object = None) -> str:
+        what = "state" if value is None else f"a {type(value).__name__}"
+        told = f"optimizer {type(self._optimizer).__name__} keeps {what} under {key!r} {where}"
+        return f"{told}, which no checkpoint can carry: train without checkpoints or use another optimizer"
+
+
+def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:
+    """What the optimizer kept of this parameter beside tensors."""
+    return _read(entry, name)["state"] if PYTHON in entry else {}
+
+
+def python_values_of(state: Mapping[str, Any]) -> Values:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _written(values: Mapping[str, Values]) -> CanonicalTensor:
+    content = bytearray(json.dumps(values).encode())
+    flat = torch.frombuffer(content, dtype=torch.uint8)
+    return CanonicalTensor((len(content),), torch.uint8, [Piece(0, flat)])
+
+
+def _read(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
+    flat = torch.empty(entry[PYTHON].shape, dtype=torch.uint8)
+    fill(flat, entry[PYTHON], name=f"{name}.{PYTHON}")
+    return json.loads(bytes(flat.tolist()))
+
+
+def _options(group: Mapping[str, Any]) -> Values:
+    """A tensor by where it is and how often it was written, since it is changed in place."""
+    return {
+        key: (id(value), value._version) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Of what may not be compared, whether it is another object."""
+    if isinstance(now, (int, float, str, tuple)) and type(before) is type(now):
+        return before != now
+    return before is not now
