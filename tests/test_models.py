@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -158,7 +157,7 @@ def test_mlp_needs_no_transformers():
         "build_model(ModelConfig(family='mlp', mlp={'width': 8, 'depth': 1}), seed=0);"
         "sys.exit('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 # --- what a user gets wrong
@@ -244,27 +243,38 @@ def test_weights_do_not_matter_on_meta():
 
 def test_weights_of_another_model_are_refused(weights):
     deeper = dict(model_config("tiny").hf_config, num_hidden_layers=3)
-    with pytest.raises(ConfigError, match=r"9 parameters of model.name=tiny are not in it"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers=2 where model.name=tiny has 3"):
         built("tiny", weights=str(weights), hf_config=deeper)
     wider = dict(model_config("tiny").hf_config, intermediate_size=100)
-    with pytest.raises(ConfigError, match=f"model.weights={weights}: .*must hold") as caught:
+    with pytest.raises(
+        ConfigError, match=f"model.weights={weights}: .*intermediate_size=176 "
+    ) as caught:
         built("tiny", weights=str(weights), hf_config=wider)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_weights_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=f"model.weights={tmp_path}: .*safetensors") as caught:
+    with pytest.raises(ConfigError, match=f"model.weights={tmp_path}: no config.json ") as caught:
         built("tiny", weights=str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_can_not_be_had_fail_within_seconds(monkeypatch, tmp_path):
+def test_weights_that_can_not_be_had_fail_before_a_download_is_tried(monkeypatch, tmp_path):
+    """It would try again and again, for half a minute."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    start = time.monotonic()
+    monkeypatch.setattr(hub, "online", lambda: False)
+    asked: list[dict[str, object]] = []
+    look_up = hub.snapshot_download
+
+    def noting(name: str, **options: object) -> str:
+        asked.append(options)
+        return look_up(name, **options)
+
+    monkeypatch.setattr(hub, "snapshot_download", noting)
     with pytest.raises(ConfigError, match=r"model.weights=zeroexp-tests/no-such-model: ") as caught:
         built("tiny", weights="zeroexp-tests/no-such-model")
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < 10
+    assert asked and all(options == {"local_files_only": True} for options in asked)
 
 
 def test_a_cache_that_holds_the_tokenizer_alone_is_no_weights(monkeypatch, tmp_path):

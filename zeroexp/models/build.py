@@ -94,4 +94,18 @@ def _shape(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
     for word in known:
         if word not in given:
             raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
-    return shape(**given)
+        if type(given[word]) is not int or given[word] < 1:
+            raise ConfigError(f"{key}.{word}={given[word]}: no whole number above 0; use one")
+    made = shape(**given)
+    if isinstance(made, MoeShape):
+        _require_whole_heads(made)
+    return made
+
+
+def _require_whole_heads(shape: MoeShape) -> None:
+    if shape.top_k > shape.num_experts:
+        problem = f"there are {shape.num_experts} experts"
+        raise ConfigError(f"model.moe.top_k={shape.top_k}: {problem}; use at most as many")
+    if shape.width % shape.num_heads:
+        problem = f"does not divide model.moe.width={shape.width}"
+        raise ConfigError(f"model.moe.num_heads={shape.num_heads}: {problem}; use one that does")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers import (
 from transformers.utils import logging
 
 from zeroexp import hub
-from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.models import huggingface_weights
 
 # Where each family keeps its blocks, seen from the model with its head.
 BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h", "mixtral": "model.layers"}
@@ -81,12 +83,28 @@ def _check_keys(family: str, given: dict[str, Any]) -> None:
             )
 
 
+def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
+    """Raises ConfigError unless `folder` holds the weights of exactly this model; reads no values.
+
+    A model whose words the data decides is taken to have the weights' number of words.
+    """
+    _keep_quiet()
+    words = vocabulary(config) or huggingface_weights.num_words(config, folder)
+    _require_fitting(config, folder, _shape(config, words))
+
+
+def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        module = TASKS[config.task].from_config(shape)
+    huggingface_weights.require_fitting(config, folder, shape, module)
+
+
 def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
-    """Real weights, which must fit the configured shape; only a classification head may be missing."""
+    """Real weights, all of them and no others; only a classification head may be missing."""
     assert config.weights is not None
     folder = hub.model_folder(config.weights)
-    logging.set_verbosity_error()  # its load report repeats what is checked below
-    logging.disable_progress_bar()
+    _keep_quiet()
+    _require_fitting(config, folder, shape)
     try:
         module, report = TASKS[config.task].from_pretrained(
             folder,
@@ -97,18 +115,17 @@ def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.weights={config.weights}: {_first_line(error)}; "
+            f"model.weights={config.weights}: {reason}; "
             f"the folder must hold safetensors that fit model.name={config.name}"
         ) from error
     missing = [name for name in report["missing_keys"] if not name.startswith("score.")]
-    if missing:
-        raise ConfigError(
-            f"model.weights={config.weights}: {len(missing)} parameters of model.name={config.name} "
-            f"are not in it, first {sorted(missing)[0]}; choose weights of this model"
-        )
+    assert not missing and not report["mismatched_keys"], (missing, report)
     return module
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+def _keep_quiet() -> None:
+    """transformers' load report repeats what is checked here; its warnings are about generation."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

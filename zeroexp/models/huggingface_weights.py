@@ -1,0 +1,238 @@
+"""Whether the weights in a folder are those of the configured model, found out without reading their values.
+
+    config.json ── transformers' class fills in its defaults ──▶ every key that decides the function has our value
+    headers of the files of weights ───────────────────────────▶ every name is one of ours and has our shape
+
+[Note: which keys decide] transformers loads what fits by name, drops the rest without an error, and computes with the
+config it is given, not with the folder's. So each key of the family's class must agree, with its default where it is
+left out, unless it is one of HARMLESS. A key that the class does not know does nothing in transformers either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.models.weight_files import Header, UnreadableWeights, headers, read
+
+# Names and versions; ids of single words, which the data decides here; what only generation, drawing new weights or
+# transformers' own loss uses; and all that is random in forward, which is off in every model of ours.
+HARMLESS = {
+    *("architectures", "dtype", "id2label", "label2id", "model_type", "problem_type"),
+    *("transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("chunk_size_feed_forward", "initializer_range", "output_attentions", "output_hidden_states"),
+    *("output_router_logits", "pretraining_tp", "return_dict", "router_aux_loss_coef", "use_cache"),
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_jitter_noise"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj"),
+}
+# What older versions wrote beside the weights: tables that are computed, not trained.
+TABLES = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+FLOATS = ("F64", "F32", "F16", "BF16")
+HEADS = {"causal": ("lm_head.",), "classification": ("score.",)}
+
+
+def require_fitting(
+    config: ModelConfig, folder: Path, shape: PreTrainedConfig, module: nn.Module
+) -> None:
+    """Raises ConfigError, in one line, unless `folder` holds the weights of exactly this model.
+
+    `shape` is the config that `module`, which may be on meta, was made of. A classification head may be missing, and
+    another task's head in its place.
+    """
+    _require_config(config, folder, shape)
+    found = _without_prefix(_headers(config, folder), module)
+    expected = {name: tuple(tensor.shape) for name, tensor in _published(module).items()}
+    _require_names(config, expected, found)
+    _require_shapes(config, expected, found)
+    _require_tied(config, shape, module, found)
+
+
+def num_words(config: ModelConfig, folder: Path) -> int | None:
+    """As the folder's config.json has it."""
+    words = _config_json(config, folder).get("vocab_size")
+    return words if isinstance(words, int) else None
+
+
+# ---- config.json
+
+
+def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -> None:
+    written = _config_json(config, folder)
+    kind = written.get("model_type")
+    if kind != config.family:
+        problem = f"its config.json says model_type={kind}, not {config.family}"
+        _refuse(config, problem, f"choose weights of model.family={config.family}")
+    for key in ("auto_map", "quantization_config"):
+        if written.get(key):
+            why = "code of its own" if key == "auto_map" else "weights that are no plain numbers"
+            remedy = "choose a folder without it"
+            _refuse(config, f"its config.json has {key}, which means {why}", remedy)
+    try:
+        theirs = AutoConfig.for_model(config.family, **_without_type(written))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
+    pairs = list(_differences(_effective(ours), _effective(theirs)))
+    if pairs:
+        theirs_told = ", ".join(f"{key}={_shown(value)}" for key, _, value in pairs)
+        ours_told = ", ".join(_shown(value) for _, value, _ in pairs)
+        use = " ".join(_override(config, key, value) for key, _, value in pairs)
+        remedy = f"use {use}, or, if you mean another function, change its config.json"
+        problem = (
+            f"its config.json has {theirs_told} where model.name={config.name} has {ours_told}"
+        )
+        _refuse(config, problem, remedy)
+
+
+def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    try:
+        written = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        problem = "no config.json in it, so nothing tells which model its weights are"
+        _refuse(config, problem, "add the one that was published with them")
+    except (OSError, ValueError) as error:
+        _refuse(config, f"its config.json can not be read ({error})", "repair it")
+    if not isinstance(written, dict):
+        _refuse(config, "its config.json is no mapping", "repair it")
+    return written
+
+
+def _without_type(written: dict[str, Any]) -> dict[str, Any]:
+    """Without what is `for_model`'s own argument, and what only makes a config out of nothing."""
+    return {key: value for key, value in written.items() if key != "model_type"}
+
+
+def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
+    """What decides the function, flat and with what null stands for; keys of its class alone."""
+    known = set(type(shape)().to_dict())
+    values = {key: value for key, value in shape.to_dict().items() if key in known - HARMLESS}
+    width, heads = shape.hidden_size, shape.num_attention_heads
+    if "head_dim" in values:
+        values["head_dim"] = values["head_dim"] or width // heads
+    if "n_inner" in values:
+        values["n_inner"] = values["n_inner"] or 4 * width
+    rope = values.pop("rope_parameters", None) or {}
+    return {**values, **{f"rope_parameters.{key}": value for key, value in rope.items()}}
+
+
+def _differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in (*ours, *(key for key in theirs if key not in ours)):
+        if ours.get(key) != theirs.get(key):
+            yield key, ours.get(key), theirs.get(key)
+
+
+def _override(config: ModelConfig, key: str, value: Any) -> str:
+    """As it must be typed: what the model's YAML does not have is added with a plus."""
+    there: Any = config.hf_config
+    for part in key.split("."):
+        there = there.get(part, ...) if isinstance(there, Mapping) else ...
+    return f"{'+' if there is ... else ''}model.hf_config.{key}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+# ---- files of weights
+
+
+def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
+    try:
+        return headers(folder)
+    except UnreadableWeights as error:
+        _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
+
+
+def _published(module: nn.Module) -> dict[str, Tensor]:
+    """Names and shapes as the family's files have them, each tied tensor once."""
+    return revert_weight_conversion(
+        cast(Any, module), {name: p.detach().to("meta") for name, p in module.named_parameters()}
+    )
+
+
+def _without_prefix(found: dict[str, Header], module: nn.Module) -> dict[str, Header]:
+    """The names as the model with its head has them: a model saved without one lacks the first part."""
+    prefix = f"{cast(Any, module).base_model_prefix}."
+    heads = tuple(head for names in HEADS.values() for head in names)
+    if not any(name.startswith(prefix) for name in found):
+        found = {n if n.startswith(heads) else prefix + n: h for n, h in found.items()}
+    return {name: header for name, header in found.items() if not TABLES.search(name)}
+
+
+# ---- what must agree
+
+
+def _require_names(
+    config: ModelConfig, expected: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    heads = tuple(head for names in HEADS.values() for head in names)
+    may_lack = HEADS["classification"] if config.task == "classification" else ()
+    may_have = HEADS["causal"] if config.task == "classification" else ()
+    # A head that is tied to the embedding lies in some files beside it; its values are compared below.
+    may_have = (*may_have, *(head for head in HEADS["causal"] if config.task == "causal"))
+    missing = sorted(name for name in set(expected) - set(found) if not name.startswith(may_lack))
+    extra = sorted(name for name in set(found) - set(expected) if not name.startswith(may_have))
+    if extra:
+        remedy = "choose weights of this model; these would be left out in silence"
+        if all(name.startswith(heads) for name in extra):
+            remedy = "choose weights without this head, or the task it is for"
+        _refuse(config, f"{_told(extra)} in it, not in model.name={config.name}", remedy)
+    if missing:
+        remedy = "choose weights of this model"
+        _refuse(config, f"{_told(missing)} of model.name={config.name}, not in it", remedy)
+
+
+def _require_shapes(
+    config: ModelConfig, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Header]
+) -> None:
+    for name, header in found.items():
+        if header.dtype not in FLOATS:
+            problem = f"{name} is {header.dtype} in {header.file.name}"
+            _refuse(config, problem, f"use weights in one of {', '.join(FLOATS)}")
+        shape = expected.get(name, header.shape)
+        if header.shape != shape:
+            problem = (
+                f"{name} is {_by(header.shape)} in it, {_by(shape)} in model.name={config.name}"
+            )
+            _refuse(config, problem, "choose weights of this model, or change model.hf_config")
+
+
+def _require_tied(
+    config: ModelConfig, shape: PreTrainedConfig, module: nn.Module, found: Mapping[str, Header]
+) -> None:
+    """A file may hold the tied tensor twice; where the two differ, transformers would untie them."""
+    (head,) = HEADS["causal"]
+    words = cast(Any, module).get_input_embeddings().weight
+    (name,) = (name for name, p in module.named_parameters() if p is words)
+    beside = f"{head}weight"
+    if config.task != "causal" or not shape.tie_word_embeddings or beside not in found:
+        return
+    if not torch.equal(read(found[beside]), read(found[name])):
+        problem = f"{beside} differs from {name} in it, model.name={config.name} ties them"
+        _refuse(config, problem, "choose weights of this model")
+
+
+def _told(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} parameters, first {names[0]},"
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
+
+
+def _refuse(config: ModelConfig, problem: str, remedy: str) -> NoReturn:
+    raise ConfigError(f"model.weights={config.weights}: {problem}; {remedy}")

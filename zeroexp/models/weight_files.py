@@ -1,0 +1,79 @@
+"""The files of weights in a folder: the name, shape and dtype of every tensor, without reading its values."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+NAMES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order; each also as an index
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+class UnreadableWeights(ValueError):
+    """One line that names the file."""
+
+
+@dataclass(frozen=True)
+class Header:
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' words: F32, BF16, I8, ...
+    file: Path
+    key: str  # its name in the file
+
+
+def headers(folder: Path) -> dict[str, Header]:
+    """Of every tensor that transformers would read from `folder`. Raises UnreadableWeights."""
+    found: dict[str, Header] = {}
+    for file in _files(folder):
+        try:
+            found.update(_in(file))
+        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UnreadableWeights(f"{file.name}: {reason}") from error
+    return found
+
+
+def read(header: Header) -> Tensor:
+    if header.file.suffix == ".bin":
+        return torch.load(header.file, map_location="cpu", weights_only=True, mmap=True)[header.key]
+    with safe_open(header.file, "pt") as opened:
+        return opened.get_tensor(header.key)
+
+
+def _files(folder: Path) -> list[Path]:
+    for name in NAMES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            try:
+                names = json.loads(index.read_text())["weight_map"].values()
+                return [folder / name for name in sorted(set(names))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UnreadableWeights(f"{index.name}: no index of files") from error
+    raise UnreadableWeights(f"no {' or '.join(NAMES)}, and no index of several")
+
+
+def _in(file: Path) -> Iterator[tuple[str, Header]]:
+    if file.suffix == ".bin":
+        tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        for key, tensor in tensors.items():
+            dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
+            yield key, Header(tuple(tensor.shape), dtype, file, key)
+        return
+    with safe_open(file, "pt") as opened:
+        for key in opened.offset_keys():
+            tensor = opened.get_slice(key)
+            yield key, Header(tuple(tensor.get_shape()), tensor.get_dtype(), file, key)
