@@ -27,7 +27,12 @@ class ZeroexpLauncher(Launcher):
         self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
         # Before a sweeper writes there. Imported here: Hydra loads this file for every app.
         from zeroexp.check.outputs import require_writable
+        from zeroexp.config import ConfigError
 
+        batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
+        if batch is not None and batch < 1:
+            key = f"hydra.sweeper.max_batch_size={batch}"
+            raise ConfigError(f"{key}: too small; use at least 1, or leave it null")
         for key in ("outputs", "hydra.sweep.dir"):
             folder = OmegaConf.select(config, key)
             require_writable(f"{key}={folder}", folder, "choose a folder that is yours")

@@ -170,7 +170,7 @@ def python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     return done.stdout
 
@@ -203,7 +203,7 @@ def zeroexp(*words: str, cwd: Path = ROOT, path: Path = ROOT) -> subprocess.Comp
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -231,7 +231,7 @@ def test_installed_package_brings_its_yaml_and_launcher(tmp_path):
         if name.startswith(("zeroexp/", "conf/", "hydra_plugins/")) or "/" not in name:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([*build, "-w", tmp_path, copy], check=True, timeout=120)
+    subprocess.run([*build, "-w", tmp_path, copy], check=True, timeout=600)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

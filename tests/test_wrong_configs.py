@@ -122,6 +122,14 @@ WRONG = {
         "data.path=. is read; leave it null",
     ),
     "model=moe_tiny model.weights=me/moe": ("model.weights=me/moe:", "leave it null"),
+    "model=moe_tiny strategy=zero2 strategy.implementation=torch": (
+        "strategy.implementation=torch:",
+        "ranks skip different experts",
+    ),
+    "model=moe_tiny strategy.implementation=torch data.seq_len=2": (
+        "strategy.implementation=torch:",
+        "use buffer, or model=mixtral_tiny",
+    ),
     # explicit settings that the chosen path would ignore
     "strategy.owners=greedy": ("strategy.owners=greedy:", "leave it null"),
     "strategy=zero2 strategy.prefetch=2": ("strategy.prefetch=2:", "leave it null"),
@@ -153,6 +161,49 @@ WRONG = {
     "-m strategy=ddp,zero4": ("strategy=zero4:", "use one of"),
     "-m strategy.implementation=buffer,bufer": ("strategy.implementation=bufer:", "buffer?"),
     "-m world_size=2,0": ("world_size=0:", "use 1 or more"),
+    # a typo beside swept words is told, not the commas
+    "strategy=ddp,zero1 train.stepz=3": ("train.stepz=3:", "did you mean train.steps"),
+    "-m world_size=1,2 optimzer.lr=3": ("optimzer.lr=3:", "did you mean optimizer.lr"),
+    "-m strategy=ddp,zero1 optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
+    "-m strategy=ddp,zero1 model=tinyy": ("model=tinyy:", "did you mean tiny?"),
+    # words that Hydra, the file system or torch would answer with a traceback
+    "world_size=[1,2]": ("world_size=[1, 2]:", "use 1 or more"),
+    "-m train.steps=range(5,5)": ("no point to run:", "is empty"),
+    "-m model=glob(zz*)": ("no point to run:", "is empty"),
+    "study.name=a/b": ("study.name=a/b:", "use letters"),
+    "study.name=..": ("study.name=..:", "use letters"),
+    "study.name=": ("study.name=:", "use letters"),
+    f"study.name={'x' * 300}": ("study.name=xxxx", "at most 100"),
+    f"resume={'x' * 300}": ("resume=xxxx", "File name too long"),
+    "outputs=": ("outputs=:", "use outputs=outputs"),
+    "model=null": ("model=null:", "use one of gpt2_tiny"),
+    "strategy=null": ("strategy=null:", "use one of ddp"),
+    "train.steps=???": ("train.steps=???:", "give it one"),
+    "hydra.sweeper.max_batch_size=0": ("hydra.sweeper.max_batch_size=0:", "at least 1"),
+    "--resolve": ("--resolve:", "--cfg job --resolve"),
+    "--experimental-rerun x": ("--experimental-rerun:", "--rerun outputs/<sweep>"),
+    "--shell-completion": ("--shell-completion:", "leave it out"),
+    # numbers that no comparison refuses, and settings that would do nothing
+    "optimizer.lr=nan": ("optimizer.lr=nan:", "use a finite one"),
+    "optimizer.weight_decay=inf": ("optimizer.weight_decay=inf:", "use a finite one"),
+    "study.loss_agreement=nan": ("study.loss_agreement=nan:", "use a finite one"),
+    "+model.hf_config.rms_norm_eps=nan": ("model.hf_config.rms_norm_eps=nan:", "finite"),
+    "cluster.dry_run=true": ("cluster.dry_run=true:", "use cluster=slurm"),
+    "cluster.wait=false": ("cluster.wait=false:", "use cluster=slurm"),
+    "optimizer.warmup_steps=1000": ("optimizer.warmup_steps=1000:", "use at most 23"),
+    # models that can not be built
+    "model.hf_config.hidden_size=many": ("model.hf_config of model.name=small:", "hidden_size"),
+    "model.hf_config.hidden_size=63": ("model.hf_config of model.name=small:", "63"),
+    "model.hf_config.num_attention_heads=0": ("model.hf_config of model.name=small:", ""),
+    "model.hf_config.num_hidden_layers=0": ("model.hf_config of model.name=small:", "one layer"),
+    "+model.hf_config.rms_norm_eps=tiny": ("model.hf_config of model.name=small:", "rms_norm_eps"),
+    "+model.hf_config.layers=3": ("model.hf_config.layers:", "has no such key"),
+    "model=mlp_tiny data=vectors model.mlp.width=wide": ("model.mlp.width=wide:", "above 0"),
+    "model=mlp_tiny data=vectors model.mlp.depth=0": ("model.mlp.depth=0:", "above 0"),
+    "model=moe_tiny model.moe.top_k=5": ("model.moe.top_k=5:", "there are 4 experts"),
+    "model=moe_tiny model.moe.num_heads=3": ("model.moe.num_heads=3:", "use one that does"),
+    "model=moe_tiny model.moe.num_experts=0": ("model.moe.num_experts=0:", "above 0"),
+    "model=moe_tiny +model.moe.experts=3": ("model.moe.experts:", "no such key"),
     # a study whose every point is excluded
     "study=compare strategy=zero1_allreduce": ("study=compare:", "study.include"),
     # --rerun
@@ -341,7 +392,7 @@ def test_from_the_outside_a_mistake_is_one_line_and_exit_code_2(tmp_path):
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("zeroexp: world_size=0: ") and done.stderr.count("\n") == 1

@@ -28,6 +28,16 @@ MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 # Keys of others' vocabulary: unknown here, so that one may be added.
 FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
 
+# Flags of Hydra that show something and run nothing; and those that can not work with sweeps of ours.
+ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version")
+REFUSED_FLAGS = {
+    "--experimental-rerun": "use --rerun outputs/<sweep>",
+    "--shell-completion": "leave it out",
+    "-sc": "leave it out",
+    "--run": "leave it out: every run is a sweep, of one point too",
+    "-r": "leave it out: every run is a sweep, of one point too",
+}
+
 # What OmegaConf complains of, and what to do about it.
 HINTS = {
     "to Integer": "use a whole number",
@@ -70,7 +80,14 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised, not printed: `explain` does that
     ConfigStore.instance().store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
-    sys.argv[1:] = [word for word in arguments if word not in ("-m", "--multirun")]
+    words = [word for word in arguments if word not in ("-m", "--multirun")]
+    _refuse_flags(words)
+    # Said aloud, or Hydra blames commas where another word is wrong: it reads hydra.mode after all words.
+    sys.argv[1:] = (
+        words
+        if any(word.partition("=")[0] in ONLY_SHOW for word in words)
+        else ["--multirun", *words]
+    )
 
     raised: list[Exception] = []  # by ourselves, on the way through Hydra
 
@@ -92,6 +109,21 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
         print(f"zeroexp: hydra/sweeper: {_first_line(error)}", file=sys.stderr)
 
 
+def _refuse_flags(words: list[str]) -> None:
+    """Hydra's own that end in a traceback here, and groups without an option."""
+    for flag, remedy in REFUSED_FLAGS.items():
+        if flag in words:
+            raise ConfigError(f"{flag}: not available; {remedy}")
+    if "--resolve" in words and not any(word.partition("=")[0] in ONLY_SHOW for word in words):
+        raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
+    groups = [item.name for item in fields(Config) if (_conf() / item.name).is_dir()]
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and key in groups and value in ("null", "None", ""):
+            options = sorted(path.stem for path in (_conf() / key).glob("*.yaml"))
+            raise ConfigError(f"{word}: no option; use one of {', '.join(options)}")
+
+
 def _conf() -> Path:
     """The folder of YAML: inside the package where it is installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent
@@ -108,6 +140,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; write key=value, lists as key=[1,2]"
     text = str(error)
+    if isinstance(error, ConfigError):  # our own words, not to be taken for Hydra's
+        return text
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
     if match := re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}"):

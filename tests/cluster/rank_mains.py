@@ -38,7 +38,8 @@ def write_lines(folder: Path, *, device: str) -> None:
     with (folder / "records.jsonl").open("a", buffering=1) as file:
         for step in range(5):
             file.write(json.dumps({"step": step}) + "\n")
-            time.sleep(0.02)
+            while not (folder / f"seen{step}").exists():  # by who follows the job while it runs
+                time.sleep(0.01)
 
 
 def meet(folder: Path, *, device: str) -> None:

@@ -41,7 +41,7 @@ def run(disk: Path, *settings: str) -> tuple[subprocess.CompletedProcess[str], J
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     (config,) = disk.glob("*/*/config.yaml")
     return done, Job(config.parent)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import rank_code
 from tests.cluster.test_local import make_job as make_light_job
 from tests.cluster.test_local import run
 from tests.test_rank import make_job as make_training_job
@@ -19,13 +20,8 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 from zeroexp.tracking.out_of_memory import shortage
 
+HUNGRY = "tests.cluster.hungry_ranks:main"
 GROUPS = Path("/sys/fs/cgroup/memory")
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalCluster]:
-    with LocalCluster(Config().cluster, rank_main="tests.cluster.hungry_ranks:main") as local:
-        yield local
 
 
 @pytest.mark.parametrize(
@@ -35,7 +31,7 @@ def local() -> Iterator[LocalCluster]:
 def test_what_was_refused_is_told(
     local: LocalCluster, tmp_path: Path, what: str, exception: str, asked: int | None
 ) -> None:
-    outcome = run(local, make_light_job(tmp_path / what))
+    outcome = run(local, make_light_job(tmp_path / what, main=HUNGRY))
     assert outcome.status == "out_of_memory"
     assert outcome.cause is not None
     assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, exception)
@@ -52,6 +48,7 @@ def test_a_model_that_does_not_fit_ends_the_run_as_such(
     local: LocalCluster, tmp_path: Path
 ) -> None:
     job = make_training_job(tmp_path / "train", model__mlp={"width": 8192, "depth": 1})
+    rank_code.choose(job.folder, HUNGRY)
     outcome = run(local, job)
     assert outcome.status == "out_of_memory", outcome.cause
     assert outcome.cause is not None
@@ -80,13 +77,13 @@ def limited_to(num_bytes: int) -> Iterator[Path]:
 
 
 def test_the_kernel_kills_without_a_word(tmp_path: Path) -> None:
-    with limited_to(256 << 20) as group:
-        main = "tests.cluster.hungry_ranks:main"
-        with LocalCluster(Config().cluster, rank_main=main) as local:
-            assert local._server is not None
-            run(local, make_light_job(tmp_path / "ask_python"))  # what it imports counts outside
-            group.write_text(str(local._server._process.pid))
-            outcome = run(local, make_light_job(tmp_path / "fill_page_after_page"))
+    # A server of its own, since it stays in the group.
+    own = LocalCluster(Config().cluster, rank_main=HUNGRY)
+    with limited_to(256 << 20) as group, own:
+        assert own._server is not None
+        run(own, make_light_job(tmp_path / "ask_python"))  # what it imports counts outside
+        group.write_text(str(own._server._process.pid))
+        outcome = run(own, make_light_job(tmp_path / "fill_page_after_page"))
     assert outcome.status == "out_of_memory", outcome.cause
     assert outcome.cause is not None
     assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, "SIGKILL")

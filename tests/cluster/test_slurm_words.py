@@ -158,7 +158,7 @@ def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
         env=slurm_task(0),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     for line in ("#SBATCH --partition=gpu\n", "#SBATCH --nodes=3\n", "module purge\n"):
@@ -172,7 +172,7 @@ def test_without_slurm_a_sweep_is_refused_in_one_line(tmp_path: Path) -> None:
     empty = {**slurm_task(0), "PATH": str(tmp_path)}
     command = [sys.executable, "-m", "zeroexp", "cluster=slurm", "cluster.device=cpu"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=empty, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=empty, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -223,7 +223,7 @@ def test_a_task_costs_its_rank_next_to_nothing() -> None:
 def test_a_task_says_how_its_rank_died(
     tmp_path: Path, main: str, code: int, exception: str
 ) -> None:
-    done = subprocess.run(task(tmp_path, main), env=slurm_task(1), timeout=60)
+    done = subprocess.run(task(tmp_path, main), env=slurm_task(1), timeout=600)
     assert done.returncode == code
     found = Job(tmp_path).failure
     assert found is not None and (found["rank"], found["exception"]) == (1, exception)
@@ -231,12 +231,12 @@ def test_a_task_says_how_its_rank_died(
 
 def test_a_rank_that_is_done_does_not_wait_for_its_threads(tmp_path: Path) -> None:
     """Nor for the interpreter's end, which kills them, and with one of gloo's the process."""
-    done = subprocess.run(task(tmp_path, "leave_a_thread"), env=slurm_task(1), timeout=60)
+    done = subprocess.run(task(tmp_path, "leave_a_thread"), env=slurm_task(1), timeout=600)
     assert (done.returncode, Job(tmp_path).failure) == (0, None)
 
 
 def test_a_rank_that_can_not_start_leaves_its_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(task(tmp_path, "no_such_function"), env=slurm_task(1), timeout=60)
+    done = subprocess.run(task(tmp_path, "no_such_function"), env=slurm_task(1), timeout=600)
     assert done.returncode == 1
     found = Job(tmp_path).failure
     assert found is not None
@@ -249,7 +249,7 @@ def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
         while not (tmp_path / "pid0").exists():
             assert running.poll() is None
         os.killpg(running.pid, signal.SIGTERM)  # as Slurm does: the task and its children
-        assert running.wait(timeout=30) == 128 + signal.SIGTERM
+        assert running.wait(timeout=600) == 128 + signal.SIGTERM
     finally:
         running.kill()
     assert Job(tmp_path).failure is None

@@ -23,11 +23,14 @@ from zeroexp.config import Config, StudyConfig
 from zeroexp.tracking.files import read_records, read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
-# A second per point: a tiny model, three steps of two short samples.
-QUICK = [
-    *("model=tiny", "data.seq_len=32", "data.global_batch_size=2", "tracking=files"),
-    *("train.warmup_steps=1", "train.steps=2", "cluster.device=cpu"),
+# A second per point: three steps of two short samples, of a tiny language model, ...
+SHORT = [
+    *("data.global_batch_size=2", "tracking=files", "train.warmup_steps=1", "train.steps=2"),
+    "cluster.device=cpu",
 ]
+QUICK = ["model=tiny", "data.seq_len=32", *SHORT]
+# ... or of one for which ranks need not import transformers: half of what a sweep costs.
+LIGHT = ["model=mlp_tiny", "data=vectors", *SHORT]
 
 
 # ---- which points there are
@@ -116,7 +119,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def zeroexp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     process = start(folder, *words)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -130,10 +133,21 @@ def statuses(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Two stages by two implementations by two world sizes, `-m` in the middle of the line."""
+    """Two of a study's stages by two implementations by two world sizes, `-m` in the middle of the line."""
     folder = tmp_path_factory.mktemp("matrix")
-    words = ["strategy=zero1_allreduce,zero3", "-m", "strategy.implementation=buffer,torch"]
-    return folder, zeroexp(folder, *words, "world_size=all", *QUICK)
+    include = "include: [{strategy: [zero1_allreduce, zero3]}]"
+    stages = "hydra: {sweeper: {params: {strategy: 'zero1_allreduce,zero2,zero3'}}}"
+    study = write_study(folder, f"loss_agreement: 1e-5, {include}", stages)
+    words = [*study, "-m", "strategy.implementation=buffer,torch", "world_size=all", *QUICK]
+    return folder, zeroexp(folder, *words)
+
+
+def write_study(folder: Path, claim: str, more: str = "") -> list[str]:
+    """The words that choose it."""
+    (folder / "study").mkdir()
+    text = f"# @package _global_\nstudy: {{name: mine, {claim}}}\n{more}\n"
+    (folder / "study" / "mine.yaml").write_text(text)
+    return ["--config-dir", str(folder), "study=mine"]
 
 
 def test_every_defined_point_runs_and_the_others_are_skipped(matrix):
@@ -177,7 +191,7 @@ def test_a_run_folder_says_what_ran_where(matrix):
     run = jobs(folder)["zero3-torch-n2"]
     assert (run.config.strategy.implementation, run.config.world_size) == ("torch", 2)
     environment = json.loads((run.folder / "environment.json").read_text())
-    assert "strategy=zero1_allreduce,zero3 -m" in environment["command"]
+    assert "study=mine -m strategy.implementation=buffer,torch" in environment["command"]
     assert environment["versions"]["torch"] and environment["host"]
     assert len(environment["git"]["commit"]) == 40
     assert read_summary(run.folder) is not None
@@ -202,11 +216,10 @@ def test_the_whole_matrix_trains_alike(tmp_path):
 
 
 def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
-    """Weights that can not be read are found by the ranks; the point before and after it run."""
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"not weights")
-    weights = f"model.weights=null,{tmp_path}/weights,null"
-    done = zeroexp(tmp_path, "-m", weights, "world_size=1", *QUICK)
+    """A text of no sample is found by the ranks; the point before and after it run."""
+    (tmp_path / "short.txt").write_text("no")
+    texts = f"data.path=null,{tmp_path}/short.txt,null"
+    done = zeroexp(tmp_path, "-m", texts, "world_size=1", *QUICK)
     assert done.returncode == 1
     found = jobs(tmp_path)
     (failed,) = [job for job in found.values() if job.state["status"] == "failed"]
@@ -224,44 +237,37 @@ def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     assert (failed.folder / "earlier" / "1" / "failure.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("axis", "code", "verdict"),
-    [("world_size: '1,2'", 0, "agree"), ("optimizer.lr: '0.001,0.01'", 1, "DISAGREE")],
-)
-def test_a_study_says_whether_its_claim_holds(tmp_path, axis, code, verdict):
-    """World sizes train alike, learning rates do not; points outside of `include` are no part of it."""
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "mine.yaml").write_text(
-        "# @package _global_\n"
-        "study: {name: mine, loss_agreement: 1e-5, include: [{strategy: [zero2]}]}\n"
-        f"hydra: {{sweeper: {{params: {{strategy: 'zero2,zero3', {axis}}}}}}}\n"
-    )
-    done = zeroexp(tmp_path, "--config-dir", str(tmp_path), "study=mine", *QUICK)
-    assert done.returncode == code, done.stderr
-    assert f"2 loss curves {verdict}" in done.stdout
-    assert list(statuses(tmp_path).values()) == ["done", "done"]
-    assert all(job.folder.parent.name == "mine" for job in jobs(tmp_path).values())
-    assert all(job.config.strategy.name == "zero2" for job in jobs(tmp_path).values())
+def test_a_study_says_that_its_claim_holds(matrix):
+    """World sizes train alike; points outside of `include` are no part of it."""
+    folder, done = matrix
+    assert "6 loss curves agree" in done.stdout
+    assert all(job.folder.parent.name == "mine" for job in jobs(folder).values())
+    assert all(job.config.strategy.name != "zero2" for job in jobs(folder).values())
 
 
 def test_ctrl_c_cancels_what_has_not_ended(tmp_path):
-    process = start(tmp_path, "-m", "strategy=zero2,zero3", *QUICK, "train.steps=100000")
+    process = start(tmp_path, "-m", "strategy=zero2,zero3", *LIGHT, "train.steps=10000000")
     running = tmp_path / "outputs"
-    deadline = time.monotonic() + 60
     while not list(running.glob("*/zero2-buffer-n2/records.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in err
     assert statuses(tmp_path) == {"zero2-buffer-n2": "cancelled", "zero3-buffer-n2": "cancelled"}
     assert "--rerun" in out
 
 
-def test_a_sweeper_that_learns_gets_the_losses(tmp_path):
-    """Not Hydra's own: it launches one point after another and needs each result for the next."""
-    done = zeroexp(tmp_path, "hydra/sweeper=halving", "world_size=1", *QUICK)
-    assert done.returncode == 0, done.stderr
+def test_a_sweeper_that_learns_gets_the_losses_and_the_study_its_verdict(tmp_path):
+    """Not Hydra's own: it launches one point after another and needs each result for the next.
+
+    Learning rates do not train alike.
+    """
+    study = write_study(tmp_path, "loss_agreement: 1e-5")
+    done = zeroexp(tmp_path, *study, "hydra/sweeper=halving", "world_size=1", *LIGHT)
+    assert done.returncode == 1, done.stderr
+    assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
+    assert "3 loss curves DISAGREE" in done.stdout
     told = json.loads((tmp_path / "halving.json").read_text())
     assert len(told) == 3 and all(loss > 0 for _, loss in told)
     losses = {
@@ -284,7 +290,7 @@ needs_optuna = pytest.mark.skipif(
 
 @needs_optuna
 def test_optuna_minimises_the_final_loss(tmp_path):
-    done = zeroexp(tmp_path, *OPTUNA, *QUICK)
+    done = zeroexp(tmp_path, *OPTUNA, *LIGHT)
     assert done.returncode == 0, done.stderr
     found = [
         (read_summary(job.folder).final_loss, job.config.optimizer.lr)

@@ -31,11 +31,24 @@ PACKET_BYTES = MAX_NAME_BYTES = 4096
 NAME = re.compile(r"rank (\d+) on \S+")
 
 
+class Clock:
+    """The machine's; a test has one that it moves itself."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def select(
+        self, selector: selectors.BaseSelector, seconds: float
+    ) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready to be read, at the latest when so many seconds have passed."""
+        return selector.select(seconds)
+
+
 @dataclass
 class Peer:
     socket: socket.socket
     name: str  # "rank 1 on node2"
-    heard: float  # time.monotonic() of its last beat
+    heard: float  # the time of its last beat
     left: bool = False
 
 
@@ -54,7 +67,9 @@ class Heartbeat:
         *,
         name_of: Callable[[int], str] = "rank {}".format,
         start_seconds: float = START_SECONDS,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or Clock()
         host, _, port = address.rpartition(":")
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
         self._period, self._start = period_seconds, start_seconds
@@ -65,7 +80,7 @@ class Heartbeat:
         self._listener: socket.socket | None = None
         self._calls = rank != 0
         self._next_beat = self._next_call = 0.0
-        self._looked = time.monotonic()  # at the peers' silence
+        self._looked = self._clock.now()  # at the peers' silence
         self._all_by = self._looked + self._start + self._period  # then nobody may be missing
         if rank == 0 and world_size > 1:
             self._listen(int(port), world_size)
@@ -80,7 +95,9 @@ class Heartbeat:
         self._selector.register(child, selectors.EVENT_READ)
         try:
             while True:
-                ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
+                ready = [
+                    key.fileobj for key, _ in self._clock.select(self._selector, self._pause())
+                ]
                 if child in ready:
                     return self._hear([key.fileobj for key, _ in self._selector.select(0)])
                 if words := self._hear(ready) or self._silent() or self._never_came():
@@ -118,7 +135,7 @@ class Heartbeat:
 
     def _pause(self) -> float:
         due = self._next_call if self._calls else self._next_beat
-        return max(0.0, due - time.monotonic())
+        return max(0.0, due - self._clock.now())
 
     def _hear(self, ready: Sequence[object]) -> str | None:
         """Take in what has come; who hung up without a word, if anybody did."""
@@ -141,11 +158,11 @@ class Heartbeat:
             return False
         if BYE in packet:
             peer.left = True
-        peer.heard = time.monotonic()
+        peer.heard = self._clock.now()
         return bool(packet)
 
     def _silent(self) -> str | None:
-        now = time.monotonic()
+        now = self._clock.now()
         if now - self._looked > self._period / 2:  # we slept ourselves: stopped, or short of CPU
             self._all_by += now - self._looked
             for peer in self._peers.values():
@@ -157,7 +174,7 @@ class Heartbeat:
         return None
 
     def _never_came(self) -> str | None:
-        if not self._missing or time.monotonic() < self._all_by:
+        if not self._missing or self._clock.now() < self._all_by:
             return None
         host, port = self._hub
         first, *others = sorted(self._missing)
@@ -170,7 +187,7 @@ class Heartbeat:
 
     def _speak(self) -> bool:
         """True where it was time for a beat."""
-        now = time.monotonic()
+        now = self._clock.now()
         if self._calls and now >= self._next_call:
             self._call()
             self._next_call = now + SECONDS_BETWEEN_CALLS
@@ -190,7 +207,7 @@ class Heartbeat:
         else:
             answered = True
             self._calls = not self._meet(connection)
-        self._looked = time.monotonic()  # we were busy, not asleep
+        self._looked = self._clock.now()  # we were busy, not asleep
         if answered:
             self._all_by = self._looked + self._start + self._period
 
@@ -207,7 +224,7 @@ class Heartbeat:
             connection.close()
             return False
         self._missing.discard(int(said[1]))
-        self._peers[connection] = Peer(connection, name, time.monotonic())
+        self._peers[connection] = Peer(connection, name, self._clock.now())
         self._selector.register(connection, selectors.EVENT_READ)
         return True
 

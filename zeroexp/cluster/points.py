@@ -10,7 +10,7 @@ from typing import Any
 from zeroexp.check import check
 from zeroexp.check.refusal import value_of
 from zeroexp.checkpoint.resume import resolve_resume
-from zeroexp.config import Config, UndefinedCombination, from_mapping, resolve
+from zeroexp.config import Config, ConfigError, UndefinedCombination, from_mapping, resolve
 
 IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
 TOO_LONG_FOR_A_NAME = ("resume",)
@@ -55,6 +55,12 @@ def _point(overrides: Sequence[str], config: Config) -> Point:
         config = replace(config, resume=resolve_resume(config))
     except UndefinedCombination as error:
         refusal = str(error)
+    except OSError as error:
+        shown = str(config.resume)[:100]
+        remedy = "use latest, a run's folder, or one of its checkpoints"
+        raise ConfigError(
+            f"resume={shown}: can not be read ({error.strerror}); {remedy}"
+        ) from error
     return Point(_name(overrides, config), resolve(config), refusal)
 
 

@@ -23,7 +23,7 @@ from zeroexp.cluster.points import Point, points_of
 from zeroexp.cluster.queue import Queue, stop
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ClusterConfig, ConfigError, save
+from zeroexp.config import ClusterConfig, Config, ConfigError, save
 from zeroexp.report.agreement import judge
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
@@ -61,6 +61,9 @@ class Sweep:
 
         Raises ConfigError, before anything runs, where a word is wrong or no point is left to run.
         """
+        if not batch:
+            remedy = "a range, glob or choice on the command line is empty; add to it"
+            raise ConfigError(f"no point to run: {remedy}")
         points = [points_of(overrides, values) for overrides, values in batch]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
         jobs = [[self._admit(point) for point in one] for one in points]
@@ -122,6 +125,7 @@ class Sweep:
                 require_slurm()
             if not point.refusal:
                 check_inputs(point.config)
+                _check_model(point.config)
 
     def _admit(self, point: Point) -> Job:
         """The point's folder with all that is known before it runs."""
@@ -221,6 +225,13 @@ class Sweep:
         verdict = judge(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
         print("\n" + "\n".join(verdict.lines()))
         return verdict.holds
+
+
+def _check_model(config: Config) -> None:
+    # Here and not above: torch and transformers take seconds to import, and a line with a wrong word needs neither.
+    from zeroexp.models.beforehand import check_model
+
+    check_model(config)
 
 
 def _ended(job: Job) -> bool:

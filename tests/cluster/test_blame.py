@@ -1,0 +1,49 @@
+"""Which of several dead ranks is the cause, and that nothing of them is left open. Real processes, which do nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroexp.cluster.supervise import Rank, end, supervise
+from zeroexp.tracking.json_files import read_json
+
+# "ended by": an exit code, or a signal as a negative number
+CASES = [
+    ([1, -signal.SIGKILL], 1),  # killed: rank 0 met the consequence
+    ([-signal.SIGKILL, 1], 0),
+    ([-signal.SIGABRT, -signal.SIGKILL], 1),  # C++ aborts on a peer that is lost
+    ([0, 3, 1], 2),
+    ([1, 1], 0),
+    ([0, -signal.SIGSEGV, -signal.SIGABRT], 1),
+]
+
+
+def dead(rank: int, ended_by: int) -> Rank:
+    """A process that has ended already, and that nobody has asked about yet."""
+    how = f"os.kill(os.getpid(), {-ended_by})" if ended_by < 0 else f"os._exit({ended_by})"
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"import os; os.setpgid(0, 0); {how}"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    process.returncode = 0  # who supervises reaps it
+    return Rank(rank, process.pid, os.pidfd_open(process.pid))
+
+
+@pytest.mark.parametrize(("ended_by", "guilty"), CASES)
+def test_of_ranks_that_died_together_the_first_cause_is_told(
+    tmp_path: Path, ended_by: list[int], guilty: int
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ranks = [dead(rank, how) for rank, how in enumerate(ended_by)]
+        assert supervise(ranks, tmp_path, ours, timeout_seconds=60) == "failed"
+        end(ranks)
+    cause = read_json(tmp_path / "failure.json")
+    assert cause is not None and cause["rank"] == guilty
+    assert os.listdir("/proc/self/fd") == before
