@@ -2,6 +2,8 @@
 #   make run          the main job: one model trained under every ZeRO implementation on two local ranks
 #   make test         what every change must pass (README: how long it takes)
 #   make test-all     and the stress, full-matrix, browser and Slurm tests
+#   make mutants      200 small bugs put into the sources, by chance: the tests should find 95 of 100 (tests/mutation/run.py)
+#   make wide         strangers' training code under every stage, layout and unit; hundreds of drawn models
 #   make lint         ruff and pyright
 #   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
 #   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
@@ -15,17 +17,28 @@ export OMP_NUM_THREADS ?= 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DISABLE_MLFLOW_INTEGRATION := true
 
-.PHONY: run test test-all lint bench bench-quick bench-checkpoints report clean
+.PHONY: run test test-all wide mutants lint bench bench-quick bench-checkpoints report clean
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
 	timeout 1200 $(BIN)/python -m zeroexp -m study=compare
 
-test: .venv/test.stamp
-	timeout 900 $(BIN)/python -m pytest -q -m "not slow and not slurm and not browser"
+# Two processes that take a file each in turn. Most tests wait for processes of their own, on any number of cores.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: .venv/test.stamp
-	timeout 2400 $(BIN)/python -m pytest -q
+# No limit for all of it: each test has one (pyproject.toml), and whoever stops a run is told what has not run.
+test: .venv/test.stamp
+	$(BIN)/python -m pytest -q $(IN_TWO) --durations=25 -m "not slow and not slurm and not browser and not wide"
+
+# The rest one after another: daemons, and as many processes as two cores can bear.
+test-all: test
+	$(BIN)/python -m pytest -q --durations=25 -m "slow or slurm or browser"
+
+wide: .venv/test.stamp
+	$(BIN)/python -m pytest -q -n 2 -m wide
+
+mutants: .venv/test.stamp
+	$(BIN)/python -m tests.mutation.run --number 200 --jobs 2
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check

@@ -24,7 +24,8 @@ from benchmarks.links import open_link
 from benchmarks.peers import Limit
 from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp import world as worlds
-from zeroexp.sharding import direct
+from zeroexp.sharding import direct, tally
+from zeroexp.sharding.bell import Bell
 from zeroexp.sharding.shared_memory import Arena, SharedChannel
 from zeroexp.strategies.sharded import Sharded
 
@@ -33,11 +34,11 @@ PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "forward": [(Training, "_loss")],
     "backward": [(Limit, "backward"), (Sharded, "backward")],
     "optimizer": [(Limit, "step"), (Sharded, "_update")],
-    "norm": [(Sharded, "_sum_squares")],
+    "norm": [(tally, "sum_squares")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],
-    "wait": [(SharedChannel, "read_message"), (Arena, "_read_any_message")],
+    "wait": [(Bell, "wait_until")],
 }
 OTHER = "other"
 DEFAULT = ["zero1_buffer", "zero2_buffer", "zero3_buffer"]

@@ -111,10 +111,16 @@ def compare(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _compare_group(comparison: Comparison, group: Sequence[str]) -> list[dict[str, Any]]:
+    with open_link(comparison.link) as link, running(comparison, group, link) as engines:
+        return rows_of(comparison, engines, link.payload_bytes_per_second)
+
+
+def rows_of(
+    comparison: Comparison, engines: dict[str, Ranks], capacity: float | None
+) -> list[dict[str, Any]]:
+    """A row of each engine that comes through all its turns; one that dies is left out."""
     load_before = os.getloadavg()[0]
-    with open_link(comparison.link) as link, _running(comparison, group, link) as engines:
-        turns = _take_turns(comparison, engines)
-        capacity = link.payload_bytes_per_second
+    turns = _take_turns(comparison, engines)
     rows = [_row(comparison, engine, turns[engine]) for engine in turns]
     for row in rows:
         row["load_before"] = load_before
@@ -123,9 +129,7 @@ def _compare_group(comparison: Comparison, group: Sequence[str]) -> list[dict[st
 
 
 @contextlib.contextmanager
-def _running(
-    comparison: Comparison, group: Sequence[str], link: Link
-) -> Iterator[dict[str, Ranks]]:
+def running(comparison: Comparison, group: Sequence[str], link: Link) -> Iterator[dict[str, Ranks]]:
     """The ranks of every engine that starts; one that does not is named and left out."""
     started: dict[str, Ranks] = {}
     try:

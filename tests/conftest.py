@@ -1,9 +1,18 @@
-"""What every test may ask for: `ranks(function, *args, world_size=2)`, see tests/ranks.py."""
+"""What every test may ask for: `ranks(function, *args, world_size=2)`, see tests/ranks.py, and `local`, a cluster.
+
+Also how a run goes: `make test` has two processes, each takes whole files; whoever stops a run is told what it missed.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 # Before torch is imported anywhere: two ranks on two cores each compute with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,7 +21,10 @@ import hypothesis
 import pytest
 import torch
 
+from tests import rank_code
 from tests.ranks import Ranks
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.config import Config
 
 torch.set_num_threads(1)
 
@@ -27,3 +39,67 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One for all tests: its server imports once, for five seconds of a core. What its ranks do: tests/rank_code.py."""
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ZEROEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+            own = LocalCluster(Config().cluster, rank_main=rank_code.MAIN)
+            cluster = stack.enter_context(own)
+        yield cluster
+
+
+# ---- how a run goes
+
+
+class Run:
+    """Knows which tests were to run and which have: in the one process that tells of it."""
+
+    def __init__(self) -> None:
+        self._chosen: list[str] = []
+        self._ended: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._chosen = self._chosen or [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._chosen = ids
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        missed = Counter(name.split("::")[0] for name in self._chosen if name not in self._ended)
+        if missed:
+            terminalreporter.section(f"{missed.total()} tests have not run to their end")
+            for file, number in missed.items():
+                terminalreporter.write_line(f"{number:5} of {file}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers that take long to start come first: else one of two processes works alone in the end."""
+    items.sort(key=lambda item: "tests/tracking" not in item.nodeid)
+
+
+def stop(number: int, frame: object) -> None:
+    """`timeout` and CI end a run so, some twice: it then says what it knows, as after Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    raise KeyboardInterrupt
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, stop)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Run())
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: collections of garbage need not look at it again."""
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])  # also for the ranks of benchmarks
+    gc.collect()
+    gc.freeze()

@@ -7,12 +7,12 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.composing import composed, options
+from zeroexp import hub
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed
 from zeroexp.data.build import Data, build_data
@@ -319,11 +320,14 @@ def test_labels_that_the_head_does_not_have_are_refused(tmp_path):
         opened("yelp", "smollm2_360m_yelp", path=str(file))
 
 
-def test_reviews_that_can_not_be_had_fail_within_seconds():
-    start = time.monotonic()
+def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeypatch):
+    """The client of the hub would, for half a minute, if it were not told to look into its cache alone."""
+    monkeypatch.setattr(hub, "online", lambda: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     with pytest.raises(ConfigError, match=r"data.source=zeroexp-tests/none: .*set data.path"):
         opened("yelp", "smollm2_360m_yelp", source="zeroexp-tests/none")
-    assert time.monotonic() - start < 10
+    assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 # --- tokenizers
@@ -374,7 +378,7 @@ print(sorted(path.name for path in packed.cached({"test": "race"}, write).iterdi
 
 def test_ranks_that_start_together_write_once():
     racers = [subprocess.Popen([sys.executable, "-c", RACER], stdout=subprocess.PIPE) for _ in "ab"]
-    seen = [racer.communicate(timeout=60)[0] for racer in racers]
+    seen = [racer.communicate(timeout=600)[0] for racer in racers]
     assert seen[0].startswith(b"['by-") and seen[0].endswith(b", 'first']\n")
     assert seen == [seen[0]] * 2
 
@@ -410,7 +414,7 @@ packed.cached({"test": "kill"}, die)
 
 
 def test_a_killed_writer_blocks_nobody():
-    assert subprocess.run([sys.executable, "-c", DYING], timeout=60).returncode == 9
+    assert subprocess.run([sys.executable, "-c", DYING], timeout=600).returncode == 9
     folder = packed.cached({"test": "kill"}, write_all)
     assert [path.name for path in folder.iterdir()] == ["all"]
 
@@ -424,7 +428,7 @@ def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers()
         "assert data.step_batch(0, rank=0, world_size=2).num_valid == 480;"
         "sys.exit(bool({'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_every_data_has_a_test_here():

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from transformers import (
 from tests.composing import composed
 from zeroexp import config as configs
 from zeroexp import export
-from zeroexp.checkpoint.manifest import read_manifest
+from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
@@ -170,13 +169,6 @@ def test_one_file_is_in_memory_at_a_time(ranks, tmp_path):
 # -- starting from it -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory) -> Iterator[LocalCluster]:
-    with pytest.MonkeyPatch.context() as patch, LocalCluster(Config().cluster) as local:
-        patch.setenv("ZEROEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield local
-
-
 def train(local: LocalCluster, folder: Path, *words: str) -> list[float]:
     """The loss of every step, before it."""
     folder.mkdir()
@@ -275,6 +267,9 @@ def test_damage_leaves_nothing_behind(ranks, tmp_path, capsys, monkeypatch):
     path.unlink()
     line = refused(capsys, monkeypatch, checkpoint, "--to", tmp_path / "to" / "here")
     assert "No such file" in line
+    (checkpoint / MANIFEST).write_text("{")
+    line = refused(capsys, monkeypatch, checkpoint, "--to", tmp_path / "to" / "here")
+    assert f"{checkpoint / MANIFEST}: damaged" in line
     assert {path.name for path in tmp_path.iterdir()} == {"run", "to"}
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.test_export import config_of, load, require_bits, save
 from zeroexp import export
-from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
+from zeroexp.checkpoint.manifest import read_manifest
 
 MANY_FILES = ("model=tiny", "model.hf_config.num_hidden_layers=24")
 
@@ -34,32 +34,25 @@ def command(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
 
 
-def refused(*arguments: object) -> str:
-    process = command(*arguments)
-    told, line = process.communicate(timeout=60)
-    assert (process.returncode, told) == (2, "")
-    assert line.startswith("zeroexp: ") and line.count("\n") == 1 and "; " in line, line
-    return line
-
-
-def test_refusals_are_one_line_and_exit_code_2(run, tmp_path):
+def test_a_refusal_is_one_line_and_exit_code_2(run, tmp_path):
+    """As test_export.py sees it in one process for all that is refused; here a process says it of damage."""
     target = tmp_path / "to"
-    assert "no whole checkpoint in there" in refused(tmp_path, "--to", target)
     checkpoint = shutil.copytree(run, tmp_path / "run") / "checkpoint" / "step-000002"
     weight = read_manifest(checkpoint).state["model.norm.weight"]["weight"].pieces[0]
     with (checkpoint / weight.file).open("r+b") as file:
         file.seek(weight.offset)
         file.write(b"\x7f")
-    assert "damaged, model.norm.weight at byte" in refused(checkpoint, "--to", target)
-    (checkpoint / MANIFEST).write_text("{")
-    assert f"{checkpoint / MANIFEST}: damaged" in refused(checkpoint, "--to", target)
+    process = command(checkpoint, "--to", target)
+    told, line = process.communicate(timeout=600)
+    assert (process.returncode, told) == (2, "")
+    assert line.startswith("zeroexp: ") and line.count("\n") == 1 and "; " in line, line
+    assert "damaged, model.norm.weight at byte" in line
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def kill_when(sign: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
     while not sign():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     process.kill()
     process.communicate()

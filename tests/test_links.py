@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_sweep import QUICK, zeroexp
+from tests.cluster.test_sweep import LIGHT, zeroexp
+from tests.composing import composed
+from zeroexp import config as configs
+from zeroexp.cluster.job import Job
 from zeroexp.config import load
 from zeroexp.sharding.tuning import Link
 from zeroexp.tracking.entries import params
 from zeroexp.tracking.run import read_run
 
-AUTO = [*QUICK, "strategy=zero2", "world_size=1,2", "strategy.bucket_mb=auto"]
+AUTO = [*LIGHT, "strategy=zero2", "strategy.bucket_mb=auto"]
 
 
 def buckets(folder: Path) -> dict[int, float | None]:
@@ -25,7 +29,7 @@ def buckets(folder: Path) -> dict[int, float | None]:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("first")
-    result = zeroexp(folder, *AUTO)
+    result = zeroexp(folder, *AUTO, "world_size=1,2")
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
@@ -43,15 +47,27 @@ def test_a_run_has_the_number_that_was_measured(first):
     assert buckets(first) == {1: None, 2: kept_link(first).bucket_mb}
 
 
-def test_the_next_run_takes_what_was_kept_and_what_is_of_no_use_is_measured_again(first, tmp_path):
+def run_again(local, folder: Path) -> None:
+    """Another run of two ranks in the same outputs, on the same cluster."""
+    job = Job(folder / "outputs" / "sweep" / f"run{len(buckets(folder))}")
+    job.folder.mkdir(parents=True)
+    config = configs.resolve(copy.deepcopy(composed(*AUTO, "world_size=2")))
+    configs.save(config, job.folder / "config.yaml")
+    outcome = local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+    assert outcome.status == "done", outcome.cause
+
+
+def test_the_next_run_takes_what_was_kept_and_what_is_of_no_use_is_measured_again(
+    first, local, tmp_path
+):
     links = tmp_path / "outputs" / "links"
     links.mkdir(parents=True)
     path = links / kept(first).name
     path.write_text(json.dumps({"latency_seconds": 1e-3, "bytes_per_second": 1e9}))
-    assert zeroexp(tmp_path, *AUTO).returncode == 0
-    assert buckets(tmp_path) == {1: None, 2: 16}
+    run_again(local, tmp_path)
+    assert buckets(tmp_path) == {2: 16}
     path.write_text("{")
-    assert zeroexp(tmp_path, *AUTO, "world_size=2").returncode == 0
+    run_again(local, tmp_path)
     assert kept_link(tmp_path).bytes_per_second != 1e9
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 
 import pytest
@@ -52,10 +51,10 @@ def test_tensors_travel_and_ranks_communicate(ranks):
 
 
 def test_the_first_failure_is_told_at_once_and_the_world_is_new(ranks):
-    (_, before), began = (a[3] for a in ranks(who, "")), time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1: (.|\n)*KeyError: 'lost'"):
+    _, before = (a[3] for a in ranks(who, ""))
+    with pytest.raises(RankError, match=r"^rank 1: (.|\n)*KeyError: 'lost'") as caught:
         ranks(fail_on, 1)
-    assert time.monotonic() - began < 10
+    assert "rank 0" not in str(caught.value), "nobody waited until its barrier gave up"
     assert ranks(who, "")[1][3] != before
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -12,9 +10,9 @@ from torch.nn import functional
 from tests.cluster.test_local import make_job
 from tests.plain_strategy import PlainStrategy
 from zeroexp import world as worlds
-from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
+from zeroexp.measure import clock
 from zeroexp.measure.record import MOMENTS, StepRecord
 from zeroexp.sharding.collectives import Collectives
 from zeroexp.stop import Stop
@@ -147,18 +145,20 @@ def test_memory_is_read_in_one_step(world, warmup, start, reading):
     }
 
 
-def test_reading_memory_is_in_no_time(world):
+def test_reading_memory_is_in_no_time(world, monkeypatch):
+    """By a clock that goes on while memory is read, and at no other time."""
     config = make_config(warmup=0, steps=1)
     strategy = PlainStrategy(Linear())
-    quick = strategy.model_states
+    quick, now = strategy.model_states, [1.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
 
     def slow() -> ModelStates:
-        time.sleep(0.1)
+        now[0] += 1.0
         return quick()
 
     strategy.model_states = slow
     (record,) = train(strategy, Numbers(config), config=config, world=world)
-    assert record.step_seconds < 0.1
+    assert record.step_seconds == 0.0 and now[0] > 1.0
 
 
 def test_a_run_goes_on_where_it_was(world):
@@ -179,22 +179,20 @@ def test_it_asks_for_a_pause_between_any_two_steps(world):
     assert asked == [2, 3, 4]
 
 
-def test_every_rank_hands_on_the_global_loss(world, tmp_path):
+def test_every_rank_hands_on_the_global_loss(world, local, tmp_path):
     _, alone = run(make_config(), world)
-    job = make_job(tmp_path / "run")
-    with LocalCluster(Config().cluster, rank_main="tests.train_main:main") as local:
-        outcome = local.run(job, on_record=print, on_event=print)
+    job = make_job(tmp_path / "run", main="tests.train_main:main")
+    outcome = local.run(job, on_record=print, on_event=print)
     assert outcome.status == "done", outcome.cause
     for rank in (0, 1):
         losses = [float(line) for line in (job.folder / f"losses{rank}").read_text().split()]
         assert losses == pytest.approx([record.loss for record in alone], rel=1e-6)
 
 
-def test_a_wish_of_one_rank_stops_all_after_the_same_step(tmp_path):
+def test_a_wish_of_one_rank_stops_all_after_the_same_step(local, tmp_path):
     """Rank 1 is asked by a signal within step 1; rank 0 hears of it in the sum of the loss."""
-    job = make_job(tmp_path / "run")
-    with LocalCluster(Config().cluster, rank_main="tests.train_main:main_until_asked") as local:
-        outcome = local.run(job, on_record=print, on_event=print)
+    job = make_job(tmp_path / "run", main="tests.train_main:main_until_asked")
+    outcome = local.run(job, on_record=print, on_event=print)
     assert outcome.status == "done", outcome.cause
     ended = [(job.folder / f"stopped{rank}").read_text() for rank in (0, 1)]
     assert ended == ["[0, 1] agreed", "[0, 1] agreed"]

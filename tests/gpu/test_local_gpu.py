@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from tests.test_rank import make_job, run
-from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import Config
 from zeroexp.tracking.files import read_records
 
 pytestmark = [
@@ -16,15 +14,14 @@ pytestmark = [
 ]
 
 
-def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(tmp_path):
+def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(local, tmp_path):
     losses = {}
-    with LocalCluster(Config().cluster) as local:
-        for device in ("cpu", "cuda"):
-            job = make_job(tmp_path / device, world_size=1, cluster__device=device)
-            outcome = run(local, job)
-            assert outcome.status == "done", outcome.cause
-            records = read_records(job.folder)
-            losses[device] = [record.loss for record in records]
+    for device in ("cpu", "cuda"):
+        job = make_job(tmp_path / device, world_size=1, cluster__device=device)
+        outcome = run(local, job)
+        assert outcome.status == "done", outcome.cause
+        records = read_records(job.folder)
+        losses[device] = [record.loss for record in records]
     # Matrix products are summed in another order: a few rounding errors of float32 in each step.
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
     for record in records:

@@ -1,37 +1,46 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from zeroexp.measure import clock
 from zeroexp.measure.clock import PHASES, StepClock
 
 
-def test_phases_add_up_to_the_step_and_a_pause_counts_nowhere():
-    began = time.perf_counter()
-    clock = StepClock(torch.device("cpu"))
-    time.sleep(0.01)
+class Seconds:
+    """Time that passes when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 100.0
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self._now)
+
+    def pass_by(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def test_phases_add_up_to_the_step_and_a_pause_counts_nowhere(monkeypatch):
+    seconds = Seconds(monkeypatch)
+    step = StepClock(torch.device("cpu"))
+    seconds.pass_by(1)
     for _ in range(2):
-        clock.enter("forward")
-        time.sleep(0.01)
-        clock.enter("backward")
-        time.sleep(0.02)
-    assert clock.enter(None) == "backward"
-    time.sleep(0.05)
-    clock.enter("step")
-    time.sleep(0.005)
-    clock.stop()
-    elapsed = time.perf_counter() - began
-    seconds, phases = clock.read()
-    assert tuple(phases) == PHASES
-    assert phases["forward"] >= 0.03 and phases["backward"] >= 0.04 and phases["step"] >= 0.005
-    assert seconds == pytest.approx(sum(phases.values()))
-    assert seconds <= elapsed - 0.05
+        step.enter("forward")
+        seconds.pass_by(2)
+        step.enter("backward")
+        seconds.pass_by(4)
+    assert step.enter(None) == "backward"
+    seconds.pass_by(16)
+    step.enter("step")
+    seconds.pass_by(32)
+    step.stop()
+    seconds.pass_by(64)
+    whole, phases = step.read()
+    assert list(phases.items()) == list(zip(PHASES, (5, 8, 32), strict=True))
+    assert whole == 45
 
 
-def test_nothing_after_stop_counts():
-    clock = StepClock(torch.device("cpu"))
-    clock.stop()
-    time.sleep(0.02)
-    assert clock.read()[0] < 0.02
+def test_nothing_after_stop_counts(monkeypatch):
+    seconds = Seconds(monkeypatch)
+    step = StepClock(torch.device("cpu"))
+    step.stop()
+    seconds.pass_by(1)
+    assert step.read()[0] == 0

@@ -129,19 +129,21 @@ COST = """
 import time, torch
 from zeroexp.measure.memory import count_cpu_allocations
 def nanoseconds():
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(20_000):
         torch.empty(10)
-    return (time.perf_counter() - began) / 20_000 * 1e9
+    return (time.thread_time() - began) / 20_000 * 1e9
 uncounted = min(nanoseconds() for _ in range(10))
 assert count_cpu_allocations() is None
 print(min(nanoseconds() for _ in range(10)) - uncounted)
 """
 
 
+@pytest.mark.slow
 def test_counting_costs_less_than_a_microsecond():
+    """Of this thread's own time on a core, at best: a machine with other work changes nothing."""
     result = subprocess.run(
-        [sys.executable, "-c", COST], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", COST], capture_output=True, text=True, check=True, timeout=600
     )
     assert float(result.stdout) < 1000
 
@@ -169,6 +171,6 @@ def test_several_processes_may_compile_at_once(monkeypatch, tmp_path):
         subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    made = {process.communicate(timeout=60)[0].strip() for process in processes}
+    made = {process.communicate(timeout=600)[0].strip() for process in processes}
     assert len(made) == 1
     assert [str(path) for path in (tmp_path / "zeroexp").iterdir()] == list(made)

@@ -4,19 +4,19 @@ import json
 import socket
 from pathlib import Path
 
+from tests import rank_code
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 from zeroexp.measure.record import Traffic
 from zeroexp.measure.traffic import WireMeter, added
 
 
-def test_bytes_of_gloo_are_counted_to_the_byte(tmp_path):
+def test_bytes_of_gloo_are_counted_to_the_byte(local, tmp_path):
     (tmp_path / "logs").mkdir()
     configs.save(Config(world_size=2), tmp_path / "config.yaml")
-    with LocalCluster(Config().cluster, rank_main="tests.measure.wire_main:main") as local:
-        outcome = local.run(Job(tmp_path), on_record=print, on_event=print)
+    rank_code.choose(tmp_path, "tests.measure.wire_main:main")
+    outcome = local.run(Job(tmp_path), on_record=print, on_event=print)
     assert outcome.status == "done"
     sent, received = (
         json.loads(Path(tmp_path / f"seen{rank}.json").read_text()) for rank in (0, 1)

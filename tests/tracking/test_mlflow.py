@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from tests.run_folders import record, write_run
-from zeroexp.config import ConfigError
+from zeroexp.cluster.sender import Sender
+from zeroexp.config import ConfigError, load, save
 from zeroexp.tracking import views
-from zeroexp.tracking.files import RecordWriter, write_json
+from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import METRICS_PER_CALL, MlflowTracker, store_uri
 
 # What mlflow's own libraries think of one another is none of our business.
@@ -175,32 +176,6 @@ def test_every_ending_has_its_status(outputs: Path, ending: str, expected: str) 
     assert tag(outputs, run_id, "status") == ending
 
 
-def _log(folders: list[Path], outputs: Path) -> None:
-    tracker = MlflowTracker(None, "thrown-away", outputs)
-    for folder in folders:
-        tracker.log_run(folder)
-
-
-def test_a_store_that_was_thrown_away_is_made_again_from_the_folders(tmp_path: Path) -> None:
-    done = write_run(tmp_path / "sweep" / "done")
-    stale = write_run(tmp_path / "sweep" / "stale", status="running")
-    process = multiprocessing.get_context("spawn").Process(  # mlflow keeps a store open for good
-        target=_log, args=([done, stale], tmp_path)
-    )
-    process.start()
-    process.join(120)
-    (before,) = ask(tmp_path, "select run_uuid from runs where name = 'done'")
-    (tmp_path / "mlflow.db").unlink()
-    write_json(stale / "state.json", {"status": "failed"})
-    tracker = MlflowTracker(None, "thrown-away", tmp_path)
-    assert tracker.close_stale(tmp_path) == []
-    after = tracker.log_run(done)
-    assert after is not None
-    assert after != before[0]
-    assert num_metrics(tmp_path, after) > NUM_STEPS * METRICS_PER_STEP
-    assert ask(tmp_path, "select count(*) from runs") == [(1,)]
-
-
 def test_a_run_that_a_user_deleted_is_not_brought_back(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
@@ -246,7 +221,7 @@ def test_a_killed_run_does_not_stay_running(
         target=_start_and_die, args=(killed, outputs, tracker.experiment)
     )
     process.start()
-    process.join(120)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     ids = {
         "killed": tracker.start_run(killed),
@@ -264,7 +239,7 @@ def test_a_killed_run_does_not_stay_running(
 
 
 def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
-    together.wait(120)
+    together.wait()
     tracker = MlflowTracker(None, "together", outputs)
     for folder in folders:
         tracker.start_run(folder, pid=os.getpid())
@@ -273,7 +248,7 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
 
 
 def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) -> None:
-    num_sweeps, num_runs = 4, 3
+    num_sweeps, num_runs = 2, 3
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(num_sweeps)
     sweeps = [
@@ -289,7 +264,7 @@ def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(240)
+        process.join()
     assert [process.exitcode for process in processes] == [0] * num_sweeps
     counts = ask(tmp_path, "select run_uuid, count(*) from metrics group by run_uuid")
     assert [count for _, count in counts] == [100 * METRICS_PER_STEP] * num_sweeps * num_runs
@@ -348,23 +323,101 @@ def test_a_store_that_mlflow_refuses_is_refused_before_it_is_opened(uri: str) ->
         MlflowTracker(uri, "x")
 
 
-@pytest.fixture
-def quiet_process(tmp_path: Path) -> Iterator[subprocess.CompletedProcess[str]]:
-    write_run(tmp_path / "sweep" / "run", num_steps=5)
+@pytest.fixture(scope="module")
+def quiet(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A process of its own that makes a store in this folder, and sends one run that is done and one that is not."""
+    folder = tmp_path_factory.mktemp("quiet")
+    write_run(folder / "sweep" / "done")
+    write_run(folder / "sweep" / "stale", status="running")
     code = (
         "import sys, zeroexp.tracking.mlflow as door\n"
         "from pathlib import Path\n"
         "assert 'mlflow' not in sys.modules, 'imported too early'\n"
-        "tracker = door.MlflowTracker(None, 'x', Path(sys.argv[1]))\n"
-        "tracker.log_run(Path(sys.argv[1], 'sweep', 'run'))\n"
+        "tracker = door.MlflowTracker(None, 'thrown-away', Path(sys.argv[1]))\n"
+        "for name in ('done', 'stale'):\n"
+        "    tracker.log_run(Path(sys.argv[1], 'sweep', name))\n"
     )
-    yield subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    words = [sys.executable, "-c", code, str(folder)]
+    return folder, subprocess.run(words, capture_output=True, text=True, timeout=600)
 
 
-def test_mlflow_is_imported_late_and_makes_its_store_in_silence(
-    quiet_process: subprocess.CompletedProcess[str],
+def test_mlflow_is_imported_late_and_makes_its_store_in_silence(quiet) -> None:
+    _, process = quiet
+    assert process.returncode == 0, process.stderr
+    assert (process.stdout, process.stderr) == ("", "")
+
+
+def test_a_store_that_was_thrown_away_is_made_again_from_the_folders(quiet) -> None:
+    """By another process: mlflow keeps a store open for good."""
+    folder, _ = quiet
+    done, stale = folder / "sweep" / "done", folder / "sweep" / "stale"
+    (before,) = ask(folder, "select run_uuid from runs where name = 'done'")
+    (folder / "mlflow.db").unlink()
+    write_json(stale / "state.json", {"status": "failed"})
+    tracker = MlflowTracker(None, "thrown-away", folder)
+    assert tracker.close_stale(folder) == []
+    after = tracker.log_run(done)
+    assert after is not None
+    assert after != before[0]
+    assert num_metrics(folder, after) > NUM_STEPS * METRICS_PER_STEP
+    assert ask(folder, "select count(*) from runs") == [(1,)]
+
+
+# -- a store that is away for a while ----------------------------------------------------------------
+
+
+@contextmanager
+def away(outputs: Path) -> Iterator[None]:
+    """A file where the folder of the store was: whoever asks for the store gets an error."""
+    moved = outputs.with_name(f"{outputs.name}-moved")
+    outputs.rename(moved)
+    outputs.touch()
+    try:
+        yield
+    finally:
+        outputs.unlink()
+        moved.rename(outputs)
+
+
+def steps_sent(outputs: Path, run_id: str) -> list[int]:
+    query = "select step from metrics where run_uuid = ? and key = 'loss' order by step"
+    return [step for (step,) in ask(outputs, query, run_id)]
+
+
+def test_steps_that_the_store_refused_are_sent_later(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
-    assert quiet_process.returncode == 0, quiet_process.stderr
-    assert (quiet_process.stdout, quiet_process.stderr) == ("", "")
+    folder = write_run(sweep / "run", num_steps=7, status="running")
+    records, run_id = read_timed_records(folder), tracker.start_run(folder)
+    tracker.log_steps(run_id, records[:2])
+    with away(outputs), pytest.raises(OSError):
+        tracker.log_steps(run_id, records[2:5])
+    assert steps_sent(outputs, run_id) == [0, 1]
+    tracker.log_steps(run_id, records[:6])
+    assert steps_sent(outputs, run_id) == [0, 1, 2, 3, 4, 5]
+    tracker.log_steps(run_id, records)
+    assert steps_sent(outputs, run_id) == list(range(7)), "each once"
+
+
+def test_a_job_keeps_the_steps_that_the_store_refused(
+    tmp_path: Path, outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reads each line of records.jsonl once: what it drops then is lost."""
+    folder = write_run(tmp_path / "sweep" / "kept", num_steps=2, status="running")
+    config = load(folder / "config.yaml")
+    config.tracking.uri = store_uri(None, outputs)
+    save(config, folder / "config.yaml")
+    sender = Sender(folder)
+    sender.send()
+    ((run_id,),) = ask(outputs, "select run_uuid from runs where name = 'kept'")
+    for step in (2, 3):
+        with RecordWriter(folder) as writer:
+            writer.write(record(step))
+        with away(outputs):
+            sender.send()
+    assert steps_sent(outputs, run_id) == [0, 1]
+    assert capsys.readouterr().out.count("MLflow does not take the steps now") == 1
+    sender.send()
+    assert steps_sent(outputs, run_id) == [0, 1, 2, 3]

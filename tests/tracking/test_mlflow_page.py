@@ -46,7 +46,7 @@ class Server:
         url = (
             f"{self.address}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key={metric}"
         )
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=600) as answer:
             return json.load(answer)["metrics"]
 
     def ask(self, path: str, query: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Server:
             data=json.dumps(query).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
 
 
@@ -129,7 +129,7 @@ def browse(url: str, folder: Path) -> str:
     """The document after its scripts have run, without tags inside of words."""
     assert BROWSER is not None
     command = [BROWSER, *BROWSER_FLAGS, f"--user-data-dir={folder}", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def texts(dom: str) -> set[str]:
