@@ -24,10 +24,11 @@ from benchmarks.links import open_link
 from benchmarks.peers import Limit
 from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp import world as worlds
-from zeroexp.sharding import direct, tally
-from zeroexp.sharding.bell import Bell
-from zeroexp.sharding.shared_memory import Arena, SharedChannel
-from zeroexp.strategies.sharded import Sharded
+from zeroexp.comm import direct
+from zeroexp.comm.bell import Bell
+from zeroexp.comm.shared_memory import Arena, SharedChannel
+from zeroexp.sharding import tally
+from zeroexp.sharding.engine import Sharded
 
 # Part -> where its functions are found.
 PARTS: dict[str, Sequence[tuple[Any, str]]] = {

@@ -25,10 +25,10 @@ from zeroexp.config import (
 from zeroexp.measure.record import Traffic
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.engine import DTYPES, Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.build import build_strategy
-from zeroexp.strategies.sharded import DTYPES, Options, Sharded
 from zeroexp.world import World
 
 SEQ_LEN = 128

@@ -13,8 +13,8 @@ from tests.cluster.test_sweep import LIGHT, zeroexp
 from tests.composing import composed
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job
+from zeroexp.comm.tuning import Link
 from zeroexp.config import load
-from zeroexp.sharding.tuning import Link
 from zeroexp.tracking.entries import params
 from zeroexp.tracking.run import read_run
 

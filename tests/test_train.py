@@ -10,11 +10,11 @@ from torch.nn import functional
 from tests.cluster.test_local import make_job
 from tests.plain_strategy import PlainStrategy
 from zeroexp import world as worlds
+from zeroexp.comm.collectives import Collectives
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure import clock
 from zeroexp.measure.record import MOMENTS, StepRecord
-from zeroexp.sharding.collectives import Collectives
 from zeroexp.stop import Stop
 from zeroexp.strategies.base import ModelStates
 from zeroexp.train import train

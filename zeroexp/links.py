@@ -11,8 +11,8 @@ from pathlib import Path
 
 from zeroexp import config as configs
 from zeroexp import world as worlds
+from zeroexp.comm.tuning import Link, measure
 from zeroexp.config import AUTO, Config
-from zeroexp.sharding.tuning import Link, measure
 from zeroexp.tracking.json_files import read_json, write_json
 from zeroexp.world import World
 

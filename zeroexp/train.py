@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure.clock import StepClock
@@ -28,7 +29,6 @@ from zeroexp.measure.record import StepRecord, Traffic
 from zeroexp.measure.traffic import WireMeter, added
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
-from zeroexp.sharding.collectives import Collectives
 from zeroexp.stop import Stop
 from zeroexp.strategies.base import Strategy
 from zeroexp.world import World, barrier

@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.sharding.fake_ranks import fake_world
 from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.sharding.engine import MIB, Options, Sharded
 from zeroexp.sharding.layout import ParameterSpec, lay_out
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.strategies.sharded import MIB, Options, Sharded
 from zeroexp.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World, barrier
 
 LR = 0.1

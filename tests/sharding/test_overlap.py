@@ -39,9 +39,9 @@ from tests.oracle import (
 from tests.sharding.fake_ranks import fake_world
 from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Residence, Unit
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

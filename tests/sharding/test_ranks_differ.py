@@ -1,7 +1,7 @@
 """Ranks that do not do the same in a step: right as one process is, or an error that names rank and unit.
 
-On one host a gather reads what was offered and needs no counterpart, so that all of it is right. By message every
-gather has one: where a rank does not come, the others end with an error.
+On one host a gather reads what was offered and needs no counterpart, so that all of it is right. By message, and in
+the backend's collectives, every gather has one: where a rank does not come, the others end with an error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World, barrier
 
 WIDTH = 6
@@ -170,3 +170,26 @@ def test_the_backend_mixes_blocks_up_and_every_rank_says_so(ranks, world_size):
     assert same == ["went on"] * world_size
     for text in ranks(evaluate_in_another_order, True, world_size=world_size):
         assert "used their blocks in different orders" in text
+
+
+@pytest.mark.parametrize("way", ["no backward"])
+def test_in_the_backend_ranks_that_differ_end_with_an_error(ranks, way):
+    """Each waits in another collective; the second rank to give up finds its peer gone, or the same words."""
+    with pytest.raises(AssertionError) as caught:
+        ranks(train, way, "zero3", Options(transport="native"))
+    text = str(caught.value)
+    assert "the ranks do not do the same, rank 0 is in the" in text, text
+    assert "; rank 1 is in the" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_in_the_backend_every_difference_is_right_or_an_error(ranks, way, stage, world_size):
+    try:
+        for pieces in ranks(train, way, stage, Options(transport="native"), world_size=world_size):
+            is_right(pieces, way, world_size)
+    except AssertionError as error:
+        text = str(error)
+        assert "the ranks do not do the same" in text or "in different orders" in text, text

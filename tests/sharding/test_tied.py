@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.tied import keep_rows_apart
-from zeroexp.strategies.sharded import Sharded
 from zeroexp.world import World
 
 VOCABULARY, WIDTH = 50, 6

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.sharding.fake_ranks import fake_world
-from zeroexp.sharding.collectives import Collectives
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.partition import group_parameters, make_units
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.storage import Pool, Private

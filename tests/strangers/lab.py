@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.oracle import assembled
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World
 
 WIDTH, CLASSES, SAMPLES, VOCABULARY, SEQ_LEN = 6, 3, 4, 11, 5

@@ -19,9 +19,9 @@ from tests.models_for_tests import MANY_WORDS, MODELS, VOCABULARY, TestModel
 from tests.oracle import PRECISIONS, Outcome, Recipe, Rules, train_on_ranks, train_oracle
 from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel
+from zeroexp.sharding.engine import MIB, Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.sharded import MIB, Options
 from zeroexp.world import World
 
 # Where ZeRO-3 reduces a unit in several buckets, drawn models whose ranks use parameters by turns have hung: ranks wait

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tests.oracle import PRECISIONS, Recipe
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.engine import DTYPES, Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.strategies.sharded import DTYPES, Options, Sharded
 from zeroexp.world import World
 
 

@@ -13,13 +13,13 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.oracle import Recipe
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import CanonicalState, Strategy
 from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.python_values import PythonValues
-from zeroexp.strategies.sharded import Options, Sharded
-from zeroexp.strategies.sharded_state import canonical_state, load_canonical
 from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
 from zeroexp.world import World

@@ -21,8 +21,8 @@ from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.engine import Options
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.sharded import Options
 from zeroexp.world import World
 
 RANKS, STEPS, MICROBATCHES = 2, 3, 2

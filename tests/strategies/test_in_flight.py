@@ -25,12 +25,12 @@ from tests.oracle import (
 )
 from tests.sharding.fake_ranks import fake_world
 from tests.strategies.engine import Ours
+from zeroexp.comm.collectives import Collectives
 from zeroexp.models.build import BuiltModel
-from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.strategies.canonical import whole
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

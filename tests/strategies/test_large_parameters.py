@@ -9,8 +9,8 @@ import pytest
 
 from tests.models_for_tests import MANY_WORDS, SAMPLES, SEQ_LEN, WIDTH
 from tests.strategies.test_parity import AXES, check
+from zeroexp.sharding.engine import MIB
 from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.sharded import MIB
 
 PLAIN = {name: values[0] for name, values in AXES.items()}
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

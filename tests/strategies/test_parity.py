@@ -31,9 +31,9 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
+from zeroexp.sharding.engine import MIB, Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.sharded import MIB, Options
 from zeroexp.world import World
 
 AXES: dict[str, Sequence[Any]] = {

@@ -1,6 +1,6 @@
 """The peak of a step is explained: states and buffers as they are held, and at most 1.10 times the activations.
 
-What is held equals the closed forms (tests/sharding/test_form.py). Activations are what one process needs for the same
+What is held equals the closed forms (tests/plan/test_predict.py). Activations are what one process needs for the same
 pass beside its parameters when every gradient is dropped as it comes, and that of the tied embedding is held once.
 """
 
@@ -16,8 +16,8 @@ from benchmarks.engines import SEQ_LEN, build_engine, model_config
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
+from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.tied import keep_rows_apart
-from zeroexp.strategies.sharded import Sharded
 from zeroexp.world import World, barrier
 
 CPU = torch.device("cpu")

@@ -25,28 +25,24 @@ Who holds what after backward of two ranks (# held, . not held; the optimizer ha
     rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
                  O ....####              O ....####              O ....####
 
-Read the files in this order; imports run the same way.
+Read the files in this order; imports run the same way. Those with a star are the algorithm.
 
-    placement.py      where things rest, and the move from one place to the next: the table above     pure
-    layout.py         how parameters are cut: chunks, cuts, spans; by parameter, tensor or buffer     pure
+    placement.py *    where things rest, and the move from one place to the next: the table above     pure
+    layout.py *       how parameters are cut: chunks, cuts, spans; by parameter, tensor or buffer     pure
     bucket.py         which gradients are reduced together                                            pure
-    form.py           bytes sent and bytes held, as closed forms of layout, row and schedule          pure
-    channels.py       tensors from one rank to one peer: messages; shared_memory.py: on one host, reading instead
-    meeting.py        how ranks of one host find each other; board.py: what they say; bell.py: how they wait for it
-    watch.py          ranks that do not do the same, between hosts: an error instead of a wait without end
-    moves.py          what a move takes and gives back
-    direct.py         the moves, each peer handed just what it owns; native.py: the backend's own collectives
-    collectives.py    the one door to them, which counts what they send; tuning.py: how much one should take
-    storage.py        the memory gathered parameters lie in; stitching.py: beside this rank's own, mapped
+    storage.py        the memory gathered parameters lie in
     guard.py          parameters that cannot be misread: freed ones raise, ones in flight are waited for
-    gradients.py      one chunk's gradients, from autograd to the optimizer; tied.py: of embedding and head in one
-    unit.py           parameters that move together: the five verbs
+    gradients.py *    one chunk's gradients, from autograd to the optimizer; tied.py: of embedding and head in one
+    unit.py *         parameters that move together: the five verbs
     partition.py      module -> units; housing.py: units -> memory for what they gather
     saved.py          what autograd saves of gathered parameters, found again; views.py: views that outlive them
-    overlap.py        when each verb happens
+    overlap.py *      when each verb happens
     hooks.py          what happens in a module, told to overlap.py
     gathered.py       every parameter whole, for whoever asks; unchanged.py: what somebody changed behind the engine
     tally.py          what ranks tell each other before a step: the norm, and which parameters have a gradient
+    state_dict.py     weights and moments as canonical pieces
+    door.py           what can not be trained soundly is refused
+    engine.py *       microbatch, backward, step: the verbs in their order
 
-The step that calls the verbs is `zeroexp/strategies/sharded.py`.
+Bytes move in `zeroexp/comm/`; what a step sends and holds is foretold in `zeroexp/plan/predict.py`.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zeroexp.sharding.collectives import Collectives
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.unit import Unit
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from zeroexp.comm.base import ReducePart
 from zeroexp.sharding.bucket import Slice
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Chunk, Span
-from zeroexp.sharding.moves import ReducePart
 from zeroexp.sharding.placement import Placement, Stage
 
 Keep = Callable[[], None]
@@ -64,7 +64,7 @@ class Gradients:
         windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
         if not accumulate:
             self._make_room(part, [index for index, _ in windows])
-        out = [self._sums[index][window] for index, window in windows]
+        out = [_part(self._sums[index], *window) for index, window in windows]
         self._let_go(part)
         return ReducePart(part.chunk, terms, out, accumulate)
 
@@ -110,7 +110,7 @@ class Gradients:
         for each in part.ranges:
             if each.member not in self._whole:
                 self._whole[each.member] = self._take_whole(each.member)
-        return [self._whole[each.member][each.start : each.stop] for each in part.ranges]
+        return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
 
     def _take_whole(self, member: int) -> Tensor:
         parameter, place = self._parameters[member], self._chunk.members[member]
@@ -142,9 +142,14 @@ class Gradients:
             flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
             self._sums = dict(enumerate(flat.split(sizes)))
 
-    def _window(self, part: Slice, span: Span) -> tuple[int, slice]:
+    def _window(self, part: Slice, span: Span) -> tuple[int, tuple[int, int]]:
         """Which owned span this span of a bucket lies in, and where in it."""
         each = part.ranges[span.member]
         index = self._span_of[each.member]
         start = each.start + span.start - self._owned[index].start
-        return index, slice(start, start + span.numel)
+        return index, (start, start + span.numel)
+
+
+def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+    """These elements; the tensor itself where they are all of it, since a view costs an operation."""
+    return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]

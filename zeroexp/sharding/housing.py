@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import private_units
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.storage import Pool, Private
 from zeroexp.sharding.unit import Unit
 
@@ -37,3 +36,10 @@ def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collecti
     for unit in alone:
         unit.reside_in(Private(unit.full_bytes, wire.world.device))
     return pools
+
+
+def private_units(names: Sequence[str], keep: str) -> set[str]:
+    """Units that can take no turns in a pool: kept ones, and those inside of which others run ("" is the root)."""
+    if keep == "all":
+        return set(names)
+    return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}

@@ -40,9 +40,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroexp.comm.base import Pending
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.bucket import Bucket
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.moves import Pending
 from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
@@ -95,8 +95,8 @@ class Schedule:
         self._keep = keep
         self._reduce_each = reduce_each
         # [Note: in step] Where a gather needs all ranks, reductions may start at fixed places between gathers only.
-        self._in_step = any(u.is_sharded for u in units) and not wire.moves_on_wait
-        self._in_flight = wire.reductions_in_flight if overlap else 0
+        self._in_step = any(u.is_sharded for u in units) and not wire.facts.moves_on_wait
+        self._in_flight = wire.facts.reductions_in_flight if overlap else 0
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
         self._tick = 0

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import slot_bytes
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import slot_bytes
 from zeroexp.sharding.guard import watch
 from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, lay_out, pages
 from zeroexp.sharding.placement import Placement, Stage

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroexp.sharding.stitching import Stretch, stitch
+from zeroexp.comm.stitching import Stretch, stitch
 
 
 class Store(Protocol):

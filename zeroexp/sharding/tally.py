@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import NUM_CHECKS
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.unit import HandedOver
 
@@ -39,9 +38,9 @@ class Tally:
         """parameters: all trainable ones, in an order that is the same on every rank; has_gradient: here, of each."""
         self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
         self._all_here = all(has_gradient)
-        gathered = wire.gathered if stage.gather is Move.ALL_GATHER else None
-        self._compares = gathered is not None
-        checks = [] if gathered is None else _checks(gathered)
+        issued = wire.issued if stage.gather is Move.ALL_GATHER else None
+        self._compares = issued is not None
+        checks = [] if issued is None else _checks(issued)
         counts = torch.tensor([0.0, *has_gradient, *checks], dtype=torch.float64)
         self._sums = counts.to(wire.world.device)
         # Where every rank holds the whole sum, one of them tells it.
@@ -65,7 +64,7 @@ class Tally:
         """Raise on all ranks if they did not gather the same, see [Note: same gathers]."""
         if not self._compares:
             return
-        ranks, high, high_squares, low, low_squares = map(int, self._heard()[-NUM_CHECKS:])
+        ranks, high, high_squares, low, low_squares = map(int, self._heard()[-len(_checks(0)) :])
         if ranks * high_squares != high * high or ranks * low_squares != low * low:
             raise RuntimeError(
                 "the ranks do not do the same: since the last step they used their blocks in different orders, so that "
@@ -80,9 +79,9 @@ class Tally:
         return self._counts
 
 
-def _checks(gathered: int) -> list[float]:
+def _checks(issued: int) -> list[float]:
     """What each rank adds, see [Note: same gathers]. In a world of one real rank they add up to one rank."""
-    high, low = divmod(gathered, 1 << 16)
+    high, low = divmod(issued, 1 << 16)
     return [1.0, float(high), float(high * high), float(low), float(low * low)]
 
 

@@ -20,16 +20,16 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from zeroexp.comm.base import GatherPart, Pending
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import mapped_bytes
+from zeroexp.comm.stitching import Stretch, stitch
 from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import mapped_bytes
 from zeroexp.sharding.gradients import Gradients
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Chunk, Span, aligned, pages
-from zeroexp.sharding.moves import GatherPart, Pending
 from zeroexp.sharding.placement import Move, Placement, Stage
-from zeroexp.sharding.stitching import Stretch, stitch
 from zeroexp.sharding.storage import Private, Store
 
 FROZEN = "frozen"  # the kind of chunks without gradient
@@ -69,6 +69,10 @@ class ChunkTensors:
         None  # the same in memory of its own, while somebody reads it (gathered.py)
     )
     in_place: bool = False  # my section of full is the piece itself
+    nothing: Tensor = field(init=False)  # what parameters show while they are freed
+
+    def __post_init__(self) -> None:
+        self.nothing = self.piece.new_empty(0)
 
     @property
     def trainable(self) -> bool:
@@ -109,6 +113,7 @@ class Unit:
         )
         self.chunk_offsets: list[int] = []  # bytes into it at which each chunk's full tensor begins
         self._offer: int | None = None
+        self._parts: list[GatherPart] = []
         self.generation = 0  # of the weights: counts the optimizer's steps
         self._gradients = [self._gradients_of(tensors, dtypes) for tensors in self._trainable]
         trainable = [tensors.chunk for tensors in self._trainable]
@@ -221,10 +226,12 @@ class Unit:
             for tensors in self.chunks
             if tensors.full is not None
         ]
+        self._parts = []
         store.release(forget=True)
         self._vacate()
         if self._offer is None:
             self.offer()
+        self._gather_parts()  # now: who counts views of this memory begins to do so with these
 
     @property
     def can_gather(self) -> bool:
@@ -399,7 +406,7 @@ class Unit:
         if self._stage.publish is not Move.ALL_GATHER or not self._trainable:
             return None
         self.residence = Residence.GATHERING
-        return self._wire.all_gather(self._gather_parts(self._trainable), "publish", what=str(self))
+        return self._wire.all_gather(self._gather_parts(trainable=True), "publish", what=str(self))
 
     def offer(self) -> None:
         """This rank's pieces may be gathered until the next optimizer step. All ranks do it in one order."""
@@ -407,12 +414,16 @@ class Unit:
 
     # -- how --------------------------------------------------------------------------------------
 
-    def _gather_parts(self, chunks: Sequence[ChunkTensors] | None = None) -> list[GatherPart]:
-        parts: list[GatherPart] = []
-        for tensors in self.chunks if chunks is None else chunks:
-            assert tensors.full is not None
-            parts.append(GatherPart(tensors.chunk, tensors.full, tensors.piece, tensors.in_place))
-        return parts
+    def _gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
+        """All chunks, or the trainable ones, as they lie now; made once for as long as they lie there."""
+        if not self._parts:
+            self._parts = [
+                GatherPart(tensors.chunk, tensors.full, tensors.piece, tensors.in_place)
+                for tensors in self.chunks
+                if tensors.full is not None
+            ]
+        pairs = zip(self.chunks, self._parts, strict=True)
+        return [part for tensors, part in pairs if tensors.trainable or not trainable]
 
     def _stretches(self, pool: int) -> list[Stretch]:
         """Chunk by chunk, each on pages of its own: others' sections in the pool's file, mine where it rests."""
@@ -444,7 +455,7 @@ class Unit:
                 views = tensors.views
             else:
                 for parameter in tensors.parameters:
-                    guard.hide(parameter, tensors.piece.new_empty(0))
+                    guard.hide(parameter, tensors.nothing)
                 continue
             for parameter, view in zip(tensors.parameters, views, strict=True):
                 guard.show(parameter, view)

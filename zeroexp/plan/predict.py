@@ -21,9 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.sharding.bucket import cut_in_buckets
-from zeroexp.sharding.layout import Chunk, Span, aligned, pages
+from zeroexp.sharding.layout import Chunk, Span, aligned
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -31,15 +33,11 @@ TALLY_BYTES = (
     8  # of each number before a step, see tally.py: the sum of squares, and one for each parameter
 )
 NUM_CHECKS = 5  # numbers that say whether ranks gathered the same, where the backend gathers
-# Reductions under way beside the one just launched, by transport; each holds the gradients of a unit or bucket. Ranks
-# of one host move bytes while they wait for them, and one is enough. Messages travel while backward computes: the
-# second keeps a slow link busy until backward looks again. The links of GPUs are fast, and their memory is dear.
-REDUCTIONS_IN_FLIGHT = {"direct": 1, "gloo": 2, "native": 1}
 
 
 @dataclass(frozen=True)
 class UnitForm:
-    """The chunks of one unit; `private`: it has memory of its own while gathered, see `private_units`."""
+    """The chunks of one unit; `private`: it has memory of its own while gathered, see pools.py."""
 
     chunks: tuple[Chunk, ...]
     private: bool = False
@@ -59,6 +57,10 @@ class ScheduleForm:
     reduce_each: str = "step"  # microbatch | step
     bucket_bytes: int | None = None  # the most that one reduction takes; None: a unit
     transport: str = "gloo"  # direct (ranks of one host) | gloo | native
+
+    @property
+    def facts(self) -> Facts:
+        return TRANSPORTS[self.transport]
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,20 @@ class Form:
         total = sum(self._moved(chunk) for chunk in chunks)
         if self._reduction is not Move.ALL_REDUCE:
             return (total - own) * itemsize
-        if self.schedule.transport == "native":  # the backend's ring: every rank sends the same
+        if (
+            self.schedule.transport == "native"
+        ):  # the backend's ring: every rank sends the same, and no padding
+            total = sum(chunk.numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
         return (total - own) * itemsize + self._gather(chunks, rank, itemsize)
 
     def _moved(self, chunk: Chunk) -> int:
         """Padding travels with the backend's even primitives only."""
-        return chunk.padded_numel if self.schedule.transport == "native" else chunk.numel
+        return chunk.padded_numel if self.schedule.facts.sends_padding else chunk.numel
 
     def _section(self, chunk: Chunk, rank: int) -> int:
-        native = self.schedule.transport == "native"
-        return _length(chunk.section(rank) if native else chunk.real_section(rank))
+        padded = self.schedule.facts.sends_padding
+        return _length(chunk.section(rank) if padded else chunk.real_section(rank))
 
     # -- how often ---------------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class Form:
 
     def _pooled(self, index: int, rank: int) -> int:
         """On one host a rank maps its own section beside the pool's memory."""
-        if self.schedule.transport != "direct" or self.world_size == 1:
+        if not self.schedule.facts.shares_memory or self.world_size == 1:
             return self._full_bytes(index)
         return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
 
@@ -248,68 +253,16 @@ class Form:
         return sum(self._full_bytes(index) for index in kept)
 
     def _staging_bytes(self, rank: int) -> int:
-        if self.schedule.transport != "direct" or self.world_size == 1:
+        if not self.schedule.facts.shares_memory or self.world_size == 1:
             return 0
         units = [unit.trainable for unit in self.units]
         schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
         slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
-        return num_slots("direct") * slot
+        return num_slots(schedule.transport) * slot
 
     def _full_bytes(self, index: int) -> int:
         itemsize = ITEMSIZE[self.precision.compute]
         return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index].chunks)
-
-
-def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
-    """What a unit takes of a pool behind a file: its chunks in whole pages, without this rank's mapped sections."""
-    return sum(
-        pages(chunk.padded_numel * itemsize, chunk.page_bytes)
-        - chunk.lies_on_pages(rank, itemsize) * _length(chunk.section(rank)) * itemsize
-        for chunk in chunks
-    )
-
-
-def private_units(names: Sequence[str], keep: str) -> set[str]:
-    """Units that can take no turns in a pool: kept ones, and those inside of which others run ("" is the root)."""
-    if keep == "all":
-        return set(names)
-    return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
-
-
-def num_slots(transport: str) -> int:
-    """Reductions that may lie in a rank's shared memory at once: one more than may be under way.
-
-    With fewer, neighbours would wait for each other for ever: a rank reads a reduction when it has launched as many
-    more as may be under way. `transport`: gloo where some peers are on other hosts.
-    """
-    return REDUCTIONS_IN_FLIGHT[transport] + 1
-
-
-def slot_bytes(
-    units: Iterable[Sequence[Chunk]],
-    stage: Stage,
-    rank: int,
-    itemsize: int,
-    bucket_bytes: int | None = None,
-) -> int:
-    """The most that one reduction lays out for the others to read; `units`: the trainable chunks of each."""
-    handed = (
-        _handed_bytes([part.chunk for part in bucket.slices], stage, rank, itemsize)
-        for chunks in units
-        for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
-    )
-    return aligned(max(handed, default=0))
-
-
-def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:
-    """Every span is aligned."""
-    num_bytes = 0
-    for chunk in chunks:
-        size = len(chunk.cuts) - 1
-        spans = [sum(aligned(s.numel * itemsize) for s in chunk.spans(r)) for r in range(size)]
-        handed_out = (size - 1) * spans[rank] if stage.reduce is Move.ALL_REDUCE else 0
-        num_bytes += max(sum(spans) - spans[rank], handed_out)
-    return num_bytes
 
 
 def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:

@@ -16,19 +16,19 @@ from torch.nn import functional
 from tests.sharding.fake_ranks import fake_world
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.sharding.form import (
+from zeroexp.plan.predict import (
     ITEMSIZE,
     Form,
     OptimizerForm,
     PrecisionForm,
     ScheduleForm,
     UnitForm,
-    private_units,
 )
+from zeroexp.sharding.engine import DTYPES, MIB, Options, Sharded
+from zeroexp.sharding.housing import private_units
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.strategies.sharded import BUCKET_BYTES_ON_ONE_HOST, DTYPES, MIB, Options, Sharded
 from zeroexp.world import World, barrier
 
 NUM_BLOCKS = 4
@@ -241,7 +241,7 @@ def check_on_ranks(world: World, stage: str, transport: str) -> None:
     """Every layout: what is counted and held."""
     for family in ("parameter", "tensor", "buffer"):
         options = Options(family=family, transport=transport, prefetch=1)
-        bucket = BUCKET_BYTES_ON_ONE_HOST if transport == "direct" and world.size > 1 else None
+        bucket = 4 * MIB if transport == "direct" and world.size > 1 else None
         schedule = ScheduleForm(accumulation=2, bucket_bytes=bucket, transport=transport)
         strategy = engine(world, stage, options, PRECISIONS[0], "adamw")
         form = form_of(strategy, stage, options, schedule)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.sharding.fake_ranks import fake_world
 from zeroexp import world as worlds
-from zeroexp.sharding.channels import Arrival
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.direct import Direct
+from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.direct import Direct
+from zeroexp.comm.meeting import Listener
+from zeroexp.comm.messages import Arrival
+from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.sharding.layout import PAGE_BYTES, Chunk, Member, ParameterSpec, lay_out
-from zeroexp.sharding.meeting import Listener
-from zeroexp.sharding.moves import GatherPart, ReducePart
-from zeroexp.sharding.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.world import World
 
 AWHILE_SECONDS = (

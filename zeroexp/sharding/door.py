@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp import world as worlds
-from zeroexp.sharding.collectives import Collectives
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.guard import is_guarded
 from zeroexp.sharding.layout import own_by
 from zeroexp.sharding.unit import Dtypes
 
 if TYPE_CHECKING:
-    from zeroexp.strategies.sharded import Options
+    from zeroexp.sharding.engine import Options
 
 WORDS = {
     "family": ("parameter", "tensor", "buffer"),

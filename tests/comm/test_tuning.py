@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zeroexp.sharding.tuning import LEAST_MB, MIB, MOST_MB, Link, fit, measure
+from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, Link, fit, measure
 from zeroexp.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)

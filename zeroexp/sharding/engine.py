@@ -16,19 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.measure.record import Traffic
-from zeroexp.sharding.collectives import Collectives
+from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.housing import give_memory
 from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.tally import Tally
 from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.sharding.unchanged import ParameterWatch
 from zeroexp.sharding.unit import Dtypes, HandedOver, Unit
-from zeroexp.strategies import door
 from zeroexp.strategies.base import (
     CanonicalState,
     CanonicalTensor,
@@ -39,11 +40,9 @@ from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import WEIGHT
 from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues
-from zeroexp.strategies.sharded_state import canonical_state, load_canonical
 from zeroexp.world import World
 
 MIB = 1 << 20
-BUCKET_BYTES_ON_ONE_HOST = 4 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -104,7 +103,7 @@ class Sharded:
         door.agree_on_settings([*settings, door.words_of(module, param_groups)], self._wire)
         door.agree_on_weights(self.model, self._wire)
         self._buffers = Buffers(module, world)
-        bucket_bytes = _bucket_bytes(options, one_host=self._wire.meet())
+        self._wire.meet()
         groups = group_parameters(module, blocks, options.unit)
         self._units = make_units(
             groups,
@@ -113,7 +112,7 @@ class Sharded:
             owners=options.owners,
             dtypes=dtypes,
             wire=self._wire,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=self._bucket_bytes(options),
         )
         prefetch = self._prefetch_depth(options)
         self._pools = give_memory(self._units, options.keep, 1 + prefetch, self._wire)
@@ -241,8 +240,13 @@ class Sharded:
         if not options.overlap:
             return 0
         if options.prefetch is None:
-            return 0 if self._wire.moves_on_wait else 1
+            return 0 if self._wire.facts.moves_on_wait else 1
         return options.prefetch
+
+    def _bucket_bytes(self, options: Options) -> int | None:
+        if options.bucket_mb is not None:
+            return int(options.bucket_mb * MIB)
+        return self._wire.facts.bucket_bytes if self._wire.world.size > 1 else None
 
     def state_dict(self) -> CanonicalState:
         state = canonical_state(
@@ -336,16 +340,6 @@ class _ZeroGrad:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return partial(nn.Module.zero_grad, memo[id(self._module)])
-
-
-def _bucket_bytes(options: Options, *, one_host: bool) -> int | None:
-    """On one host small buckets win: what is handed over is in the cache still, and little memory waits.
-
-    Over messages a unit is one reduction, in which all ranks send and receive at once.
-    """
-    if options.bucket_mb is not None:
-        return int(options.bucket_mb * MIB)
-    return BUCKET_BYTES_ON_ONE_HOST if one_host else None
 
 
 def _masters_in_groups(

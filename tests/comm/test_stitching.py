@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from zeroexp.sharding import direct, stitching
-from zeroexp.sharding.form import mapped_bytes
+from zeroexp.comm import direct, stitching
+from zeroexp.comm.sizes import mapped_bytes
+from zeroexp.comm.stitching import Stretch, stitch
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.layout import LARGE_PAGES, PAGE_BYTES, cut_elements
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.stitching import Stretch, stitch
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World, barrier
 
 WIDTH = 1000  # a million elements and a thousand: no whole pages by themselves, large for up to three ranks
@@ -32,7 +32,9 @@ def open_file(fill: int) -> int:
 
 def mappings() -> int:
     """The stretches of these files alone: threads of libraries map and free memory of their own at any time."""
-    return sum(f"/memfd:{FILE_NAME}" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum(
+        f"/memfd:{FILE_NAME}" in line for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
 def test_two_files_under_one_range_of_addresses():

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.sharding.bell import Bell
-from zeroexp.sharding.board import Board, OwnBoard
-from zeroexp.sharding.channels import Arrival
+from zeroexp.comm.bell import Bell
+from zeroexp.comm.board import Board, OwnBoard
+from zeroexp.comm.meeting import Door, Listener, connect, swap_files
+from zeroexp.comm.messages import Arrival
 from zeroexp.sharding.layout import aligned, pages
-from zeroexp.sharding.meeting import Door, Listener, connect, swap_files
 from zeroexp.world import World, host_identity
 
 NO_TAG = 0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.sharding.watch import Message, Watch, Watched
+from zeroexp.comm.watch import Message, Watch, Watched
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter ones are packed together: gloo costs ~40 us a message

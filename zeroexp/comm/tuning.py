@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from zeroexp import world as worlds
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import slot_bytes
+from zeroexp.comm.base import ReducePart
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import slot_bytes
 from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
-from zeroexp.sharding.moves import ReducePart
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World
 

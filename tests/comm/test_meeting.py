@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from zeroexp.sharding import meeting
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.meeting import TOKEN_BYTES, Listener, connect
-from zeroexp.sharding.moves import GatherPart
+from zeroexp.comm import meeting
+from zeroexp.comm.base import GatherPart
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.meeting import TOKEN_BYTES, Listener, connect
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World, barrier
 
 
@@ -193,8 +193,8 @@ def test_evaluation_before_the_first_step_keeps_no_offers(ranks):
 
 def two_engines(world: World, transport: str) -> list[float]:
     """Their gradients travel at once; rank 1 waits for the second one's first."""
+    from zeroexp.comm.base import ReducePart
     from zeroexp.sharding.layout import ParameterSpec, lay_out
-    from zeroexp.sharding.moves import ReducePart
 
     (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
     wires = [Collectives(world, transport=transport) for _ in range(2)]

@@ -18,10 +18,10 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.sharding import shared_memory
+from zeroexp.comm import shared_memory
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.sharded import Options, Sharded
 from zeroexp.world import World
 
 RECIPE = Recipe(world_size=3)
@@ -43,7 +43,7 @@ def train_on_two_hosts(
         trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
     finally:
         shared_memory.host_identity = same_host  # these processes run other tests too
-    return trained, [(e.shared_bytes > 0, e._wire.reductions_in_flight) for e in engines]
+    return trained, [(e.shared_bytes > 0, e._wire.facts.reductions_in_flight) for e in engines]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import slot_bytes
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.sharding.collectives import Collectives
-from zeroexp.sharding.form import Form, PrecisionForm, ScheduleForm, UnitForm, slot_bytes
+from zeroexp.plan.predict import Form, PrecisionForm, ScheduleForm, UnitForm
 from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out, pages
-from zeroexp.sharding.moves import GatherPart, ReducePart
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 

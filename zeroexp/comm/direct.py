@@ -12,17 +12,19 @@ from contextlib import closing
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp import world as worlds
-from zeroexp.sharding.board import MOST_OFFERS
-from zeroexp.sharding.channels import Channel, GlooChannel
-from zeroexp.sharding.form import REDUCTIONS_IN_FLIGHT, num_slots
+from zeroexp.comm.base import GatherPart, Pending, ReducePart
+from zeroexp.comm.board import MOST_OFFERS
+from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.meeting import Listener
+from zeroexp.comm.messages import Channel, GlooChannel
+from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
+from zeroexp.comm.sizes import num_slots
+from zeroexp.comm.watch import Watch
 from zeroexp.sharding.layout import PAGE_BYTES
-from zeroexp.sharding.meeting import Listener
-from zeroexp.sharding.moves import GatherPart, Pending, ReducePart
-from zeroexp.sharding.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
-from zeroexp.sharding.watch import Watch
 from zeroexp.world import World
 
 PASSING = MOST_OFFERS // 2  # from here on offers count that nobody named: for one gather
@@ -36,7 +38,7 @@ _engines = itertools.count()
 class Direct:
     """Every rank hands each peer what that peer is to have, over the best channel between the two."""
 
-    gathered = None  # nothing to compare: a gather takes what it names, or waits
+    issued = None  # nothing to compare: a gather takes what it names, or waits
 
     def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank
@@ -57,16 +59,14 @@ class Direct:
         self._arena: Arena | None = None
 
     @property
-    def moves_on_wait(self) -> bool:
-        return self._road == "direct"
+    def facts(self) -> Facts:
+        """Those of shared memory where all peers are neighbours, else those of messages."""
+        neighbours = self._neighbours.peers if self._neighbours is not None else []
+        return TRANSPORTS["direct" if len(neighbours) == len(self._peers) else "gloo"]
 
-    @property
-    def reductions_in_flight(self) -> int:
-        return REDUCTIONS_IN_FLIGHT[self._road]
-
-    def meet(self) -> bool:
+    def meet(self) -> None:
         if self._world.size == 1:
-            return False
+            return
         with closing(Listener()) as listener:
             mine = neighbour_identity(), listener.door, self.page_bytes, self._first_tag
             hosts, doors, page_bytes, first_tags = zip(*worlds.gather(mine), strict=True)
@@ -75,12 +75,15 @@ class Direct:
             self._send_messages()
             if self._share_memory:
                 self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
-        return self._road == "direct"
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
             self._arena = Arena(
-                self._world.size, rest_bytes, slot_bytes, num_slots(self._road), self.page_bytes
+                self._world.size,
+                rest_bytes,
+                slot_bytes,
+                num_slots(self.facts.name),
+                self.page_bytes,
             )
             self._channels.update(self._neighbours.open(self._arena))
 
@@ -166,16 +169,13 @@ class Direct:
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
+    def sum(self, value: Tensor, what: str) -> Pending:
+        return Pending([dist.all_reduce(value, async_op=True)])
+
     def quiesce(self) -> None:
         self._num_passing = PASSING
         if self._arena is not None:
             self._arena.end_offers()
-
-    @property
-    def _road(self) -> str:
-        """As forms name it: `direct` where all peers are neighbours, else messages."""
-        neighbours = self._neighbours.peers if self._neighbours is not None else []
-        return "direct" if len(neighbours) == len(self._peers) else "gloo"
 
     def _send_messages(self) -> None:
         """To all peers, until memory is shared with some."""

@@ -1,0 +1,135 @@
+"""The moves between ranks, each once, and the bytes they send: the only door to the transports that carry them.
+
+Which transport carries them: on CPU `direct` (direct.py), over shared memory where ranks share a host and by messages
+elsewhere, or `gloo`, always by messages; `native` (native.py), the backend's own collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
+from zeroexp.comm.direct import Direct
+from zeroexp.comm.facts import Facts
+from zeroexp.comm.native import Native
+from zeroexp.measure.record import Traffic
+from zeroexp.world import World
+
+
+def choose(world: World, transport: str) -> Transport:
+    """transport: direct | gloo | native | auto, which is direct on CPU and native elsewhere."""
+    if transport == "auto":
+        transport = "direct" if world.backend == "gloo" else "native"
+    if transport == "native":
+        return Native(world)
+    return Direct(world, share_memory=transport == "direct")
+
+
+class Collectives:
+    """The three moves and the sum of a tiny tensor, over all ranks, counted by kind of message."""
+
+    def __init__(self, world: World, *, transport: str = "auto"):
+        self._transport = choose(world, transport)
+        self.world = world
+        self.traffic = Traffic()
+
+    def meet(self) -> None:
+        self._transport.meet()
+
+    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
+        self._transport.reserve(rest_bytes, slot_bytes)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._transport.empty(numel, dtype, self.world.device)
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        return self._transport.place_of(tensor)
+
+    @property
+    def facts(self) -> Facts:
+        return self._transport.facts
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether memory from `empty` is backed by a file, see `place_of`."""
+        return self._transport.shared_bytes > 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self._transport.page_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._transport.staging_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._transport.shared_bytes
+
+    @property
+    def issued(self) -> int | None:
+        return self._transport.issued
+
+    def quiesce(self) -> None:
+        self._transport.quiesce()
+
+    def offer(self, parts: Sequence[GatherPart], offer: int | None = None) -> int:
+        """offer: the one that this one follows, of the same parts. Ranks make their first offers in one order."""
+        return self._transport.offer(parts, offer)
+
+    def all_gather(
+        self,
+        parts: Sequence[GatherPart],
+        kind: str,
+        offer: int | None = None,
+        what: str = "parameters",
+    ) -> Pending:
+        """sharded -> replicated, of parts that were offered, now if not before."""
+        return self._count(kind, self._transport.all_gather(parts, offer, f"the {kind} of {what}"))
+
+    def reduce_scatter(
+        self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
+    ) -> Pending:
+        """partial -> sharded"""
+        return self._count(kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"))
+
+    def all_reduce(
+        self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
+    ) -> Pending:
+        """partial -> replicated; the sum replaces `gradients` in place."""
+        return self._count(kind, self._transport.all_reduce(parts, f"the {kind} of {what}"))
+
+    def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
+        """The sum over ranks of a tiny tensor, in place."""
+        self.sum_scalar_later(value, kind).wait()
+        return value
+
+    def sum_scalar_later(self, value: Tensor, kind: str) -> Pending:
+        """The same in the background: `value` is the sum once this is waited for."""
+        if self.world.size == 1:
+            return Pending([])
+        num_bytes = 2 * value.nbytes * (self.world.size - 1) // self.world.size
+        return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes))
+
+    def same_everywhere(self, number: int) -> bool:
+        """Whether all ranks hold the same non-negative number below 2**62."""
+        extremes = torch.tensor([number, -number], device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        return bool(extremes[0] == -extremes[1])
+
+    def take_traffic(self) -> Traffic:
+        """What was sent since the last call."""
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
+
+    def _count(self, kind: str, sent: Sent) -> Pending:
+        pending, num_bytes = sent
+        sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind
+        sums[kind] = sums.get(kind, 0) + num_bytes
+        calls[kind] = calls.get(kind, 0) + 1
+        return pending

@@ -1,0 +1,139 @@
+"""The backend's own collectives (NCCL, the fake group): one for each move, whatever the layout.
+
+Where every rank's part of the message is as large they are the even all-gather and reduce-scatter, else those of
+a list of parts, which NCCL launches as one group. Sums run in the backend's order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent
+from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.journal import Journal
+from zeroexp.comm.packing import Packing, packing_of
+from zeroexp.world import World
+
+
+class Native:
+    """Every move is one collective of the backend."""
+
+    staging_bytes = shared_bytes = 0
+    page_bytes = 4096  # nothing is mapped: machines of any pages cut alike
+    facts = TRANSPORTS["native"]
+
+    def __init__(self, world: World):
+        self._rank = world.rank
+        self._size = world.size
+        # Other backends gather parts of one size only; there smaller ones are padded.
+        self._gathers_uneven = world.backend == "nccl"
+        self._journal = Journal(world)
+
+    @property
+    def issued(self) -> int:
+        return self._journal.checksum
+
+    def meet(self) -> None:
+        """The backend knows its own ways."""
+
+    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
+        """Any memory will do."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def quiesce(self) -> None:
+        """The backend has read a tensor when the move that sends it was waited for."""
+
+    def place_of(self, tensor: Tensor) -> None:
+        return None
+
+    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
+        return 0  # the backend reads a piece when it is gathered
+
+    def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
+        self._journal.note(what)
+        packing = packing_of(tuple(part.chunk for part in parts))
+        num_bytes = sum(part.piece.nbytes for part in parts) * (self._size - 1)
+        if len(parts) == 1:
+            return self._gather(packing, parts[0].full, parts[0].piece), num_bytes
+        mine = torch.cat([part.piece for part in parts])
+        message = mine.new_empty(packing.numel)
+        gathered = self._gather(packing, message, mine)
+        return Pending([gathered], lambda: packing.unpack_sections(message, parts)), num_bytes
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
+        self._journal.note(what)
+        packing = packing_of(tuple(part.chunk for part in parts))
+        message = parts[0].gradients[0].new_empty(packing.numel)
+        packing.pack_gradients(message, [part.gradients for part in parts])
+        own = message.new_empty(packing.sizes[self._rank])
+        work = self._reduce(packing, own, message)
+
+        def hand_out() -> None:
+            sums = iter(packing.spans_of(self._rank, own))
+            added: tuple[list[Tensor], list[Tensor]] = [], []
+            copied: tuple[list[Tensor], list[Tensor]] = [], []
+            for part in parts:
+                targets, sources = added if part.accumulate else copied
+                targets.extend(part.out)
+                sources.extend(itertools.islice(sums, len(part.out)))
+            if added[0]:
+                torch._foreach_add_(*added)
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+
+        return self._pending(work, hand_out), message.nbytes - own.nbytes
+
+    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
+        self._journal.note(what)
+        gradients = [gradient for part in parts for gradient in part.gradients]
+        message = torch.cat(gradients)
+        work = dist.all_reduce(message, async_op=True)
+
+        def spread() -> None:
+            sizes = [gradient.numel() for gradient in gradients]
+            torch._foreach_copy_(gradients, list(message.split(sizes)))
+
+        return self._pending(work, spread), 2 * message.nbytes * (self._size - 1) // self._size
+
+    def sum(self, value: Tensor, what: str) -> Pending:
+        self._journal.note(what)
+        return self._pending(dist.all_reduce(value, async_op=True))
+
+    def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
+        return Pending([self._journal.watched(work)], then)
+
+    def _gather(self, packing: Packing, message: Tensor, mine: Tensor) -> Pending:
+        """mine: this rank's part of the message; may lie in it."""
+        if packing.is_even:
+            return self._pending(_all_gather(message, mine))
+        if self._gathers_uneven:
+            parts = list(message.split(packing.sizes))
+            return self._pending(dist.all_gather(parts, mine, async_op=True))
+        padded, sent = packing.padded(mine)
+        work = _all_gather(padded, sent)
+        return self._pending(work, lambda: packing.unpad(padded, message))
+
+    def _reduce(self, packing: Packing, own: Tensor, message: Tensor) -> Any:
+        if packing.is_even:
+            return _reduce_scatter(own, message)
+        return dist.reduce_scatter(own, list(message.split(packing.sizes)), async_op=True)
+
+
+def _all_gather(full: Tensor, piece: Tensor) -> Any:
+    # renamed in torch 2.13
+    op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return op(full, piece, async_op=True)
+
+
+def _reduce_scatter(own: Tensor, message: Tensor) -> Any:
+    # renamed in torch 2.13
+    op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return op(own, message, async_op=True)

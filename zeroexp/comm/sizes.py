@@ -1,0 +1,57 @@
+"""How much shared memory ranks of one host need: slots for reductions, and pools of gathered parameters. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.sharding.bucket import cut_in_buckets
+from zeroexp.sharding.layout import Chunk, aligned, pages
+from zeroexp.sharding.placement import Move, Stage
+
+
+def num_slots(transport: str) -> int:
+    """Reductions that may lie in a rank's shared memory at once: one more than may be under way.
+
+    With fewer, neighbours would wait for each other for ever: a rank reads a reduction when it has launched as many
+    more as may be under way. `transport`: gloo where some peers are on other hosts.
+    """
+    return TRANSPORTS[transport].reductions_in_flight + 1
+
+
+def slot_bytes(
+    units: Iterable[Sequence[Chunk]],
+    stage: Stage,
+    rank: int,
+    itemsize: int,
+    bucket_bytes: int | None = None,
+) -> int:
+    """The most that one reduction lays out for the others to read; `units`: the trainable chunks of each."""
+    handed = (
+        _handed_bytes([part.chunk for part in bucket.slices], stage, rank, itemsize)
+        for chunks in units
+        for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
+    )
+    return aligned(max(handed, default=0))
+
+
+def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
+    """What a unit takes of a pool behind a file: its chunks in whole pages, without this rank's mapped sections."""
+    num_bytes = 0
+    for chunk in chunks:
+        section = chunk.section(rank)
+        num_bytes += pages(chunk.padded_numel * itemsize, chunk.page_bytes)
+        if chunk.lies_on_pages(rank, itemsize):
+            num_bytes -= (section.stop - section.start) * itemsize
+    return num_bytes
+
+
+def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:
+    """Every span is aligned."""
+    num_bytes = 0
+    for chunk in chunks:
+        size = len(chunk.cuts) - 1
+        spans = [sum(aligned(s.numel * itemsize) for s in chunk.spans(r)) for r in range(size)]
+        handed_out = (size - 1) * spans[rank] if stage.reduce is Move.ALL_REDUCE else 0
+        num_bytes += max(sum(spans) - spans[rank], handed_out)
+    return num_bytes
