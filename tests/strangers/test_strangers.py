@@ -31,8 +31,7 @@ def cases():
             marks = [pytest.mark.slow] if slow and setting in TRIED else []
             marks += [] if setting in TRIED else [pytest.mark.wide]
             if key in KNOWN_TODAY:
-                waits = KNOWN_TODAY[key].startswith("hang")
-                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key], run=not waits))
+                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key], strict=True))
             yield pytest.param(name, setting, id=key, marks=marks)
 
 

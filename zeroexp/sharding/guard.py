@@ -68,11 +68,14 @@ class GuardedParameter(nn.Parameter):
                 return func(_like(args[0]), *args[1:], **kwargs)
             elif func in _CONVERSIONS and _guard_of(args[0]).freed:
                 return _unchanged(args[0], func(*args, **kwargs))
-            elif func is _NBYTES and _guard_of(args[0]).freed:
-                return _guard_of(args[0]).shape.numel() * args[0].itemsize
             elif sets_itself:
                 return None
             return func(*args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:  # torch asks no `__torch_function__` for it
+        guard = _guard_of(self)
+        return guard.shape.numel() * self.itemsize if guard.freed else super().nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         guard = _guard_of(self)
@@ -269,13 +272,12 @@ _CONVERSIONS = {
 }
 
 _SET_DATA = _setter("data")
-_NBYTES = _getter("nbytes")
 
 _OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
 # What a freed parameter can tell. Asked of one in flight it waits: who asks for a shape may go past the guard for the
 # values next, as torch.vmap does.
-_NEEDS_SHAPE = {*_OF_SHAPE, *_LIKE, *_CONVERSIONS, _NBYTES}
+_NEEDS_SHAPE = {*_OF_SHAPE, *_LIKE, *_CONVERSIONS}
 
 # What needs neither values nor gradient.
 _HARMLESS = {

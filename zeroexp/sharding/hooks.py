@@ -72,6 +72,11 @@ def _gradient_ready(
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
         assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"a hook of {its} has taken a gradient before the engine reduced it over the ranks: an optimizer "
+                "inside backward updates by one rank's gradient; call strategy.step() instead"
+            )
         engine.gradient_ready(its, parameter)
 
 
