@@ -31,7 +31,7 @@ def cases():
             marks = [pytest.mark.slow] if slow and setting in TRIED else []
             marks += [] if setting in TRIED else [pytest.mark.wide]
             if key in KNOWN_TODAY:
-                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key], strict=True))
+                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key]))
             yield pytest.param(name, setting, id=key, marks=marks)
 
 
