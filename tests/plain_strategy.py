@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ class PlainStrategy:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.calls: list[str] = []
+        self.settings: dict[str, Any] = {}
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

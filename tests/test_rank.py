@@ -18,7 +18,9 @@ from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 from zeroexp.measure.record import KINDS, MOMENTS
+from zeroexp.sharding.layout import PAGE_BYTES
 from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.tracking.run import read_run
 
 WIDTH, DEPTH = 32, 2
 
@@ -78,6 +80,16 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     assert summary.data_source.startswith("synthetic: vectors of ")
     assert f"data from {summary.data_source}\n" in log_of(job, 1)
     assert summary.num_private_units == 0
+    assert read_run(
+        job.folder
+    ).engine == {  # what the config leaves open, as two ranks of one host settle it
+        "transport": "direct",
+        "bucket_mb": "4.0",
+        "prefetch": "null",
+        "reduce_each": "step",
+        "reductions_in_flight": "1",
+        "page_bytes": str(PAGE_BYTES),
+    }
 
 
 def test_memory_of_a_replicated_run_is_arithmetic(local, tmp_path):

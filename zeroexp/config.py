@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from zeroexp.sharding.placement import reduce_each
+
 Schema = TypeVar("Schema")
 
 DEFAULT_REVIEWS = "Yelp/yelp_review_full"
@@ -223,7 +225,7 @@ def resolve(config: Config) -> Config:
 def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
     """`bucket_mb` and `prefetch` stay None, which is the best of the transport the ranks will find."""
     defaults: dict[str, Any] = {"unit": "block", "overlap": True}
-    defaults["reduce_each"] = "microbatch" if strategy.gradients.placement == "shard" else "step"
+    defaults["reduce_each"] = reduce_each(strategy.gradients.placement)
     if strategy.implementation == "parameter" and strategy.optimizer.placement == "shard":
         defaults["owners"] = "greedy"
     if strategy.parameters.placement == "shard":

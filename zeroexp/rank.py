@@ -36,7 +36,7 @@ from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.tracking import attempt, failure
-from zeroexp.tracking.files import RecordWriter, read_records, write_summary
+from zeroexp.tracking.files import RecordWriter, read_records, write_engine, write_summary
 from zeroexp.train import train
 from zeroexp.world import World
 
@@ -115,6 +115,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         checkpoint_blocks(model.module, model.blocks)
     config = links.settle(config, folder, world)
     strategy = build_strategy(config, model, world)
+    if world.rank == 0:
+        write_engine(folder, strategy.settings)
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"data from {data.source}")

@@ -194,7 +194,9 @@ def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
     """Every schedule of gathers, for every number of pools up to one more than there are blocks."""
     with fake_world(1, 2) as world:
         for prefetch in range(NUM_BLOCKS + 1):
-            options = Options(unit=unit, keep=keep, prefetch=prefetch, transport="gloo")
+            options = Options(
+                unit=unit, keep=keep, prefetch=prefetch, transport="gloo", reduce_each="step"
+            )
             schedule = ScheduleForm(accumulation, keep, num_pools=1 + prefetch)
             strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
             form = form_of(strategy, "zero3", options, schedule)
@@ -212,7 +214,7 @@ def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
 def test_plain_schedule_is_the_table(stage, times, family, transport):
     """Nothing kept, one microbatch, even cuts: `times` x P x (N-1)/N on every rank."""
     world_size = 4
-    options = Options(family=family, keep="none", transport=transport)
+    options = Options(family=family, keep="none", transport=transport, reduce_each="step")
     schedule = ScheduleForm(keep="none", transport=transport)
     with fake_world(0, world_size) as world:
         torch.manual_seed(0)
@@ -240,7 +242,7 @@ def test_plain_schedule_is_the_table(stage, times, family, transport):
 def check_on_ranks(world: World, stage: str, transport: str) -> None:
     """Every layout: what is counted and held."""
     for family in ("parameter", "tensor", "buffer"):
-        options = Options(family=family, transport=transport, prefetch=1)
+        options = Options(family=family, transport=transport, prefetch=1, reduce_each="step")
         bucket = 4 * MIB if transport == "direct" and world.size > 1 else None
         schedule = ScheduleForm(accumulation=2, bucket_bytes=bucket, transport=transport)
         strategy = engine(world, stage, options, PRECISIONS[0], "adamw")

@@ -13,7 +13,7 @@ from zeroexp.config import load, save
 from zeroexp.measure.summary import spread, summarise
 from zeroexp.report.settings import LONGEST, column_name, shown
 from zeroexp.report.table import render
-from zeroexp.tracking.files import write_json, write_summary
+from zeroexp.tracking.files import write_engine, write_json, write_summary
 from zeroexp.tracking.run import Run, read_run
 
 MIB = 2**20
@@ -143,6 +143,18 @@ def test_units_with_memory_of_their_own_are_noted(tmp_path: Path) -> None:
     run.summary.num_private_units = 3
     note = "zero3/buffer: 3 units ran while their pool was in use and got memory of their own."
     assert note in " ".join(render([run]).split())
+
+
+def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None:
+    settled = {"zero2": {"transport": "direct", "bucket_mb": 4.0, "prefetch": None}}
+    settled["zero3"] = settled["zero2"]
+    settled["ddp"] = {"engine": "DDP, everything replicated", "transport": "gloo"}
+    folders = [write_run(tmp_path / strategy, strategy) for strategy in settled]
+    for folder, settings in zip(folders, settled.values(), strict=True):
+        write_engine(folder, settings)
+    text = " ".join(render([read_run(folder) for folder in folders]).split())
+    assert "zero2/buffer, zero3/buffer ran with transport direct, bucket_mb 4.0." in text
+    assert "ddp/buffer ran with transport gloo." in text
 
 
 def test_settings_that_tell_two_points_apart_become_columns(tmp_path: Path) -> None:

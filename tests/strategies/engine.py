@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.oracle import PRECISIONS, Recipe
 from zeroexp.models.build import BuiltModel
@@ -32,5 +32,6 @@ class Ours:
             world=world,
             dtypes=Dtypes(*(DTYPES[dtype] for dtype in dtypes)),
             max_grad_norm=config.max_grad_norm,
-            options=self.options,
+            # As the oracle does, if nothing is said: it sums all microbatches before the ranks.
+            options=replace(self.options, reduce_each=self.options.reduce_each or "step"),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,9 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
 def test_a_tag_tells_which_data(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert "data" not in entries.tags(run, "done"), "of a run from before it was written down"
+    settled = replace(run, engine={"transport": "direct", "prefetch": "null"})
+    assert entries.tags(settled, "done")["engine.transport"] == "direct"
+    assert "engine.prefetch" not in entries.tags(settled, "done")
     assert run.summary is not None
     run.summary.data_source = "hub: me/reviews (mit licence)"
     assert entries.tags(run, "done")["data"] == "hub: me/reviews (mit licence)"

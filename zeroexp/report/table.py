@@ -120,6 +120,7 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         if shares_memory(runs)
         else "through the network.",
         *_private_notes(runs),
+        *_engine_notes(runs),
         *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
     ]
     return wrap(" ".join(filter(None, sentences)), min(width, WIDTH))
@@ -133,3 +134,14 @@ def _private_notes(runs: Sequence[Run]) -> list[str]:
         for label, count in counts.items()
         if count
     ]
+
+
+def _engine_notes(runs: Sequence[Run]) -> list[str]:
+    """What the config left open and the engine settled, said once for all that ran alike."""
+    labels: dict[str, list[str]] = {}
+    for run in runs:
+        words = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}
+        if words:
+            said = ", ".join(f"{key} {value}" for key, value in words.items())
+            labels.setdefault(said, []).append(run.label)
+    return [f"{', '.join(dict.fromkeys(who))} ran with {said}." for said, who in labels.items()]

@@ -26,7 +26,7 @@ WORDS = {
     "owners": tuple(own_by),
     "unit": ("model", "block", "module"),
     "keep": ("none", "last", "all"),
-    "reduce_each": ("microbatch", "step"),
+    "reduce_each": ("microbatch", "step", None),
     "transport": ("auto", "direct", "gloo", "native"),
 }
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -56,7 +56,7 @@ class Options:
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
     keep: str = "last"  # none | last | all: what stays gathered between forward and backward
-    reduce_each: str = "step"  # microbatch | step
+    reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # MiB, the most one reduction takes; None: the transport's best
     transport: str = "auto"  # auto | direct | gloo | native
 
@@ -95,7 +95,6 @@ class Sharded:
             shared=shards,
         )
         self.model = module.to(world.device)
-        self.label = f"{stage}, {options.family}-level"
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._wire = Collectives(world, transport=options.transport)
@@ -115,6 +114,7 @@ class Sharded:
             bucket_bytes=self._bucket_bytes(options),
         )
         prefetch = self._prefetch_depth(options)
+        self.settings = self._settings(options, prefetch)
         self._pools = give_memory(self._units, options.keep, 1 + prefetch, self._wire)
         self._schedule = Schedule(
             self._units,
@@ -122,7 +122,7 @@ class Sharded:
             overlap=options.overlap,
             prefetch=prefetch,
             keep=options.keep,
-            reduce_each=options.reduce_each,
+            reduce_each=options.reduce_each or stage.reduce_each,
         )
         self._tied = keep_rows_apart(module)  # before the hooks that ask for the whole gradient
         for unit, group in zip(self._units, groups, strict=True):
@@ -242,6 +242,19 @@ class Sharded:
         if options.prefetch is None:
             return 0 if self._wire.facts.moves_on_wait else 1
         return options.prefetch
+
+    def _settings(self, options: Options, prefetch: int) -> dict[str, Any]:
+        """What was left open, as this transport and stage have settled it."""
+        facts, bucket_bytes = self._wire.facts, self._bucket_bytes(options)
+        sharded = self._units[0].is_sharded
+        return {
+            "transport": facts.name,
+            "bucket_mb": None if bucket_bytes is None else bucket_bytes / MIB,
+            "prefetch": prefetch if sharded else None,
+            "reduce_each": options.reduce_each or self._stage.reduce_each,
+            "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
+            "page_bytes": self._wire.page_bytes,
+        }
 
     def _bucket_bytes(self, options: Options) -> int | None:
         if options.bucket_mb is not None:

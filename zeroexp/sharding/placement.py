@@ -49,6 +49,11 @@ def move(now: Placement, needed: Placement) -> Move:
     return _MOVES[now, needed]
 
 
+def reduce_each(gradients: str) -> str:
+    """The default of that setting, from the placement of gradients: whole ones would need the memory of all of them."""
+    return "microbatch" if gradients == Placement.SHARD.value else "step"
+
+
 @dataclass(frozen=True)
 class Stage:
     """One row: where parameters (P), gradients (G) and optimizer state (O) rest between uses."""
@@ -68,6 +73,11 @@ class Stage:
 
     def __str__(self) -> str:
         return f"{self.parameters.value},{self.gradients.value},{self.optimizer.value}"
+
+    @property
+    def reduce_each(self) -> str:
+        """When accumulated gradients are reduced if nobody says: `microbatch` where they rest sharded, else `step`."""
+        return reduce_each(self.gradients.value)
 
     @property
     def gather(self) -> Move:

@@ -57,6 +57,9 @@ class Strategy(Protocol):
     """One engine. `model` is called as before; parallelism hides in its hooks."""
 
     model: nn.Module
+    settings: dict[
+        str, Any
+    ]  # what it ran with where the config left it open; None: it has no such thing
     optimizer: Optimizer  # rank-local; only its param_groups (learning rate) are read and written
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:

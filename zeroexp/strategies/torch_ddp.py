@@ -56,9 +56,6 @@ class TorchDDP:
         gradient_as_bucket_view: bool = True,
         may_skip_parameters: bool = False,  # costs a walk over the graph in every forward
     ):
-        self.label = "DDP: everything replicated"
-        if shard_optimizer:
-            self.label = "DDP + ZeroRedundancyOptimizer: gradients replicated, 3P on the wire"
         self._world = world
         self._max_grad_norm = max_grad_norm
         self._as_views = gradient_as_bucket_view
@@ -77,6 +74,14 @@ class TorchDDP:
         )
         self._ddp.broadcast_buffers = False  # buffers.py does it; the argument's name moved
         self.model: nn.Module = self._ddp
+        engine = "DDP, everything replicated"
+        if shard_optimizer:
+            engine = "DDP and ZeroRedundancyOptimizer, gradients replicated"
+        self.settings = {
+            "engine": engine,
+            "transport": world.backend,
+            "bucket_mb": self._ddp.bucket_bytes_cap / (1 << 20),
+        }
         self.optimizer, self._inner = _make_optimizer(
             list(param_groups), optimizer_factory, shard_optimizer
         )

@@ -61,9 +61,8 @@ class TorchFSDP2:
         dtypes: Dtypes | None = None,
         max_grad_norm: float | None = None,
     ):
-        self.label = "FSDP2: everything rests sharded"
-        if not reshard_after_forward:
-            self.label = "FSDP2 without reshard: parameters rest sharded"
+        rests = "everything rests" if reshard_after_forward else "without reshard parameters rest"
+        self.settings = {"engine": f"FSDP2, {rests} sharded", "transport": world.backend}
         self._world = world
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zeroexp.config import AUTO
 from zeroexp.measure.record import KINDS, RunSummary, StepRecord
-from zeroexp.tracking.files import RECORDS, SUMMARY
+from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
 from zeroexp.tracking.run import Run
 
 MIB = 2**20
@@ -30,6 +30,7 @@ FILES = (
     "failure.json",
     "slurm.json",
     "attempts.json",
+    ENGINE,
     RECORDS,
     SUMMARY,
     "logs",
@@ -110,6 +111,8 @@ def tags(run: Run, status: str) -> dict[str, str]:
         **({"reason": run.reason} if run.reason else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **known,
+        # No params: another attempt at the run may find other links, and a param is written once.
+        **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
     }
 
 

@@ -1,4 +1,5 @@
-"""The files of a run: records.jsonl grows while rank 0 trains, summary.json appears when it has ended.
+"""The files of a run: engine.json says what it runs with, records.jsonl grows while rank 0 trains, summary.json
+appears when it has ended.
 
 A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed in
 the middle of a line leaves a torn one, which readers drop; of two lines about one step they believe the later. A run
@@ -22,6 +23,7 @@ from zeroexp.tracking.json_files import read_json, write_json
 
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
+ENGINE = "engine.json"
 
 
 class RecordWriter:
@@ -91,6 +93,12 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
     beside.write_text("".join(kept))
     beside.replace(path)
     return {row["step"]: row["written_at"] for row in rows[len(kept) :]}
+
+
+def write_engine(folder: Path, settings: dict[str, Any]) -> None:
+    """What the engine ran with where the config left it open. Raises Superseded as `write_summary` does."""
+    attempt.check(folder)
+    write_json(folder / ENGINE, settings)
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt
-from zeroexp.tracking.files import read_json, read_summary
+from zeroexp.tracking.files import ENGINE, read_json, read_summary
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Run:
     reason: str | None  # why it was skipped, failed or stopped
     times: dict[str, float]  # "<status>_at" -> Unix seconds
     environment: dict[str, str]  # versions, git commit, host, device
+    engine: dict[str, str]  # what it ran with where the config left it open: transport, bucket, ...
     summary: RunSummary | None  # None where it did not come to its end
     num_attempts: int = 1  # at least 1
 
@@ -61,6 +62,7 @@ def read_run(folder: Path) -> Run:
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
         environment=flatten(read_json(folder / "environment.json") or {}),
+        engine=flatten(read_json(folder / ENGINE) or {}),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
     )
