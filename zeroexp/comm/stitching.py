@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroexp.sharding.layout import Chunk, pages
+
 PROT_NONE, MAP_FIXED = 0, 0x10  # <sys/mman.h>; Python's mmap can not choose the address
 FAILED = ctypes.c_void_p(-1).value
 
@@ -45,6 +47,28 @@ def stitch(stretches: Sequence[Stretch]) -> Tensor:
         _map(start, stretch.num_bytes, both, flags, stretch.file, stretch.offset)
         start += stretch.num_bytes
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def beside_pieces(
+    pieces: Sequence[tuple[Chunk, Tensor, tuple[int, int] | None]], rank: int, pool: int
+) -> list[Stretch]:
+    """Chunk by chunk, each on pages of its own: others' sections in the pool's file, mine where it rests.
+
+    pieces: each chunk, what this rank owns of it, and the file and offset at which that rests.
+    """
+    stretches: list[Stretch] = []
+    taken = 0
+    for chunk, piece, place in pieces:
+        num_bytes = pages(chunk.padded_numel * piece.itemsize, chunk.page_bytes)
+        if place is not None and chunk.lies_on_pages(rank, piece.itemsize):
+            before = chunk.cuts[rank] * piece.itemsize
+            stretches.append(Stretch(pool, taken, before))
+            stretches.append(Stretch(*place, piece.nbytes))
+            taken += before
+            num_bytes -= before + piece.nbytes
+        stretches.append(Stretch(pool, taken, num_bytes))
+        taken += num_bytes
+    return [stretch for stretch in stretches if stretch.num_bytes]
 
 
 def _map(

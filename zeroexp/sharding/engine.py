@@ -177,12 +177,12 @@ class Sharded:
         reads_only = not (write or self._may_load or self._wire.world.size == 1)
         if reads_only and self._parameters.were_written():
             raise written_while_reading()
-        if not self._schedule.in_microbatch:
+        if not self._schedule.calls.in_microbatch:
             self._parameters.note_versions()
 
     def step(self) -> Tensor:
         """Hand over what was reduced, clip, update every master at once, publish unit by unit."""
-        self._schedule.expect_a_step()
+        self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self._units))
         self._schedule.drain()
         handed = [each for unit in self._units for each in unit.hand_over()]
         self._wire.quiesce()
@@ -208,7 +208,7 @@ class Sharded:
             unit.zero_grad()
         for gradient in self._tied:
             gradient.clear()
-        self._schedule.gradients_cleared()
+        self._schedule.calls.zero_grad()
 
     def drain(self) -> None:
         self._schedule.drain()

@@ -17,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
+from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
+from zeroexp.sharding.guard import unguarded
+from zeroexp.sharding.layout import Span
 from zeroexp.sharding.overlap import Schedule
-from zeroexp.sharding.unit import Unit
+from zeroexp.sharding.unit import ChunkTensors, Unit, views_of
 
 
 @contextmanager
@@ -27,7 +33,7 @@ def gathered(
     units: Sequence[Unit], schedule: Schedule, wire: Collectives, *, write: bool
 ) -> Iterator[None]:
     """Pin every unit, meanwhile; then take over what was written, or refuse it."""
-    if write and schedule.in_microbatch:
+    if write and schedule.calls.in_microbatch:
         raise RuntimeError(
             "strategy.gathered(write=True) inside a microbatch: backward needs the weights as they were; write "
             "after strategy.step()"
@@ -40,19 +46,21 @@ def gathered(
     else:
         schedule.await_published()
     for unit in units:
-        unit.pin()
+        _pin(unit)
     if write:  # every peer has read what it was handed of the weights that are overwritten now
         wire.quiesce()
     try:
         yield
-        written = sum(unit.was_written() for unit in units) > 0  # each takes back what was moved
+        written = (
+            sum(_was_written(unit, wire.world.rank) for unit in units) > 0
+        )  # each takes back what was moved
         written = not wire.same_everywhere(int(written)) or written
         if write:
             for unit in units:
-                unit.take_over()
+                _take_over(unit, wire.world.rank)
     finally:
         for unit in units:
-            unit.unpin()
+            _unpin(unit)
         if write:  # after an error too: nothing is on offer any more
             for unit in units:
                 schedule.publish(unit)
@@ -65,3 +73,83 @@ def written_while_reading() -> RuntimeError:
         "parameters were written inside `with strategy.gathered():`, which is for reading; use "
         "strategy.gathered(write=True) to keep what is written"
     )
+
+
+def _pin(unit: Unit) -> None:
+    """Show whole parameters in memory of their own, until `_unpin`, whatever the schedule does meanwhile."""
+    if unit.store is None:
+        return  # they are whole
+    for tensors in unit.chunks:
+        tensors.pinned = tensors.piece.new_empty(tensors.chunk.padded_numel)
+    parts = [
+        GatherPart(tensors.chunk, tensors.pinned, tensors.piece)
+        for tensors in unit.chunks
+        if tensors.pinned is not None
+    ]
+    if parts:
+        unit.gather_into(parts)
+    unit.show()
+
+
+def _unpin(unit: Unit) -> None:
+    for tensors in unit.chunks:
+        tensors.pinned = None
+    if unit.store is not None:
+        unit.show()
+
+
+def _was_written(unit: Unit, rank: int) -> bool:
+    """Whether this rank's part of the weights was changed through the parameters that are shown."""
+    for tensors in unit.chunks:
+        if _take_back(tensors):
+            return True
+        if tensors.pinned is not None:
+            shown = tensors.pinned[tensors.chunk.real_section(rank)]
+            if not _same_bytes(shown, tensors.piece[: len(shown)]):
+                return True
+        elif tensors.master_flat is not None:
+            shown = torch.cat([_shown(tensors, span) for span in tensors.owned])
+            if not _same_bytes(shown, tensors.master_flat.to(shown.dtype)):
+                return True
+    return False
+
+
+def _take_over(unit: Unit, rank: int) -> None:
+    """What was written into the parameters that are shown becomes the weights; `publish` follows."""
+    for tensors in unit.chunks:
+        for master, span in zip(tensors.masters, tensors.owned, strict=False):
+            if tensors.master_flat is not None:
+                master.detach().view(-1).copy_(_shown(tensors, span))
+        if tensors.pinned is not None:
+            shown = tensors.pinned[tensors.chunk.real_section(rank)]
+            tensors.piece[: len(shown)].copy_(shown)
+
+
+def _take_back(tensors: ChunkTensors) -> bool:
+    """Whether somebody gave a parameter other memory (`.data = ...`), whose values are copied to where it was shown."""
+    moved = False
+    with unguarded():
+        views = views_of(tensors.chunk, _whole(tensors), tensors.shapes)
+        for parameter, view in zip(tensors.parameters, views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+                moved = True
+    return moved
+
+
+def _shown(tensors: ChunkTensors, span: Span) -> Tensor:
+    """The elements of a span, where the parameters show them."""
+    start = tensors.chunk.members[span.member].start + span.start
+    return _whole(tensors)[start : start + span.numel]
+
+
+def _whole(tensors: ChunkTensors) -> Tensor:
+    whole = tensors.pinned if tensors.pinned is not None else tensors.full
+    assert whole is not None
+    return whole
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, so that a weight that is nan equals itself."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import mapped_bytes
 from zeroexp.sharding.storage import Pool, Private
 from zeroexp.sharding.unit import Unit
 
@@ -28,7 +29,7 @@ def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collecti
     turns = [sharing[i :: len(pools)] for i in range(len(pools))]
     for pool, tenants in zip(pools, turns, strict=True):
         if wire.maps_memory:
-            pool.open(max((unit.mapped_bytes for unit in tenants), default=0))
+            pool.open(max((_mapped_bytes(unit, wire.world.rank) for unit in tenants), default=0))
         else:
             pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
         for unit in tenants:
@@ -43,3 +44,10 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
     if keep == "all":
         return set(names)
     return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
+
+
+def _mapped_bytes(unit: Unit, rank: int) -> int:
+    """Bytes it takes of a pool whose memory it maps beside its own pieces."""
+    chunks = [tensors.chunk for tensors in unit.chunks]
+    itemsize = unit.chunks[0].piece.itemsize if unit.chunks else 0
+    return mapped_bytes(chunks, rank, itemsize)

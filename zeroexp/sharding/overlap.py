@@ -43,6 +43,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.bucket import Bucket
+from zeroexp.sharding.calls import Calls
+from zeroexp.sharding.prefetch import GatherOrder
 from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
@@ -113,11 +115,8 @@ class Schedule:
         self._turn = 0  # in the order of reductions: the unit whose buckets may be launched
         self._agreed = False
         self.num_private = 0  # units that found their pool in use and got memory of their own
-        self.in_microbatch = False
-        self.failed = False  # an exception left reductions behind that peers may not know of
+        self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
         self._microbatch = 0  # counts them
-        self._finished = False  # the last microbatch of a step has ended, and no step has come yet
-        self._stepped_with = False  # the gradients that are there
         # Parameters that got no gradient in the microbatch before.
         self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
         self._closing = False  # inside the backward that closes units
@@ -130,24 +129,8 @@ class Schedule:
     # -- one microbatch ---------------------------------------------------------------------------
 
     def begin_microbatch(self, *, last: bool) -> None:
-        if self.in_microbatch:
-            raise RuntimeError(
-                "a microbatch inside a microbatch: end the first one before the next"
-            )
-        self.refuse_after_failure()
-        if self._stepped_with:
-            raise RuntimeError(
-                "gradients of the last step are still there: call strategy.zero_grad() between a step and the next "
-                "microbatch"
-            )
-        if self._finished and any(unit.reduces_at_hand_over for unit in self._units):
-            raise RuntimeError(
-                "a microbatch(last=True) has ended and another begins: call strategy.step() or "
-                "strategy.zero_grad() between, or say last=False for all but the last"
-            )
-        self._finished = False
+        self.calls.begin_microbatch()
         self._last = last
-        self.in_microbatch = True
         self._microbatch += 1
         self._tick = self._turn = 0
         self._completed = []
@@ -179,7 +162,7 @@ class Schedule:
             if not stays:
                 out = not differentiable or self._keep == "none" or unit.has_private_store
                 self._free(unit, forget=out)
-        return began, self._tick, self._microbatch if self.in_microbatch else 0
+        return began, self._tick, self._microbatch if self.calls.in_microbatch else 0
 
     def watch_what_is_saved(self) -> AbstractContextManager[None]:
         """Inside, what autograd saves of gathered parameters is found again in backward, see saved.py."""
@@ -190,7 +173,7 @@ class Schedule:
     @contextmanager
     def closing_backward(self, loss: Tensor) -> Iterator[None]:
         """The backward of `loss` inside is the one that closes units, see [Note: which backward]."""
-        if not self.in_microbatch:
+        if not self.calls.in_microbatch:
             raise RuntimeError(
                 "backward outside of `with strategy.microbatch(last=...):`: run forward and backward inside it"
             )
@@ -215,7 +198,7 @@ class Schedule:
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """The gradient of an output that `unit` made in this use is about to be used."""
         began, ended, microbatch = ticks
-        if not self.in_microbatch or microbatch != self._microbatch:
+        if not self.calls.in_microbatch or microbatch != self._microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
                 "inside the same `with strategy.microbatch(last=...):`"
@@ -236,7 +219,7 @@ class Schedule:
 
     def _make_ready_for_backward(self, unit: Unit) -> None:
         """Gather it if need be, also where no output told that backward comes to it, or comes again."""
-        if not self.in_microbatch:
+        if not self.calls.in_microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of `with strategy.microbatch(last=...):`"
             )
@@ -245,7 +228,7 @@ class Schedule:
 
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         use = self._uses[unit]
-        if not self.in_microbatch:
+        if not self.calls.in_microbatch:
             raise RuntimeError(
                 f"{unit} got a gradient outside of `with strategy.microbatch(last=...):`, where nobody reduces it"
             )
@@ -287,42 +270,12 @@ class Schedule:
             self.finish_reductions()
         if not self._agreed:
             self._agree_on_order()
-        self.in_microbatch = False
+        self.calls.end_microbatch(last=self._last)
         self._views.refuse_others()
-        self._finished = self._last
-
-    def expect_a_step(self) -> None:
-        """Raises RuntimeError where there is nothing to step with, or weights must not change."""
-        self.refuse_after_failure()
-        if self.in_microbatch:
-            raise RuntimeError(
-                "strategy.step() inside a microbatch: call it after the `with` has ended"
-            )
-        if any(unit.is_pinned for unit in self._units):
-            raise RuntimeError(
-                "strategy.step() inside strategy.gathered(): call it after the `with` has ended"
-            )
-        if not self._finished:
-            raise RuntimeError(
-                "strategy.step() without a last microbatch: run one with `microbatch(last=True)`"
-            )
-        self._finished, self._stepped_with = False, True
-
-    def gradients_cleared(self) -> None:
-        """`zero_grad` was called."""
-        self._finished = self._stepped_with = False
-
-    def refuse_after_failure(self) -> None:
-        if self.failed:
-            raise RuntimeError(
-                "an exception ended a backward whose gradients had partly been reduced, so that ranks may differ: "
-                "build the engine again and load the last checkpoint"
-            )
 
     def abandon_microbatch(self) -> None:
         """After an exception in it: nothing stays gathered. What was launched can not be taken back."""
-        self.in_microbatch = False
-        self.failed = self.failed or any(use.num_launched for use in self._uses.values())
+        self.calls.abandon_microbatch(reduced=any(u.num_launched for u in self._uses.values()))
         self._reducing.clear()
         for unit in self._sharded:
             self._await_parameters(unit)
@@ -504,33 +457,3 @@ def _is_inside_out(units: Sequence[Unit]) -> bool:
         if not outer.name or inner.name.startswith(outer.name + ".")
     ]
     return not outer_first
-
-
-class GatherOrder:
-    """The units one microbatch gathers, recorded in the first and expected of the following ones."""
-
-    def __init__(self) -> None:
-        self.order: list[Unit] = []
-        self._position = 0
-        self._lost = False
-
-    def rewind(self) -> None:
-        if self._lost:
-            self.order = []
-        self._position = 0
-        self._lost = False
-
-    def record(self, unit: Unit) -> None:
-        """`unit` was needed now. Another one than expected switches guessing off until the next microbatch."""
-        if self._lost:
-            return
-        if self._position == len(self.order):
-            self.order.append(unit)
-        self._lost = self.order[self._position] is not unit
-        self._position += not self._lost
-
-    def after(self, depth: int) -> list[Unit]:
-        return [] if self._lost else self.order[self._position : self._position + depth]
-
-    def first(self, depth: int) -> list[Unit]:
-        return [] if self._lost else self.order[:depth]

@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import mapped_bytes
-from zeroexp.comm.stitching import Stretch, stitch
+from zeroexp.comm.stitching import beside_pieces, stitch
 from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.gradients import Gradients
-from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.storage import Private, Store
@@ -201,26 +199,20 @@ class Unit:
         """Bytes of all full chunks, each aligned."""
         return sum(aligned(c.chunk.padded_numel * c.piece.itemsize) for c in self.chunks)
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes it takes of a pool whose memory it maps beside its own pieces."""
-        chunks = [tensors.chunk for tensors in self.chunks]
-        itemsize = self.chunks[0].piece.itemsize if self.chunks else 0
-        return mapped_bytes(chunks, self._wire.world.rank, itemsize)
-
     def reside_in(self, store: Store) -> None:
         """Where the full parameters will lie from now on: views are made once. The unit is freed after it."""
         self.store = store
-        mapped = store.file is not None
-        memory = store.memory if store.file is None else stitch(self._stretches(store.file))
         start = 0
+        memory = store.memory if store.file is None else self._map_beside(store.file)
         for tensors in self.chunks:
-            tensors.in_place = mapped and self._is_on_pages(tensors)
-            num_bytes = tensors.chunk.padded_numel * tensors.piece.itemsize
-            tensors.full = memory[start : start + num_bytes].view(tensors.piece.dtype)
-            tensors.views = views_of(tensors.chunk, tensors.full, tensors.shapes)
-            whole = pages(num_bytes, tensors.chunk.page_bytes)
-            start += whole if mapped else aligned(num_bytes)
+            chunk, piece = tensors.chunk, tensors.piece
+            num_bytes = chunk.padded_numel * piece.itemsize
+            on_pages = chunk.lies_on_pages(self._wire.world.rank, piece.itemsize)
+            tensors.in_place = store.file is not None and on_pages
+            tensors.full = memory[start : start + num_bytes].view(piece.dtype)
+            tensors.views = views_of(chunk, tensors.full, tensors.shapes)
+            whole = pages(num_bytes, chunk.page_bytes)
+            start += aligned(num_bytes) if store.file is None else whole
         self.chunk_offsets = [
             int(tensors.full.storage_offset()) * tensors.full.itemsize
             for tensors in self.chunks
@@ -232,6 +224,11 @@ class Unit:
         if self._offer is None:
             self.offer()
         self._gather_parts()  # now: who counts views of this memory begins to do so with these
+
+    def _map_beside(self, file: int) -> Tensor:
+        """The pool's file and, where it lies on pages, what this rank owns."""
+        pieces = [(t.chunk, t.piece, self._wire.place_of(t.piece)) for t in self.chunks]
+        return stitch(beside_pieces(pieces, self._wire.world.rank, file))
 
     @property
     def can_gather(self) -> bool:
@@ -255,7 +252,7 @@ class Unit:
         self.residence = Residence.READY
         if self.store is not None:
             self.store.holds = self
-            self._show()
+            self.show()
             return
         for parameter in self.parameters():
             guard.await_on_use(parameter, None)
@@ -272,60 +269,9 @@ class Unit:
         self.store.release(forget=forget)
         self._vacate()
 
-    def pin(self) -> None:
-        """Show whole parameters in memory of their own, until `unpin`, whatever the schedule does meanwhile."""
-        if self.store is not None:
-            for tensors in self.chunks:
-                tensors.pinned = tensors.piece.new_empty(tensors.chunk.padded_numel)
-            parts = [
-                GatherPart(tensors.chunk, tensors.pinned, tensors.piece)
-                for tensors in self.chunks
-                if tensors.pinned is not None
-            ]
-            if parts:
-                self._wire.all_gather(parts, "gather", self._offer).wait()
-            self._show()
-
-    def unpin(self) -> None:
-        for tensors in self.chunks:
-            tensors.pinned = None
-        if self.store is not None:
-            self._show()
-
-    def was_written(self) -> bool:
-        """Whether this rank's part of the weights was changed through the parameters that are shown."""
-        rank = self._wire.world.rank
-        for tensors in self.chunks:
-            if _take_back(tensors):
-                return True
-            if tensors.pinned is not None:
-                section = tensors.chunk.real_section(rank)
-                shown = tensors.pinned[section]
-                if not _same_bytes(shown, tensors.piece[: len(shown)]):
-                    return True
-            elif tensors.master_flat is not None:
-                shown = torch.cat([self._shown(tensors, span) for span in tensors.owned])
-                if not _same_bytes(shown, tensors.master_flat.to(shown.dtype)):
-                    return True
-        return False
-
-    def take_over(self) -> None:
-        """What was written into the parameters that are shown becomes the weights; `publish` follows."""
-        rank = self._wire.world.rank
-        for tensors in self.chunks:
-            for master, span in zip(tensors.masters, tensors.owned, strict=False):
-                if tensors.master_flat is not None:
-                    master.detach().view(-1).copy_(self._shown(tensors, span))
-            if tensors.pinned is not None:
-                shown = tensors.pinned[tensors.chunk.real_section(rank)]
-                tensors.piece[: len(shown)].copy_(shown)
-
-    def _shown(self, tensors: ChunkTensors, span: Span) -> Tensor:
-        """The elements of a span, where the parameters show them."""
-        whole = tensors.pinned if tensors.pinned is not None else tensors.full
-        assert whole is not None
-        start = tensors.chunk.members[span.member].start + span.start
-        return whole[start : start + span.numel]
+    def gather_into(self, parts: Sequence[GatherPart]) -> None:
+        """The full parameters in other memory, and wait for them; the unit stays as it is."""
+        self._wire.all_gather(parts, "gather", self._offer, str(self)).wait()
 
     def forget(self) -> None:
         """The weights changed: what a pool still holds of this unit is out of date."""
@@ -425,28 +371,7 @@ class Unit:
         pairs = zip(self.chunks, self._parts, strict=True)
         return [part for tensors, part in pairs if tensors.trainable or not trainable]
 
-    def _stretches(self, pool: int) -> list[Stretch]:
-        """Chunk by chunk, each on pages of its own: others' sections in the pool's file, mine where it rests."""
-        stretches: list[Stretch] = []
-        taken = 0
-        for tensors in self.chunks:
-            num_bytes = tensors.chunk.padded_numel * tensors.piece.itemsize
-            num_bytes = pages(num_bytes, tensors.chunk.page_bytes)
-            place = self._wire.place_of(tensors.piece)
-            if place is not None and self._is_on_pages(tensors):
-                before = tensors.chunk.cuts[self._wire.world.rank] * tensors.piece.itemsize
-                stretches.append(Stretch(pool, taken, before))
-                stretches.append(Stretch(*place, tensors.piece.nbytes))
-                taken += before
-                num_bytes -= before + tensors.piece.nbytes
-            stretches.append(Stretch(pool, taken, num_bytes))
-            taken += num_bytes
-        return [stretch for stretch in stretches if stretch.num_bytes]
-
-    def _is_on_pages(self, tensors: ChunkTensors) -> bool:
-        return tensors.chunk.lies_on_pages(self._wire.world.rank, tensors.piece.itemsize)
-
-    def _show(self) -> None:
+    def show(self) -> None:
         """Point the parameters at the memory that holds their values, if any does."""
         for tensors in self.chunks:
             if tensors.pinned is not None:
@@ -462,7 +387,7 @@ class Unit:
 
     def _vacate(self) -> None:
         self.residence = Residence.FREED
-        self._show()
+        self.show()
 
     def _gradients_of(self, tensors: ChunkTensors, dtypes: Dtypes) -> Gradients:
         world = self._wire.world
@@ -509,26 +434,6 @@ def views_of(chunk: Chunk, full: Tensor, shapes: Sequence[torch.Size]) -> list[T
         full[member.start : member.stop].view(shape)
         for member, shape in zip(chunk.members, shapes, strict=True)
     ]
-
-
-def _take_back(tensors: ChunkTensors) -> bool:
-    """Whether somebody gave a parameter other memory (`.data = ...`), whose values are copied to where it was shown."""
-    moved = False
-    whole = tensors.pinned if tensors.pinned is not None else tensors.full
-    assert whole is not None
-    with unguarded():
-        views = views_of(tensors.chunk, whole, tensors.shapes)
-        for parameter, view in zip(tensors.parameters, views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
-                parameter.data = view
-                moved = True
-    return moved
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, so that a weight that is nan equals itself."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _expect(unit: Unit, now: Residence, needed: Residence) -> None:

@@ -1,0 +1,75 @@
+"""In which order an engine may be called: microbatches up to the last one, a step, zero_grad, and again.
+
+Every other order would train another model without a word, or wait for ranks that do something else. So it is refused,
+with the call that is missing.
+"""
+
+from __future__ import annotations
+
+
+class Calls:
+    """Where an engine is between its calls. `once`: gradients of a step can be reduced only once."""
+
+    def __init__(self, *, once: bool):
+        self.in_microbatch = False
+        self._once = once
+        self._failed = False  # an exception left reductions behind that peers may not know of
+        self._last_ended = (
+            False  # the last microbatch of a step has ended, and no step has come yet
+        )
+        self._stepped = False  # with the gradients that are still there
+
+    def begin_microbatch(self) -> None:
+        if self.in_microbatch:
+            raise RuntimeError(
+                "a microbatch inside a microbatch: end the first one before the next"
+            )
+        self._refuse_after_failure()
+        if self._stepped:
+            raise RuntimeError(
+                "gradients of the last step are still there: call strategy.zero_grad() between a step and the next "
+                "microbatch"
+            )
+        if self._last_ended and self._once:
+            raise RuntimeError(
+                "a microbatch(last=True) has ended and another begins: call strategy.step() or "
+                "strategy.zero_grad() between, or say last=False for all but the last"
+            )
+        self._last_ended = False
+        self.in_microbatch = True
+
+    def end_microbatch(self, *, last: bool) -> None:
+        self.in_microbatch = False
+        self._last_ended = last
+
+    def abandon_microbatch(self, *, reduced: bool) -> None:
+        """An exception ended it. `reduced`: some of its gradients had been reduced already."""
+        self.in_microbatch = False
+        self._failed = self._failed or reduced
+
+    def step(self, *, is_gathered: bool) -> None:
+        """`is_gathered`: inside of `strategy.gathered()`."""
+        self._refuse_after_failure()
+        if self.in_microbatch:
+            raise RuntimeError(
+                "strategy.step() inside a microbatch: call it after the `with` has ended"
+            )
+        if is_gathered:
+            raise RuntimeError(
+                "strategy.step() inside strategy.gathered(): call it after the `with` has ended"
+            )
+        if not self._last_ended:
+            raise RuntimeError(
+                "strategy.step() without a last microbatch: run one with `microbatch(last=True)`"
+            )
+        self._last_ended, self._stepped = False, True
+
+    def zero_grad(self) -> None:
+        self._last_ended = self._stepped = False
+
+    def _refuse_after_failure(self) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "an exception ended a backward whose gradients had partly been reduced, so that ranks may differ: "
+                "build the engine again and load the last checkpoint"
+            )
