@@ -36,8 +36,9 @@ Read the files in this order; imports run the same way. Those with a star are th
     unit.py *         parameters that move together: the five verbs
     partition.py      module -> units; housing.py: units -> memory for what they gather
     saved.py          what autograd saves of gathered parameters, found again; views.py: views that outlive them
-    overlap.py *      when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come next
-    hooks.py          what happens in a module, told to overlap.py
+    reductions.py     in which order gradients are reduced, beside backward
+    schedule.py *     when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come next
+    hooks.py          what happens in a module, told to schedule.py
     gathered.py       every parameter whole, for whoever asks; unchanged.py: what somebody changed behind the engine
     tally.py          what ranks tell each other before a step: the norm, and which parameters have a gradient
     state_dict.py     weights and moments as canonical pieces

@@ -22,9 +22,9 @@ from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.housing import give_memory
-from zeroexp.sharding.overlap import Schedule
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.tally import Tally
 from zeroexp.sharding.tied import keep_rows_apart

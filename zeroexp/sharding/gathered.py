@@ -24,7 +24,7 @@ from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Span
-from zeroexp.sharding.overlap import Schedule
+from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.unit import ChunkTensors, Unit, views_of
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zeroexp.sharding.overlap import Schedule, Ticks
+from zeroexp.sharding.schedule import Schedule, Ticks
 from zeroexp.sharding.unit import Unit
 
 

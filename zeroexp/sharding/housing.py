@@ -2,7 +2,7 @@
 
 Units that never run inside each other take turns in pools, of which there is one more than units gathered ahead. A unit
 that is kept between forward and backward, or inside of which others run (the root), has memory of its own; so gets one
-that finds its pool in use (overlap.py).
+that finds its pool in use (schedule.py).
 """
 
 from __future__ import annotations

@@ -6,11 +6,7 @@
     reduce                                                    |                              reduce 2 ....
 
 With `overlap=False` the same moves happen in the same order, each waited for at once: the readable twin, bit for bit
-equal, that shows what overlap buys.
-
-[Note: one order] Ranks must issue the same moves in the same order, whatever gradients happen to exist. Reductions
-are launched in one agreed order; a unit that is done early waits for its turn. A unit whose parameters get no
-gradient is closed by the backward of an earlier one, or at the latest by the end of the microbatch.
+equal, that shows what overlap buys. In which order reductions start is told in reductions.py.
 
 [Note: when a unit is closed] Autograd runs, among the nodes that are ready, the one created last. So when the
 gradient of a module's output is about to be used, everything created after that output has run already: a unit
@@ -29,8 +25,6 @@ several times to one parameter: its gradients are not counted, and the unit is c
 from __future__ import annotations
 
 import warnings
-import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -42,9 +36,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.bucket import Bucket
 from zeroexp.sharding.calls import Calls
 from zeroexp.sharding.prefetch import GatherOrder
+from zeroexp.sharding.reductions import Reductions
 from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
@@ -67,10 +61,7 @@ class Use:
     in_backward: bool = False
     began: int = 0  # tick at which the forward began whose backward runs
     missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])  # without gradient yet
-    missing_of: list[int] = field(default_factory=list[int])  # the same of each bucket
-    num_launched: int = 0  # buckets on their way
-    complete: bool = False  # gradients may be reduced
-    closed: bool = False  # complete, and its parameters are not needed any more
+    closed: bool = False  # its gradients are complete, and its parameters are not needed any more
     # Parameters that got a gradient in a backward that does not close units.
     inner: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     # Autograd holds views of where it lies now, see saved.py [Note: raw views].
@@ -91,28 +82,19 @@ class Schedule:
         reduce_each: str,
     ):
         self._units = list(units)  # the root first, then in order of definition
-        self._wire = wire
+        self._device = wire.world.device
         self._overlap = overlap
         self._prefetch = prefetch if overlap else 0
         self._keep = keep
-        self._reduce_each = reduce_each
         # [Note: in step] Where a gather needs all ranks, reductions may start at fixed places between gathers only.
         self._in_step = any(u.is_sharded for u in units) and not wire.facts.moves_on_wait
-        self._in_flight = wire.facts.reductions_in_flight if overlap else 0
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
         self._tick = 0
-        self._last = True  # whether this microbatch is the last of its step
         self._arriving: dict[Unit, Pending] = {}  # parameters on their way
         self._demanded: set[Unit] = set()  # sharded units whose parameters are in use
-        self._reducing: deque[Pending] = deque()
         self._gathers = GatherOrder()
-        trainable = [unit for unit in units if unit.num_trainable]
-        self._reduce_order = [*reversed(trainable[1:]), *trainable[:1]]
-        self._num_in = {u: [len(u.parameters_in(bucket)) for bucket in u.buckets] for u in units}
-        self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
-        self._completed: list[Unit] = []  # of this microbatch, in the order they came
-        self._turn = 0  # in the order of reductions: the unit whose buckets may be launched
+        self._reductions = Reductions(units, wire, overlap=overlap, reduce_each=reduce_each)
         self._agreed = False
         self.num_private = 0  # units that found their pool in use and got memory of their own
         self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
@@ -132,13 +114,12 @@ class Schedule:
         self.calls.begin_microbatch()
         self._last = last
         self._microbatch += 1
-        self._tick = self._turn = 0
-        self._completed = []
+        self._tick = 0
         self._gathers.rewind()
+        self._reductions.begin_microbatch(last=last)
         for unit in self._units:
             self._silent[unit] = self._uses[unit].missing
-            missing = set(unit.trainable_parameters())
-            self._uses[unit] = Use(missing=missing, missing_of=self._num_in[unit].copy())
+            self._uses[unit] = Use(missing=set(unit.trainable_parameters()))
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -232,7 +213,7 @@ class Schedule:
             raise RuntimeError(
                 f"{unit} got a gradient outside of `with strategy.microbatch(last=...):`, where nobody reduces it"
             )
-        if use.closed or use.complete:
+        if self._reductions.is_complete(unit):
             raise RuntimeError(
                 f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
                 "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
@@ -244,12 +225,11 @@ class Schedule:
         use.missing.discard(parameter)
         if self._in_step:
             return
-        for bucket in self._buckets_of[unit][parameter]:
-            use.missing_of[bucket] -= 1
+        self._reductions.gradient_ready(unit, parameter)
         if use.missing:
-            self._launch()
-        elif unit.has_frozen:
-            self._complete(unit)  # frozen parameters may still be needed for gradients of inputs
+            return
+        if unit.has_frozen:  # they may still be needed for gradients of inputs
+            self._reductions.complete(unit)
         else:
             self._close(unit)
 
@@ -266,8 +246,7 @@ class Schedule:
     def end_microbatch(self) -> None:
         for unit in reversed(self._units):
             self._close(unit)
-        if self._last or not self._overlap:
-            self.finish_reductions()
+        self._reductions.end_microbatch()
         if not self._agreed:
             self._agree_on_order()
         self.calls.end_microbatch(last=self._last)
@@ -275,8 +254,7 @@ class Schedule:
 
     def abandon_microbatch(self) -> None:
         """After an exception in it: nothing stays gathered. What was launched can not be taken back."""
-        self.calls.abandon_microbatch(reduced=any(u.num_launched for u in self._uses.values()))
-        self._reducing.clear()
+        self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         for unit in self._sharded:
             self._await_parameters(unit)
             if unit.residence is Residence.READY:
@@ -328,7 +306,7 @@ class Schedule:
             self._await_parameters(tenant)
             self._free(tenant, forget=False)
             return
-        if self._uses[tenant].complete and not self._uses[tenant].running:
+        if self._reductions.is_complete(tenant) and not self._uses[tenant].running:
             self._set_aside(tenant)  # only its frozen parameters kept it
             return
         if self._uses[unit].recomputed:
@@ -341,7 +319,7 @@ class Schedule:
         ):  # recomputation always runs units inside the one whose backward asks for it
             warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
         with self._views.moving(unit):
-            unit.reside_in(Private(unit.full_bytes, self._wire.world.device))
+            unit.reside_in(Private(unit.full_bytes, self._device))
         self.saved.find_memory()
         self.num_private += 1
 
@@ -358,13 +336,11 @@ class Schedule:
             if not self._overlap:
                 self._await_parameters(unit)
 
-    # -- gradients: reduced in one order -----------------------------------------------------
+    # -- units that backward has passed --------------------------------------------------------
 
     def _close(self, unit: Unit) -> None:
-        use = self._uses[unit]
-        if not use.closed:
-            self._complete(unit)
-            use.closed = True
+        self._reductions.complete(unit)
+        self._uses[unit].closed = True
         self._set_aside(unit)  # also where a second backward has needed it again
 
     def _set_aside(self, unit: Unit) -> None:
@@ -372,58 +348,17 @@ class Schedule:
         if unit in self._sharded and unit.residence is Residence.READY:
             self._free(unit, forget=self._keep == "none" or unit.has_private_store)
 
-    def _complete(self, unit: Unit) -> None:
-        use = self._uses[unit]
-        if use.complete:
-            return
-        use.complete = True
-        self._completed.append(unit)
-        self._launch()
-
-    def _launch(self) -> None:
-        """Every bucket that has its gradients, if those before it in the agreed order have been launched."""
-        while self._turn < len(self._reduce_order):
-            unit = self._reduce_order[self._turn]
-            use = self._uses[unit]
-            for bucket in range(use.num_launched, len(unit.buckets)):
-                if use.missing_of[bucket] and not use.complete:
-                    return
-                use.num_launched += 1
-                self._reduce(unit, unit.buckets[bucket])
-            if not use.complete:
-                return
-            self._turn += 1
-
-    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
-        if not self._last and self._reduce_each == "step":
-            return
-        reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
-        pending = reduce(bucket)
-        if pending is None:
-            return
-        self._reducing.append(pending)
-        while len(self._reducing) > self._in_flight:
-            self._reducing.popleft().wait()
-
-    def finish_reductions(self) -> None:
-        while self._reducing:
-            self._reducing.popleft().wait()
-
     def _agree_on_order(self) -> None:
-        """After the first microbatch: reduce in the order gradients came, if it was the same on every rank."""
+        """After the first microbatch, see `Reductions.agree`; ranks that gather in different orders guess nothing."""
         self._agreed = True
-        came = [unit for unit in self._completed if unit.num_trainable]
-        names = "\n".join(unit.name for unit in (*came, *self._gathers.order))
-        if not self._wire.same_everywhere(zlib.crc32(names.encode())):
+        if not self._reductions.agree(self._gathers.order, any_order=not self._sharded):
             self._prefetch = 0
-        elif _is_inside_out(came) or not self._sharded:
-            self._reduce_order = came
 
     # -- at rest -----------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Nothing in flight afterwards, and nothing gathered ahead; what is kept for backward stays."""
-        self.finish_reductions()
+        self._reductions.finish()
         for unit in list(self._arriving):
             self._await_parameters(unit)
         for unit in self._sharded - self._demanded:
@@ -434,26 +369,3 @@ class Schedule:
 def _task() -> int:
     """Autograd's number of the backward that runs in this thread."""
     return torch._C._current_graph_task_id()
-
-
-def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
-    found: dict[nn.Parameter, list[int]] = {}
-    for index, bucket in enumerate(unit.buckets):
-        for parameter in unit.parameters_in(bucket):
-            found.setdefault(parameter, []).append(index)
-    return found
-
-
-def _is_inside_out(units: Sequence[Unit]) -> bool:
-    """Whether each unit comes after those inside it.
-
-    An outer unit that is done before the inner ones on one rank, and after them where a parameter of it gets no
-    gradient, would be reduced between other gathers there: ranks would wait for one another.
-    """
-    outer_first = [
-        (outer, inner)
-        for index, outer in enumerate(units)
-        for inner in units[index + 1 :]
-        if not outer.name or inner.name.startswith(outer.name + ".")
-    ]
-    return not outer_first

@@ -1,0 +1,156 @@
+"""When gradients are reduced: bucket by bucket, in an order that all ranks agree on.
+
+    backward            block 2        block 1        block 0
+    compute             ######         ######         ######
+    reduce                  2a 2b ...      1a 1b ...      0a ...      then the root's
+
+[Note: one order] Ranks must issue the same reductions in the same order, whatever gradients happen to exist. A bucket
+whose gradients are there early waits for its turn; a unit whose parameters get no gradient is completed by the schedule
+when backward has passed it, or at the latest by the end of the microbatch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroexp.comm.base import Pending
+from zeroexp.comm.collectives import Collectives
+from zeroexp.sharding.bucket import Bucket
+from zeroexp.sharding.unit import Unit
+
+
+@dataclass
+class Progress:
+    """How far the gradients of one unit have come in this microbatch."""
+
+    missing: list[int] = field(default_factory=list[int])  # of each bucket, parameters without one
+    num_launched: int = 0  # buckets on their way
+    complete: bool = False  # no further gradient comes
+
+
+class Reductions:
+    """Those of one engine, in one order."""
+
+    def __init__(
+        self, units: Sequence[Unit], wire: Collectives, *, overlap: bool, reduce_each: str
+    ):
+        self._wire = wire
+        self._overlap = overlap
+        self._reduce_each = reduce_each
+        self._most_in_flight = wire.facts.reductions_in_flight if overlap else 0
+        trainable = [unit for unit in units if unit.num_trainable]
+        self._order = [*reversed(trainable[1:]), *trainable[:1]]
+        self._num_in = {u: [len(u.parameters_in(bucket)) for bucket in u.buckets] for u in units}
+        self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
+        self._progress = {unit: Progress() for unit in units}
+        self._in_flight: deque[Pending] = deque()
+        self._completed: list[Unit] = []  # in this microbatch, in the order they came
+        self._turn = 0  # in the order: the unit whose buckets may be launched
+        self._last = True  # whether this microbatch is the last of its step
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        self._last = last
+        self._turn = 0
+        self._completed = []
+        for unit, counts in self._num_in.items():
+            self._progress[unit] = Progress(missing=counts.copy())
+
+    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Buckets that have all their gradients may leave."""
+        progress = self._progress[unit]
+        for bucket in self._buckets_of[unit][parameter]:
+            progress.missing[bucket] -= 1
+        self._launch()
+
+    def complete(self, unit: Unit) -> None:
+        """No further gradient of this unit comes in this microbatch; those missing count as zeros."""
+        progress = self._progress[unit]
+        if not progress.complete:
+            progress.complete = True
+            self._completed.append(unit)
+            self._launch()
+
+    def is_complete(self, unit: Unit) -> bool:
+        return self._progress[unit].complete
+
+    def end_microbatch(self) -> None:
+        if self._last or not self._overlap:
+            self.finish()
+
+    def abandon_microbatch(self) -> bool:
+        """Forget it; returns whether some of its gradients are on their way, which can not be taken back."""
+        launched = any(progress.num_launched for progress in self._progress.values())
+        self._in_flight.clear()
+        self._progress = {unit: Progress() for unit in self._progress}
+        return launched
+
+    def finish(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+    def agree(self, gathered: Sequence[Unit], *, any_order: bool) -> bool:
+        """After the first microbatch: from now on in the order in which gradients came, if all ranks had that one.
+
+        gathered: what this rank gathered, in order. any_order: reductions and gathers need not keep step. Returns
+        whether the ranks did the same.
+        """
+        came = [unit for unit in self._completed if unit.num_trainable]
+        names = "\n".join(unit.name for unit in (*came, *gathered))
+        if not self._wire.same_everywhere(zlib.crc32(names.encode())):
+            return False
+        if any_order or _is_inside_out(came):
+            self._order = came
+        return True
+
+    def _launch(self) -> None:
+        """Every bucket that has its gradients, if those before it have been launched, see [Note: one order]."""
+        while self._turn < len(self._order):
+            unit = self._order[self._turn]
+            progress = self._progress[unit]
+            for bucket in range(progress.num_launched, len(unit.buckets)):
+                if progress.missing[bucket] and not progress.complete:
+                    return
+                progress.num_launched += 1
+                self._reduce(unit, unit.buckets[bucket])
+            if not progress.complete:
+                return
+            self._turn += 1
+
+    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
+        if not self._last and self._reduce_each == "step":
+            return
+        reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
+        pending = reduce(bucket)
+        if pending is None:
+            return
+        self._in_flight.append(pending)
+        while len(self._in_flight) > self._most_in_flight:
+            self._in_flight.popleft().wait()
+
+
+def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
+    found: dict[nn.Parameter, list[int]] = {}
+    for index, bucket in enumerate(unit.buckets):
+        for parameter in unit.parameters_in(bucket):
+            found.setdefault(parameter, []).append(index)
+    return found
+
+
+def _is_inside_out(units: Sequence[Unit]) -> bool:
+    """Whether each unit comes after those inside it.
+
+    An outer unit that is done before the inner ones on one rank, and after them where a parameter of it gets no
+    gradient, would be reduced between other gathers there: ranks would wait for one another.
+    """
+    outer_first = [
+        (outer, inner)
+        for index, outer in enumerate(units)
+        for inner in units[index + 1 :]
+        if not outer.name or inner.name.startswith(outer.name + ".")
+    ]
+    return not outer_first
