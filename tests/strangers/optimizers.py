@@ -274,7 +274,7 @@ def lbfgs(lab: Lab) -> None:
     lab.train(lab.wrap(Net(), optimizer=lambda g: torch.optim.LBFGS(g[0]["params"])))
 
 
-@scenario(refused=r"optimizer|sparse|group", oracle=False)
+@scenario(refused=r"optimizer|sparse|group|SparseAdam", oracle=False)
 def sparse_adam(lab: Lab) -> None:
     lab.train(lab.wrap(Net(), optimizer=torch.optim.SparseAdam))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import RankError
-from tests.strangers.known import KNOWN_TODAY
+from tests.strangers.known import KNOWN_TODAY, known
 from tests.strangers.lab import (
+    GATHERED,
     QUICK,
     SCENARIOS,
     TRIED,
@@ -30,8 +31,8 @@ def cases():
             slow = made.slow or setting not in QUICK
             marks = [pytest.mark.slow] if slow and setting in TRIED else []
             marks += [] if setting in TRIED else [pytest.mark.wide]
-            if key in KNOWN_TODAY:
-                marks.append(pytest.mark.xfail(reason=KNOWN_TODAY[key]))
+            if reason := known(name, setting.stage, setting.unit):
+                marks.append(pytest.mark.xfail(reason=reason))
             yield pytest.param(name, setting, id=key, marks=marks)
 
 
@@ -40,6 +41,9 @@ def verdict(ranks, name: str, setting: Setting) -> str | None:
     made = SCENARIOS[name]
     refused = pattern_for(made.refused, setting.stage)
     allowed = refused or pattern_for(made.may_refuse, setting.stage)
+    if (setting.stage, setting.unit) == ("zero3", "module"):
+        # Scenarios are written for units that are blocks: the weights of a block's parts are freed while it runs.
+        refused, allowed = None, f"{allowed}|{GATHERED}" if allowed else GATHERED
     try:
         answers = ranks(run_on_rank, name, setting, world_size=setting.world_size)
     except RankError as error:
@@ -64,6 +68,5 @@ def test_a_stranger(ranks, name, setting):
     assert wrong is None, wrong
 
 
-def test_every_known_failure_is_a_test():
-    known = {f"{name}-{setting}" for name, made in SCENARIOS.items() for setting in made.settings}
-    assert set(KNOWN_TODAY) <= known
+def test_every_known_failure_is_a_scenario():
+    assert set(KNOWN_TODAY) <= set(SCENARIOS)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.schedule import Schedule, Ticks
 from zeroexp.sharding.unit import Unit
 
@@ -72,12 +73,19 @@ def _gradient_ready(
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is None:
+        if _somebody_took_gradient(parameter):
             raise RuntimeError(
                 f"a hook of {its} has taken a gradient before the engine reduced it over the ranks: an optimizer "
                 "inside backward updates by one rank's gradient; call strategy.step() instead"
             )
         engine.gradient_ready(its, parameter)
+
+
+def _somebody_took_gradient(parameter: nn.Parameter) -> bool:
+    """A hook that came before ours, since a function of somebody's own may as well have given no gradient."""
+    with unguarded():
+        hooks = parameter._post_accumulate_grad_hooks
+        return parameter.grad is None and hooks is not None and len(hooks) > 1
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -171,7 +171,10 @@ def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     choosers += [name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)]
     taken: set[str] = set()
     for name, submodule in module.named_modules():
-        owner = next((c for c in choosers if f"{name}.".startswith(c + ".")), name)
+        # A list of parameters has no forward: they belong to the module that holds the list.
+        is_list = isinstance(submodule, nn.ParameterList | nn.ParameterDict)
+        user = name.rpartition(".")[0] if is_list else name
+        owner = next((c for c in choosers if f"{user}.".startswith(c + ".")), user)
         if not owner or owner in taken or not list(submodule.parameters(recurse=False)):
             continue
         taken.add(owner)
