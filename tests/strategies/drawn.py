@@ -24,9 +24,6 @@ from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.world import World
 
-# Where ZeRO-3 reduces a unit in several buckets, drawn models whose ranks use parameters by turns have hung: ranks wait
-# for one another. False: they are drawn all the same.
-ZERO3_HANGS_BY_TURNS = True
 MISSING = (
     "skip"  # what a parameter gets of which no rank has a gradient: zeros | skip (tests/oracle.py)
 )
@@ -211,11 +208,4 @@ def drawn(draw: Any, *, max_world_size: int = 4) -> Drawn:
         optimizer=draw(st.sampled_from(["adamw", "sgd"] if may_cut_sgd else ["adamw"])),
     )
     model = draw(models())
-    if ZERO3_HANGS_BY_TURNS and stage == "zero3" and bucket_bytes is not None:
-        model = replace(model, blocks=tuple(map(_without_turns, model.blocks)))
     return Drawn(model, recipe, Ours(stage, options))
-
-
-def _without_turns(block: DrawnBlock) -> DrawnBlock:
-    inner = block.inner and _without_turns(block.inner)
-    return replace(block, by_turns=False, inner=inner)
