@@ -52,6 +52,7 @@ DOORS = {
     },
     "datasets": {"zeroexp.data.text"},
     "xxhash": {"zeroexp.checkpoint.manifest"},
+    "matplotlib": {"zeroexp.report.figure"},
 }
 
 COLLECTIVES = {

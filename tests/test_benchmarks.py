@@ -20,6 +20,7 @@ from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
 from benchmarks.ranks import Ranks
+from zeroexp.report.markdown import BEGIN, END
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
@@ -75,7 +76,7 @@ def test_the_limit_does_the_work_of_one_share_and_is_the_reference(rows):
 
 def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     table.replace_in(page, table.markdown(rows))
     text = page.read_text()
     assert text.startswith("before\n")

@@ -1,0 +1,161 @@
+"""The picture of a sweep: what every point holds after backward, by kind, as an SVG made from run folders alone.
+
+This file is the one door to matplotlib, which MLflow depends on, and is imported only when a picture is asked for.
+The text of the SVG is text, and its background is opaque, so that it reads the same on a light and on a dark page.
+The same runs give the same file, byte for byte, under one version of matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zeroexp.config import ConfigError
+from zeroexp.measure.record import KINDS
+from zeroexp.report.columns import MIB, Column, point_of
+from zeroexp.tracking.run import Run
+
+MOMENT = "after_backward"  # the stages differ most then: gradients are reduced, the optimizer has not run
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "master": "master weights",
+    "buffers": "buffers and pools",
+}
+# The colours are Okabe and Ito's, which people with any colour vision tell apart, the green lightened for black numbers.
+COLOURS = {
+    "parameters": "#56b4e9",
+    "gradients": "#e69f00",
+    "optimizer": "#3fb992",
+    "master": "#cc79a7",
+    "buffers": "#c9c9c9",
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "zeroexp",  # identifiers inside the file are the same each time
+    "font.family": "sans-serif",
+    "font.size": 10,
+}
+BAR, GAP = 0.8, 0.6  # in rows: the height of a bar, and the space between two strategies
+NARROWEST = 0.03  # of the longest bar: a narrower part has no room for its number
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What one point of the sweep holds, under a name that tells it from all others."""
+
+    name: str
+    bytes_by_kind: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+def save(runs: Sequence[Run], path: Path) -> None:
+    """Write the picture of one sweep. Raises ConfigError where no picture can be made of it, or not in this file."""
+    if path.suffix != ".svg":
+        raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
+    with rc_context(STYLE):
+        figure = draw(runs)
+        try:
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+        except OSError as error:
+            raise ConfigError(
+                f"--figure {path}: {error.strerror}; use a file in a folder that you may write to"
+            ) from None
+
+
+def bars(runs: Sequence[Run]) -> list[list[Bar]]:
+    """The points that came to their end, in the order of `runs`: one list for each strategy.
+
+    Raises ConfigError where there is none, or where a summary does not say what was held at MOMENT.
+    """
+    done = _done(runs)
+    strategy, implementation, *settings = point_of(done)
+    names = [strategy, implementation, *[c for c in settings if _differs(c, done)]]
+    groups: dict[str, list[Bar]] = {}
+    for run in done:
+        name = " · ".join(_words(column, run) for column in names)
+        groups.setdefault(run.strategy, []).append(Bar(name, _held(run)))
+    return list(groups.values())
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Horizontal bars, cut by kind, with a space between two strategies; see `bars`."""
+    groups = bars(runs)
+    shown = [bar for group in groups for bar in group]
+    rows: list[float] = []
+    for number, group in enumerate(groups):
+        rows += [len(rows) + index + GAP * number for index in range(len(group))]
+    longest = max(bar.total for bar in shown) / MIB
+    figure = Figure(figsize=(9, 1.3 + 0.26 * rows[-1]), facecolor="white", layout="constrained")
+    axes = figure.add_subplot(frame_on=False)
+    axes.set_title(_title(_done(runs)), loc="left", pad=26, weight="bold", fontsize="medium")
+    axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.06 * longest))
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.set_ylim(rows[-1] + 0.5, rows[0] - 0.5)
+    _stack(axes, shown, rows, longest)
+    axes.legend(ncols=len(KINDS), loc="lower left", bbox_to_anchor=(-0.015, 0.99), frameon=False)
+    return figure
+
+
+def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
+    """Draw the kinds that somebody holds one after the other, each with its MiB, and the sum behind them."""
+    ends = [0.0] * len(shown)
+    for kind in KINDS:
+        held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
+        if any(held):
+            drawn = axes.barh(rows, held, BAR, ends, color=COLOURS[kind], label=NAMES[kind])
+            numbers = [f"{mib:,.0f}" if mib > NARROWEST * longest else "" for mib in held]
+            axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
+            ends = [end + mib for end, mib in zip(ends, held, strict=True)]
+    for row, end in zip(rows, ends, strict=True):
+        axes.text(end, row, f" {end:,.0f}", va="center", weight="bold")
+
+
+def _title(done: Sequence[Run]) -> str:
+    """The moment, the rank, the model and the world size; what differs between bars stands beside them."""
+    models = " and ".join(dict.fromkeys(run.config["model.name"] for run in done))
+    sizes = sorted({run.world_size for run in done})
+    rank = f"world size {' and '.join(map(str, sizes))}, the rank that holds most"
+    return f"Memory after backward, before the optimizer step\nMiB, model {models}, {rank}"
+
+
+def _done(runs: Sequence[Run]) -> list[Run]:
+    done = [run for run in runs if run.summary]
+    if not done:
+        raise ConfigError("--figure: no run of the sweep came to its end; run them again first")
+    return done
+
+
+def _held(run: Run) -> dict[str, int]:
+    assert run.summary is not None
+    held = run.summary.memory.fullest_at.get(MOMENT)
+    if held is None:
+        raise ConfigError(
+            f"--figure: {run.folder}/summary.json does not say what was held after backward; "
+            "run the sweep again with this version"
+        )
+    return held
+
+
+def _differs(column: Column, runs: Sequence[Run]) -> bool:
+    return len({column.value(run) for run in runs}) > 1
+
+
+def _words(column: Column, run: Run) -> str:
+    """A name speaks for itself; a number needs the setting that it is a value of."""
+    value = column.value(run)
+    return (
+        value
+        if column.name in ("strategy", "implementation", "model")
+        else f"{column.name} {value}"
+    )
