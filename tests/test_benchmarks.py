@@ -20,7 +20,8 @@ from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
 from benchmarks.ranks import Ranks
-from zeroexp.report.markdown import BEGIN, END
+from tests.test_docs import prose
+from zeroexp.report.markdown import BEGIN, END, LINE
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
@@ -83,6 +84,7 @@ def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     assert text.endswith("\nafter\n")
     assert "old" not in text
     assert all(f"| {row['engine']} |" in text for row in rows)
+    assert [line for _, line in prose(text) if len(line) > LINE] == []
 
 
 def test_page_without_markers_is_refused(tmp_path):
@@ -218,7 +220,9 @@ def test_a_save_costs_a_copy_of_a_share_or_of_all(costs):
 
 
 def test_table_of_checkpoints_has_a_line_for_each_way(costs):
-    lines = checkpoints.markdown(costs).splitlines()
+    text = checkpoints.markdown(costs)
+    assert [line for _, line in prose(text) if len(line) > LINE] == []
+    lines = text.splitlines()
     for engine, ways in checkpoints.WAYS.items():
         for way in ways:
             assert sum(line.startswith(f"| {engine} | {way} |") for line in lines) == 1

@@ -66,9 +66,20 @@ def test_what_is_drawn_are_these_numbers_one_kind_behind_the_other(sweep: list[R
     for stack in axes.containers:
         assert [bar.get_x() for bar in stack] == ends
         ends = [bar.get_x() + bar.get_width() for bar in stack]
+    (peaks,) = axes.collections
+    # Ten MiB and one for the rank's number stand for activations in these folders.
+    assert [x for x, _ in peaks.get_offsets()] == [end + 11 for end in ends]
     assert [text.get_text().strip() for text in axes.texts[-len(names) :]] == [
-        f"{end:,.0f}" for end in ends
+        f"{end:,.0f}, peak {end + 11:,.0f}" for end in ends
     ]
+
+
+def test_without_a_known_peak_no_line_is_drawn(sweep: list[Run]) -> None:
+    assert sweep[0].summary is not None
+    sweep[0].summary.memory.peak = None
+    (peaks,) = draw(sweep[:1]).axes[0].collections
+    assert len(peaks.get_offsets()) == 0
+    assert "peak" not in draw(sweep[:1]).axes[0].texts[-1].get_text()
 
 
 def test_the_fullest_rank_is_shown_whatever_its_number(tmp_path: Path) -> None:

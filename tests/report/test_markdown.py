@@ -23,13 +23,13 @@ def test_it_says_when_and_where_and_has_a_row_for_each_run(tmp_path: Path) -> No
     sentence, table = render(runs_of(tmp_path)).split("\n\n")
     assert " ".join(sentence.split()) == (
         "Measured on 2026-09-21 with `python -m zeroexp -m study=compare`; a processor, 2 cores; "
-        "Python 3.11.7, torch 2.13.0. All points: model small, ranks 2."
+        "Python 3.11.7, torch 2.13.0. All points: model small, ranks 2. Bytes are MiB of the fullest rank."
     )
     assert max(map(len, sentence.splitlines())) <= 100
     header, rule, ddp, zero3 = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert header[:6] == [
-        *("strategy", "implementation", "params, MiB", "grads, MiB"),
-        *("optimizer, MiB", "total, MiB"),
+        *("strategy", "implementation", "params"),
+        *("grads", "optimizer", "total"),
     ]
     assert len(header) == len(rule) == len(ddp) == len(zero3)
     # Of 96 MiB of parameters DDP holds all and twice as much of moments, ZeRO-3 half of each.

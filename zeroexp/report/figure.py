@@ -29,7 +29,8 @@ NAMES = {
     "master": "master weights",
     "buffers": "buffers and pools",
 }
-# The colours are Okabe and Ito's, which people with any colour vision tell apart, the green lightened for black numbers.
+PEAK = "peak of any step"
+# The colours are Okabe and Ito's, made for any colour vision; the green is lightened for the black numbers on it.
 COLOURS = {
     "parameters": "#56b4e9",
     "gradients": "#e69f00",
@@ -53,6 +54,7 @@ class Bar:
 
     name: str
     bytes_by_kind: dict[str, int]
+    peak: float | None  # most bytes allocated at once in any step; None if unknown
 
     @property
     def total(self) -> int:
@@ -84,31 +86,35 @@ def bars(runs: Sequence[Run]) -> list[list[Bar]]:
     groups: dict[str, list[Bar]] = {}
     for run in done:
         name = " · ".join(_words(column, run) for column in names)
-        groups.setdefault(run.strategy, []).append(Bar(name, _held(run)))
+        groups.setdefault(run.strategy, []).append(Bar(name, *_held(run)))
     return list(groups.values())
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Horizontal bars, cut by kind, with a space between two strategies; see `bars`."""
+    """Horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
     groups = bars(runs)
     shown = [bar for group in groups for bar in group]
     rows: list[float] = []
     for number, group in enumerate(groups):
         rows += [len(rows) + index + GAP * number for index in range(len(group))]
-    longest = max(bar.total for bar in shown) / MIB
+    longest = max(max(bar.total, bar.peak or 0) for bar in shown) / MIB
     figure = Figure(figsize=(9, 1.3 + 0.26 * rows[-1]), facecolor="white", layout="constrained")
     axes = figure.add_subplot(frame_on=False)
     axes.set_title(_title(_done(runs)), loc="left", pad=26, weight="bold", fontsize="medium")
-    axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.06 * longest))
+    axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.13 * longest))
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.set_ylim(rows[-1] + 0.5, rows[0] - 0.5)
     _stack(axes, shown, rows, longest)
-    axes.legend(ncols=len(KINDS), loc="lower left", bbox_to_anchor=(-0.015, 0.99), frameon=False)
+    axes.legend(
+        handles=[*axes.containers, *axes.collections],
+        **{"ncols": len(KINDS) + 1, "columnspacing": 1.2, "handlelength": 1.2, "fontsize": "small"},
+        **{"loc": "lower left", "bbox_to_anchor": (-0.015, 0.99), "frameon": False},
+    )
     return figure
 
 
 def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
-    """Draw the kinds that somebody holds one after the other, each with its MiB, and the sum behind them."""
+    """Draw the kinds that somebody holds one after the other, each with its MiB; sum and peak stand behind them."""
     ends = [0.0] * len(shown)
     for kind in KINDS:
         held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
@@ -117,8 +123,11 @@ def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: flo
             numbers = [f"{mib:,.0f}" if mib > NARROWEST * longest else "" for mib in held]
             axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
             ends = [end + mib for end, mib in zip(ends, held, strict=True)]
+    peaks = {row: bar.peak / MIB for row, bar in zip(rows, shown, strict=True) if bar.peak}
+    axes.scatter(list(peaks.values()), list(peaks), marker="|", s=180, color="black", label=PEAK)
     for row, end in zip(rows, ends, strict=True):
-        axes.text(end, row, f" {end:,.0f}", va="center", weight="bold")
+        peak = f", peak {peaks[row]:,.0f}" if row in peaks else ""
+        axes.text(max(end, peaks.get(row, 0)), row, f"  {end:,.0f}{peak}", va="center")
 
 
 def _title(done: Sequence[Run]) -> str:
@@ -136,15 +145,15 @@ def _done(runs: Sequence[Run]) -> list[Run]:
     return done
 
 
-def _held(run: Run) -> dict[str, int]:
+def _held(run: Run) -> tuple[dict[str, int], float | None]:
     assert run.summary is not None
-    held = run.summary.memory.fullest_at.get(MOMENT)
-    if held is None:
+    memory = run.summary.memory
+    if MOMENT not in memory.fullest_at:
         raise ConfigError(
             f"--figure: {run.folder}/summary.json does not say what was held after backward; "
             "run the sweep again with this version"
         )
-    return held
+    return memory.fullest_at[MOMENT], memory.peak.fullest if memory.peak else None
 
 
 def _differs(column: Column, runs: Sequence[Run]) -> bool:

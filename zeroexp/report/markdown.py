@@ -50,7 +50,7 @@ def wrapped(sentence: str) -> str:
 
 
 def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
-    names = [", ".join(filter(None, [column.name, column.unit])) for column in columns]
+    names = [f"{c.name}, {c.unit}" if c.unit.startswith("ms") else c.name for c in columns]
     rules = ["---" if column.left else "---:" for column in columns]
     rows = [[column.value(run) for column in columns] for run in runs]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
@@ -71,4 +71,4 @@ def _circumstances(runs: Sequence[Run]) -> str:
 def _shared(shared: Sequence[Column], runs: Sequence[Run]) -> str:
     models = dict.fromkeys(run.config["model.name"] for run in runs)
     words = [f"model {' and '.join(models)}", *(f"{c.name} {c.value(runs[0])}" for c in shared)]
-    return f"All points: {', '.join(words)}."
+    return f"All points: {', '.join(words)}. Bytes are MiB of the fullest rank."
