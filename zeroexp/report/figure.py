@@ -21,7 +21,7 @@ from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB, Column, point_of
 from zeroexp.tracking.run import Run
 
-MOMENT = "after_backward"  # the stages differ most then: gradients are reduced, the optimizer has not run
+MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: our stages differ most then
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
