@@ -95,6 +95,15 @@ def test_the_fullest_rank_is_shown_whatever_its_number(tmp_path: Path) -> None:
     assert bar.bytes_by_kind["optimizer"] == 3 * MIB
 
 
+def test_small_numbers_have_decimals(sweep: list[Run]) -> None:
+    summary = sweep[0].summary
+    assert summary is not None and summary.memory.peak is not None
+    summary.memory.fullest_at["after_backward"] = dict.fromkeys(KINDS, MIB // 4)
+    summary.memory.peak.fullest = 1.5 * MIB
+    texts = [text.get_text().strip() for text in draw(sweep[:1]).axes[0].texts]
+    assert texts == [*["0.25"] * len(KINDS), "1.25, peak 1.50"]
+
+
 def test_what_differs_beside_strategy_and_implementation_is_named(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / str(n), world_size=n)) for n in (2, 4)]
     (group,) = bars(runs)

@@ -45,6 +45,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 10,
 }
 BAR, GAP = 0.8, 0.6  # in rows: the height of a bar, and the space between two strategies
+SMALL = 20  # MiB: where the longest bar is shorter, numbers have decimals
 NARROWEST = 0.03  # of the longest bar: a narrower part has no room for its number
 
 
@@ -115,19 +116,20 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
     """Draw the kinds that somebody holds one after the other, each with its MiB; sum and peak stand behind them."""
+    form = ",.0f" if longest >= SMALL else ",.2f"
     ends = [0.0] * len(shown)
     for kind in KINDS:
         held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
         if any(held):
             drawn = axes.barh(rows, held, BAR, ends, color=COLOURS[kind], label=NAMES[kind])
-            numbers = [f"{mib:,.0f}" if mib > NARROWEST * longest else "" for mib in held]
+            numbers = [format(mib, form) if mib > NARROWEST * longest else "" for mib in held]
             axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
             ends = [end + mib for end, mib in zip(ends, held, strict=True)]
     peaks = {row: bar.peak / MIB for row, bar in zip(rows, shown, strict=True) if bar.peak}
     axes.scatter(list(peaks.values()), list(peaks), marker="|", s=180, color="black", label=PEAK)
     for row, end in zip(rows, ends, strict=True):
-        peak = f", peak {peaks[row]:,.0f}" if row in peaks else ""
-        axes.text(max(end, peaks.get(row, 0)), row, f"  {end:,.0f}{peak}", va="center")
+        peak = f", peak {peaks[row]:{form}}" if row in peaks else ""
+        axes.text(max(end, peaks.get(row, 0)), row, f"  {end:{form}}{peak}", va="center")
 
 
 def _title(done: Sequence[Run]) -> str:
