@@ -35,6 +35,7 @@ from benchmarks.links import Link
 from benchmarks.ranks import Ranks
 from benchmarks.run import available_bytes, of_ranks, quartiles
 from benchmarks.savers import DCP, DCP_ASYNC, OURS, TORCH_SAVE
+from zeroexp.report.markdown import wrapped
 
 LATEST = Path("outputs/bench/checkpoints.json")
 # Engine -> the ways its state is saved.
@@ -178,7 +179,7 @@ def _rows(comparison: Comparison, engine: str, way: str, turns: Turns) -> list[d
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """One table per comparison, under a line that says where and when."""
-    parts = [f"{table.machine()} `make bench-checkpoints`."]
+    parts = [wrapped(f"{table.machine()} `make bench-checkpoints`.")]
     for name, group in groupby(rows, key=lambda row: row["comparison"]):
         ways = [list(ways) for _, ways in groupby(group, lambda r: (r["engine"], r["saved_by"]))]
         first = ways[0][0]

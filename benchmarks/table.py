@@ -13,8 +13,10 @@ import torch
 import transformers
 
 from benchmarks import targets
+from zeroexp.cluster.environment import processor
+from zeroexp.config import ConfigError
+from zeroexp.report import markdown as report
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 MB = 1e6
 HEAD = """\
 | engine | stage | step, ms | quartiles | / limit | / DDP | peak, MB | allocated a step, MB | sent, MB | form, MB |
@@ -38,17 +40,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def replace_in(page: Path, text: str) -> None:
     """Put `text` between the markers of the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{page}: no lines {BEGIN} and {END} to write between")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    try:
+        report.replace_in(page, text)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
 
 
 def _circumstances(rows: list[dict[str, Any]]) -> str:
     turns = sorted({row["num_turns"] for row in rows})
     loads = [row["load_before"] for row in rows]
-    return (
+    return report.wrapped(
         f"{machine()} Medians of {turns[0]}–{turns[-1]} turns; load average before each comparison "
         f"{min(loads):.1f}–{max(loads):.1f}."
     )
@@ -58,16 +59,9 @@ def machine() -> str:
     """When, on what, with which versions."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"Measured on {today}: {_processor()}, {os.cpu_count()} cores, one thread per rank; Python "
+        f"Measured on {today}: {processor()}, {os.cpu_count()} cores, one thread per rank; Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}."
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -39,7 +39,13 @@ def write_run(
     write_config(folder, strategy, implementation, world_size)
     write_json(
         folder / "environment.json",
-        {"git": {"commit": "0123abc", "dirty": False}, "host": "laptop", "torch": "2.13.0"},
+        {
+            "command": "python -m zeroexp -m study=compare",
+            "host": "laptop",
+            "machine": {"processor": "a processor", "num_cpus": 2},
+            "git": {"commit": "0123abc", "dirty": False},
+            "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        },
     )
     for rank in range(world_size):
         (folder / "logs" / f"rank{rank}.log").write_text(f"rank {rank} of {world_size}: ready\n")

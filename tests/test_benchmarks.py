@@ -20,6 +20,8 @@ from benchmarks.engines import ENGINES, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
 from benchmarks.ranks import Ranks
+from tests.test_docs import prose
+from zeroexp.report.markdown import BEGIN, END, LINE
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
@@ -75,13 +77,14 @@ def test_the_limit_does_the_work_of_one_share_and_is_the_reference(rows):
 
 def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     table.replace_in(page, table.markdown(rows))
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
     assert all(f"| {row['engine']} |" in text for row in rows)
+    assert [line for _, line in prose(text) if len(line) > LINE] == []
 
 
 def test_page_without_markers_is_refused(tmp_path):
@@ -217,7 +220,9 @@ def test_a_save_costs_a_copy_of_a_share_or_of_all(costs):
 
 
 def test_table_of_checkpoints_has_a_line_for_each_way(costs):
-    lines = checkpoints.markdown(costs).splitlines()
+    text = checkpoints.markdown(costs)
+    assert [line for _, line in prose(text) if len(line) > LINE] == []
+    lines = text.splitlines()
     for engine, ways in checkpoints.WAYS.items():
         for way in ways:
             assert sum(line.startswith(f"| {engine} | {way} |") for line in lines) == 1

@@ -29,6 +29,19 @@ def test_memory_is_the_most_at_any_moment_and_the_total_what_one_moment_holds() 
     assert summary.total_bytes == 4 + 8 + 20  # not 10 + 8 + 20, which no moment held
 
 
+def test_at_each_moment_the_fullest_reading_of_the_fullest_rank_counts() -> None:
+    def reading(parameters: int, gradients: int) -> dict[str, dict[str, int]]:
+        return {"after_backward": {"parameters": parameters, "gradients": gradients}}
+
+    first = [record(3, memory_bytes=reading(4, 8)), record(4, memory_bytes=reading(5, 5))]
+    second = [record(3, memory_bytes=reading(1, 10)), record(4, memory_bytes=None)]
+    ranks = [summarise_rank(rank, steps) for rank, steps in enumerate((first, second))]
+    assert ranks[0].memory_bytes_at == reading(4, 8)
+    assert summarise(first, ranks).memory.fullest_at == reading(4, 8)  # 12 in all, not 11
+    ranks[1].memory_bytes_at = reading(1, 12)
+    assert summarise(first, ranks).memory.fullest_at == reading(1, 12)
+
+
 def test_peak_is_over_all_steps_and_unknown_if_one_rank_cannot_know_it() -> None:
     steps = [record(0, peak_bytes=7), record(3, peak_bytes=5)]
     known, unknown = summarise_rank(0, steps), summarise_rank(1, [record(3, peak_bytes=None)])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.report.__main__ import NO_SUCH_SWEEP, main
+from zeroexp.report.__main__ import REFUSED, main
+from zeroexp.report.markdown import BEGIN, END
 
 
 @pytest.fixture
@@ -43,8 +44,30 @@ def test_named_sweeps_are_shown_in_turn(outputs, monkeypatch, capsys):
 
 def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert report(monkeypatch) == NO_SUCH_SWEEP
-    assert report(monkeypatch, "elsewhere") == NO_SUCH_SWEEP
+    assert report(monkeypatch) == REFUSED
+    assert report(monkeypatch, "elsewhere") == REFUSED
     said = capsys.readouterr().err
     assert "python -m zeroexp" in said
     assert "elsewhere: no run in there" in said
+
+
+def test_the_newest_sweep_goes_into_a_picture_and_a_page(outputs, monkeypatch, capsys):
+    page = Path("README.md")
+    page.write_text(f"{BEGIN}\n{END}\n")
+    assert report(monkeypatch, "--figure", "memory.svg", "--write", str(page)) == 0
+    assert "zero2 · tensor" in Path("memory.svg").read_text()
+    assert "| zero2 | tensor |" in page.read_text()
+    assert "outputs/newer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--figure=memory.svg", "--write=README.md"])
+def test_a_picture_or_a_page_of_two_sweeps_is_refused(outputs, monkeypatch, capsys, option):
+    assert report(monkeypatch, "outputs/newer", "outputs/older", option) == REFUSED
+    assert capsys.readouterr().err == (
+        f"zeroexp: {option.partition('=')[0]}: it shows one sweep, not 2; name one\n"
+    )
+
+
+def test_a_wrong_name_of_a_picture_is_one_line(outputs, monkeypatch, capsys):
+    assert report(monkeypatch, "--figure", "memory.png") == REFUSED
+    assert capsys.readouterr().err.startswith("zeroexp: --figure memory.png: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -23,10 +24,23 @@ def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "device": device,
-        "machine": {"platform": platform.platform(), "num_cpus": os.cpu_count()},
+        "machine": {
+            "platform": platform.platform(),
+            "processor": processor(),
+            "num_cpus": os.cpu_count(),
+        },
         "git": _git(),
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def processor() -> str:
+    """The model of this machine's processor; its architecture where the kernel names no model."""
+    with contextlib.suppress(FileNotFoundError):  # no /proc
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _versions() -> dict[str, str]:

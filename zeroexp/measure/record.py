@@ -57,6 +57,8 @@ class RankSummary:
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
     num_private_units: int = 0  # found their pool in use and got memory of their own
+    # moment -> kind -> bytes; of a moment read in several steps, where it held most
+    memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
 
 @dataclass
@@ -75,6 +77,8 @@ class MemorySummary:
     by_kind: dict[str, Spread]  # one entry for each of KINDS
     total: Spread
     peak: Spread | None  # None where some rank cannot know it
+    # moment -> kind -> bytes, of the rank that holds most at that moment
+    fullest_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
 
 @dataclass

@@ -37,6 +37,7 @@ def summarise_rank(
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
         num_private_units=num_private_units,
+        memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
     )
 
 
@@ -102,7 +103,19 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in KINDS},
         total=spread([r.total_bytes for r in ranks]),
         peak=_spread_if_known([r.peak_bytes for r in ranks]),
+        fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
     )
+
+
+def _fullest_at(readings: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """For each moment, the reading that holds most in all: its bytes by kind."""
+    fullest: dict[str, dict[str, int]] = {}
+    for reading in readings:
+        for moment, kinds in reading.items():
+            fullest[moment] = max(
+                fullest.get(moment, kinds), kinds, key=lambda held: sum(held.values())
+            )
+    return fullest
 
 
 def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:

@@ -128,6 +128,7 @@ def _summary(content: dict[str, Any]) -> RunSummary:
                 by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
                 total=Spread(**memory["total"]),
                 peak=_spread(memory["peak"]),
+                fullest_at=memory.get("fullest_at", {}),  # absent in summaries of older versions
             ),
             "sent_bytes_per_step": _spread(content["sent_bytes_per_step"]),
             "wire_bytes_per_step": _spread(content["wire_bytes_per_step"]),

@@ -1,0 +1,77 @@
+"""What the pages promise about themselves: width of prose, length of the README, files that they name."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroexp.report.markdown import BEGIN, END, LINE
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+FOLDERS = ("zeroexp", "hydra_plugins", "conf", "benchmarks", "slurm", "tests", "docs")
+PATHS = [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in ROOT.glob(f"{name}/**/*.*"))]
+FILES = [f"/{path.relative_to(ROOT)}" for path in PATHS]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of each line that is neither table nor code, whether fenced or indented."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = line.startswith("```")
+        fenced ^= fence
+        if not (fence or fenced or line.startswith(("|", "    "))):
+            yield number, line
+
+
+def test_code_and_tables_are_no_prose() -> None:
+    text = "a\n```sh\nb\n```\n    c\n| d |\n* e\n  f"
+    assert list(prose(text)) == [(1, "a"), (7, "* e"), (8, "  f")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_is_wrapped(page: Path) -> None:
+    wide = [f"{page.name}:{n}" for n, line in prose(page.read_text()) if len(line) > LINE]
+    assert wide == [], f"wrap at {LINE} columns"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_are_there(page: Path) -> None:
+    names = set(re.findall(r"\w[\w/]*\.(?:py|md|svg|yaml|cpp)\b", page.read_text()))
+    missing = [name for name in names if not any(file.endswith(f"/{name}") for file in FILES)]
+    assert missing == []
+
+
+def test_the_readme_names_the_files_that_are_the_algorithm() -> None:
+    """Those with a star in the guide of the folder, in its order; the guide itself names every file."""
+    guide = (ROOT / "zeroexp/sharding/__init__.py").read_text()
+    starred = re.findall(r"^ +(\w+\.py) \*", guide, re.MULTILINE)
+    assert len(starred) > 3
+    places = [README.read_text().find(f" {name} ") for name in starred]
+    assert -1 not in places and places == sorted(places), f"README.md names {starred}"
+
+
+def test_table_and_picture_of_the_readme_show_the_same_runs() -> None:
+    _, _, rest = README.read_text().partition(BEGIN)
+    lines = [line.strip("| ").split(" | ") for line in rest.partition(END)[0].splitlines()]
+    header, _, *rows = [cells for cells in lines if len(cells) > 1]
+    peaks = {
+        " · ".join(row[: header.index("params")]): float(row[header.index("peak")]) for row in rows
+    }
+    texts = [
+        "".join(element.itertext()).strip()
+        for element in ET.parse(ROOT / "docs/memory.svg").iter()
+        if element.tag.endswith("}text")
+    ]
+    assert [text for text in texts if " · " in text] == list(peaks)
+    drawn = [float(text.partition(", peak ")[2]) for text in texts if ", peak " in text]
+    assert drawn == pytest.approx(list(peaks.values()), abs=0.6)

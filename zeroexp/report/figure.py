@@ -1,0 +1,172 @@
+"""The picture of a sweep: what every point holds after backward, by kind, as an SVG made from run folders alone.
+
+This file is the one door to matplotlib, which MLflow depends on, and is imported only when a picture is asked for.
+The text of the SVG is text, and its background is opaque, so that it reads the same on a light and on a dark page.
+The same runs give the same file, byte for byte, under one version of matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zeroexp.config import ConfigError
+from zeroexp.measure.record import KINDS
+from zeroexp.report.columns import MIB, Column, point_of
+from zeroexp.tracking.run import Run
+
+MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: our stages differ most then
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "master": "master weights",
+    "buffers": "buffers and pools",
+}
+PEAK = "peak of any step"
+# The colours are Okabe and Ito's, made for any colour vision; the green is lightened for the black numbers on it.
+COLOURS = {
+    "parameters": "#56b4e9",
+    "gradients": "#e69f00",
+    "optimizer": "#3fb992",
+    "master": "#cc79a7",
+    "buffers": "#c9c9c9",
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "zeroexp",  # identifiers inside the file are the same each time
+    "font.family": "sans-serif",
+    "font.size": 10,
+}
+BAR, GAP = 0.8, 0.6  # in rows: the height of a bar, and the space between two strategies
+SMALL = 20  # MiB: where the longest bar is shorter, numbers have decimals
+NARROWEST = 0.03  # of the longest bar: a narrower part has no room for its number
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What one point of the sweep holds, under a name that tells it from all others."""
+
+    name: str
+    bytes_by_kind: dict[str, int]
+    peak: float | None  # most bytes allocated at once in any step; None if unknown
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+def save(runs: Sequence[Run], path: Path) -> None:
+    """Write the picture of one sweep. Raises ConfigError where no picture can be made of it, or not in this file."""
+    if path.suffix != ".svg":
+        raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
+    with rc_context(STYLE):
+        figure = draw(runs)
+        try:
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+        except OSError as error:
+            raise ConfigError(
+                f"--figure {path}: {error.strerror}; use a file in a folder that you may write to"
+            ) from None
+
+
+def bars(runs: Sequence[Run]) -> list[list[Bar]]:
+    """The points that came to their end, in the order of `runs`: one list for each strategy.
+
+    Raises ConfigError where there is none, or where a summary does not say what was held at MOMENT.
+    """
+    done = _done(runs)
+    strategy, implementation, *settings = point_of(done)
+    names = [strategy, implementation, *[c for c in settings if _differs(c, done)]]
+    groups: dict[str, list[Bar]] = {}
+    for run in done:
+        name = " · ".join(_words(column, run) for column in names)
+        groups.setdefault(run.strategy, []).append(Bar(name, *_held(run)))
+    return list(groups.values())
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
+    groups = bars(runs)
+    shown = [bar for group in groups for bar in group]
+    rows: list[float] = []
+    for number, group in enumerate(groups):
+        rows += [len(rows) + index + GAP * number for index in range(len(group))]
+    longest = max(max(bar.total, bar.peak or 0) for bar in shown) / MIB
+    figure = Figure(figsize=(9, 1.3 + 0.26 * rows[-1]), facecolor="white", layout="constrained")
+    axes = figure.add_subplot(frame_on=False)
+    axes.set_title(_title(_done(runs)), loc="left", pad=26, weight="bold", fontsize="medium")
+    axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.13 * longest))
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.set_ylim(rows[-1] + 0.5, rows[0] - 0.5)
+    _stack(axes, shown, rows, longest)
+    axes.legend(
+        handles=[*axes.containers, *axes.collections],
+        **{"ncols": len(KINDS) + 1, "columnspacing": 1.2, "handlelength": 1.2, "fontsize": "small"},
+        **{"loc": "lower left", "bbox_to_anchor": (-0.015, 0.99), "frameon": False},
+    )
+    return figure
+
+
+def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
+    """Draw the kinds that somebody holds one after the other, each with its MiB; sum and peak stand behind them."""
+    form = ",.0f" if longest >= SMALL else ",.2f"
+    ends = [0.0] * len(shown)
+    for kind in KINDS:
+        held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
+        if any(held):
+            drawn = axes.barh(rows, held, BAR, ends, color=COLOURS[kind], label=NAMES[kind])
+            numbers = [format(mib, form) if mib > NARROWEST * longest else "" for mib in held]
+            axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
+            ends = [end + mib for end, mib in zip(ends, held, strict=True)]
+    peaks = {row: bar.peak / MIB for row, bar in zip(rows, shown, strict=True) if bar.peak}
+    axes.scatter(list(peaks.values()), list(peaks), marker="|", s=180, color="black", label=PEAK)
+    for row, end in zip(rows, ends, strict=True):
+        peak = f", peak {peaks[row]:{form}}" if row in peaks else ""
+        axes.text(max(end, peaks.get(row, 0)), row, f"  {end:{form}}{peak}", va="center")
+
+
+def _title(done: Sequence[Run]) -> str:
+    """The moment, the rank, the model and the world size; what differs between bars stands beside them."""
+    models = " and ".join(dict.fromkeys(run.config["model.name"] for run in done))
+    sizes = sorted({run.world_size for run in done})
+    rank = f"world size {' and '.join(map(str, sizes))}, the rank that holds most"
+    return f"Memory after backward, before the optimizer step\nMiB, model {models}, {rank}"
+
+
+def _done(runs: Sequence[Run]) -> list[Run]:
+    done = [run for run in runs if run.summary]
+    if not done:
+        raise ConfigError("--figure: no run of the sweep came to its end; run them again first")
+    return done
+
+
+def _held(run: Run) -> tuple[dict[str, int], float | None]:
+    assert run.summary is not None
+    memory = run.summary.memory
+    if MOMENT not in memory.fullest_at:
+        raise ConfigError(
+            f"--figure: {run.folder}/summary.json does not say what was held after backward; "
+            "run the sweep again with this version"
+        )
+    return memory.fullest_at[MOMENT], memory.peak.fullest if memory.peak else None
+
+
+def _differs(column: Column, runs: Sequence[Run]) -> bool:
+    return len({column.value(run) for run in runs}) > 1
+
+
+def _words(column: Column, run: Run) -> str:
+    """A name speaks for itself; a number needs the setting that it is a value of."""
+    value = column.value(run)
+    return (
+        value
+        if column.name in ("strategy", "implementation", "model")
+        else f"{column.name} {value}"
+    )

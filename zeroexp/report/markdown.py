@@ -1,0 +1,74 @@
+"""The results of a sweep as a Markdown table, under a sentence that says when, where and by which command it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import wrap
+
+from zeroexp.config import ConfigError
+from zeroexp.report.columns import RESULTS, STATUS, Column, memory_of, point_of, traffic_of
+from zeroexp.tracking.run import Run
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+LINE = 100  # characters of prose
+LOSS, STEP, _, TOKENS = RESULTS
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The fullest rank's bytes alone: the table in the terminal also has means and what each number means."""
+    point = point_of(runs)
+    shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
+    columns = [
+        *(column for column in point if column not in shared),
+        *(parts[0] for parts in memory_of(runs) if parts),
+        *(parts[0] for parts in traffic_of(runs)),
+        *(STEP, TOKENS, LOSS),
+        *([STATUS] if any(run.status != "done" for run in runs) else []),
+    ]
+    sentence = " ".join([_circumstances(runs), _shared(shared, runs)])
+    return f"{wrapped(sentence)}\n\n{_table(runs, columns)}"
+
+
+def replace_in(page: Path, text: str) -> None:
+    """Put `text` between the markers of the page. Raises ConfigError where it has none, or can not be written."""
+    try:
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, found, after = rest.partition(END)
+        if not found:
+            raise ConfigError(
+                f"--write {page}: has no place for it; add the lines {BEGIN} and {END}"
+            )
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    except OSError as error:
+        raise ConfigError(f"--write {page}: {error.strerror}; use a page that is there") from None
+
+
+def wrapped(sentence: str) -> str:
+    return "\n".join(wrap(sentence, LINE, break_long_words=False, break_on_hyphens=False))
+
+
+def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
+    names = [f"{c.name}, {c.unit}" if c.unit.startswith("ms") else c.name for c in columns]
+    rules = ["---" if column.left else "---:" for column in columns]
+    rows = [[column.value(run) for column in columns] for run in runs]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
+
+
+def _circumstances(runs: Sequence[Run]) -> str:
+    """The day, command, machine and versions of the first run: a sweep has one of each."""
+    known = runs[0].environment
+    day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
+    parts = [
+        f"Measured on {day} with `{known['command']}`",
+        f"{known.get('machine.processor', known['host'])}, {known['machine.num_cpus']} cores",
+        f"Python {known['versions.python']}, torch {known['versions.torch']}",
+    ]
+    return f"{'; '.join(parts)}."
+
+
+def _shared(shared: Sequence[Column], runs: Sequence[Run]) -> str:
+    models = dict.fromkeys(run.config["model.name"] for run in runs)
+    words = [f"model {' and '.join(models)}", *(f"{c.name} {c.value(runs[0])}" for c in shared)]
+    return f"All points: {', '.join(words)}. Bytes are MiB of the fullest rank."
