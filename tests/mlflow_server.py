@@ -1,19 +1,25 @@
-"""A real MLflow server for tests, on loopback: `with MlflowServer(folder) as server`, then `server.uri`."""
+"""A real MLflow server for tests, on loopback: `with MlflowServer(folder) as server`, then `server.uri`.
+
+It is what `ui_command` starts, on the store that a sweep keeps in its outputs.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
 
 STARTING_SECONDS = 90.0
 
@@ -22,9 +28,12 @@ class MlflowServer:
     """Can be killed and started again, at the same address on the same database."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        # Bound as long as this lives, so that nobody else gets the port; the server may listen there beside it.
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind(("127.0.0.1", 0))
+        weakref.finalize(self, self._kept.close)
+        self._port = self._kept.getsockname()[1]
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.uri = f"http://127.0.0.1:{self._port}"
@@ -37,10 +46,8 @@ class MlflowServer:
         self.kill()
 
     def start(self) -> None:
-        store = f"sqlite:///{self._folder}/server.db"
-        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
-        command += ["--artifacts-destination", str(self._folder / "artifacts")]
-        command += ["--port", str(self._port), "--workers", "1"]
+        command = shlex.split(MlflowTracker(None, "zeroexp", self._folder).ui_command())
+        command[command.index(str(UI_PORT))] = str(self._port)
         log = self._folder / "server.log"
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -59,7 +66,7 @@ class MlflowServer:
 
     def ask(self, query: str, *arguments: Any) -> list[Any]:
         """Past the server, straight from its tables."""
-        with closing(sqlite3.connect(self._folder / "server.db")) as connection:
+        with closing(sqlite3.connect(self._folder / "mlflow.db")) as connection:
             return connection.execute(query, arguments).fetchall()
 
     def losses(self, run: str) -> list[tuple[int, float]]:

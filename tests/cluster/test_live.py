@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,11 +25,10 @@ from zeroexp.tracking.files import RecordWriter, read_records, write_json, write
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+@pytest.fixture
+def server(mlflow: tuple[MlflowServer, dict[str, str]]) -> MlflowServer:
     """One for all tests; each has a run of another name."""
-    with MlflowServer(tmp_path_factory.mktemp("server")) as started:
-        yield started
+    return mlflow[0]
 
 
 @pytest.fixture(autouse=True)
