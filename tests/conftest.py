@@ -1,6 +1,6 @@
 """What every test may ask for: `ranks(function, *args, world_size=2)`, see tests/ranks.py, and `local`, a cluster.
 
-Also how a run goes: `make test` has two processes, each takes whole files; whoever stops a run is told what it missed.
+Also how a run goes: `make test` has two processes that share the tests; whoever stops a run is told what it missed.
 """
 
 from __future__ import annotations
