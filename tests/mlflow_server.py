@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import sqlite3
 import subprocess
 import time
@@ -19,21 +18,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from tests.ports import kept_port
 from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
 
-STARTING_SECONDS = 90.0
+STARTING_SECONDS = 600.0
 
 
 class MlflowServer:
     """Can be killed and started again, at the same address on the same database."""
 
     def __init__(self, folder: Path) -> None:
-        # Bound as long as this lives, so that nobody else gets the port; the server may listen there beside it.
-        self._kept = socket.socket()
-        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._kept.bind(("127.0.0.1", 0))
-        weakref.finalize(self, self._kept.close)
-        self._port = self._kept.getsockname()[1]
+        kept, self._port = kept_port()
+        weakref.finalize(self, kept.close)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.uri = f"http://127.0.0.1:{self._port}"
