@@ -45,9 +45,11 @@ class MlflowServer:
         command = shlex.split(MlflowTracker(None, "zeroexp", self._folder).ui_command())
         command[command.index(str(UI_PORT))] = str(self._port)
         log = self._folder / "server.log"
-        with log.open("ab") as output:
+        # Else seven more processes import MLflow, for jobs that nobody here gives.
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with log.open("ab") as out:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, start_new_session=True, cwd=self._folder
+                command, stdout=out, stderr=out, start_new_session=True, cwd=self._folder, env=env
             )
         deadline = time.monotonic() + STARTING_SECONDS
         while not self._is_up():
