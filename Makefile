@@ -16,6 +16,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DISABLE_MLFLOW_INTEGRATION := true
+# Where it is set, as in many containers, every process of every test would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test test-all wide mutants lint bench bench-quick bench-checkpoints report clean
 .DELETE_ON_ERROR:
@@ -23,8 +25,8 @@ export DISABLE_MLFLOW_INTEGRATION := true
 run: .venv/base.stamp
 	timeout 1200 $(BIN)/python -m zeroexp -m study=compare
 
-# Two processes that take a file each in turn. Most tests wait for processes of their own, on any number of cores.
-IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes: each takes half of the tests, and whichever is done first takes some of what the other has left.
+IN_TWO := -n 2 --dist worksteal
 
 # No limit for all of it: each test has one (pyproject.toml), and whoever stops a run is told what has not run.
 test: .venv/test.stamp

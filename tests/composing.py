@@ -6,8 +6,12 @@ from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
 from omegaconf import OmegaConf
+from pytest import MonkeyPatch
 
 from zeroexp.config import Config, from_mapping
 
@@ -22,6 +26,15 @@ def composed(*overrides: str) -> Config:
         values = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(values, dict)
     return from_mapping(Config, {str(key): value for key, value in values.items()})
+
+
+def compose_once(patch: MonkeyPatch) -> None:
+    """What Hydra composes twice more for every line: to read the mode that conf/ sets, and to try each point.
+
+    Neither finds what the rest does not: the first swallows its errors, the second is what our launcher does next.
+    """
+    patch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.MULTIRUN)
+    patch.setattr(Sweeper, "validate_batch_is_legal", lambda *_: None)
 
 
 def options(group: str) -> list[str]:

@@ -1,6 +1,6 @@
 """What every test may ask for: `ranks(function, *args, world_size=2)`, see tests/ranks.py, and `local`, a cluster.
 
-Also how a run goes: `make test` has two processes, each takes whole files; whoever stops a run is told what it missed.
+Also how a run goes: `make test` has two processes that share the tests; whoever stops a run is told what it missed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import pytest
 import torch
 
 from tests import rank_code
+from tests.mlflow_server import MlflowServer
 from tests.ranks import Ranks
+from tests.run_folders import log_study
+from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
 
@@ -43,13 +46,25 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """One for all tests: its server imports once, for five seconds of a core. What its ranks do: tests/rank_code.py."""
+    """One for all tests, with a server that imports nothing any more. What its ranks do: tests/rank_code.py."""
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ZEROEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+            start_servers_with(patch, Warm)
             own = LocalCluster(Config().cluster, rank_main=rank_code.MAIN)
             cluster = stack.enter_context(own)
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def mlflow(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[MlflowServer, dict[str, str]]]:
+    """One server for all tests, since it starts for ten seconds of a core; its store holds a study."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    links = log_study(folder)
+    with MlflowServer(folder) as server:
+        yield server, links
 
 
 # ---- how a run goes
@@ -82,8 +97,8 @@ class Run:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers that take long to start come first: else one of two processes works alone in the end."""
-    items.sort(key=lambda item: "tests/tracking" not in item.nodeid)
+    """What one server of MLflow is asked stays together, in one of two processes."""
+    items.sort(key=lambda item: "mlflow" not in getattr(item, "fixturenames", ()))
 
 
 def stop(number: int, frame: object) -> None:

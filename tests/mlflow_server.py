@@ -1,30 +1,35 @@
-"""A real MLflow server for tests, on loopback: `with MlflowServer(folder) as server`, then `server.uri`."""
+"""A real MLflow server for tests, on loopback: `with MlflowServer(folder) as server`, then `server.uri`.
+
+It is what `ui_command` starts, on the store that a sweep keeps in its outputs.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
-import socket
 import sqlite3
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-STARTING_SECONDS = 90.0
+from tests.ports import kept_port
+from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
+
+STARTING_SECONDS = 600.0
 
 
 class MlflowServer:
     """Can be killed and started again, at the same address on the same database."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        kept, self._port = kept_port()
+        weakref.finalize(self, kept.close)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.uri = f"http://127.0.0.1:{self._port}"
@@ -37,14 +42,14 @@ class MlflowServer:
         self.kill()
 
     def start(self) -> None:
-        store = f"sqlite:///{self._folder}/server.db"
-        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
-        command += ["--artifacts-destination", str(self._folder / "artifacts")]
-        command += ["--port", str(self._port), "--workers", "1"]
+        command = shlex.split(MlflowTracker(None, "zeroexp", self._folder).ui_command())
+        command[command.index(str(UI_PORT))] = str(self._port)
         log = self._folder / "server.log"
-        with log.open("ab") as output:
+        # Else seven more processes import MLflow, for jobs that nobody here gives.
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with log.open("ab") as out:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, start_new_session=True, cwd=self._folder
+                command, stdout=out, stderr=out, start_new_session=True, cwd=self._folder, env=env
             )
         deadline = time.monotonic() + STARTING_SECONDS
         while not self._is_up():
@@ -59,7 +64,7 @@ class MlflowServer:
 
     def ask(self, query: str, *arguments: Any) -> list[Any]:
         """Past the server, straight from its tables."""
-        with closing(sqlite3.connect(self._folder / "server.db")) as connection:
+        with closing(sqlite3.connect(self._folder / "mlflow.db")) as connection:
             return connection.execute(query, arguments).fetchall()
 
     def losses(self, run: str) -> list[tuple[int, float]]:

@@ -1,6 +1,6 @@
-"""What ranks of tests and of benchmarks need, imported once by the process that forks them, and never looked at again.
+"""What ranks and commands of tests need, imported once by the process that forks them, and never looked at again.
 
-A rank would spend three seconds on it. No thread may start here: a fork would lose it.
+Each would spend seconds on it. No thread may start here: a fork would lose it.
 """
 
 import gc
@@ -11,6 +11,9 @@ import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import tests.checkpoint.saving  # noqa: F401
+import zeroexp.__main__
+import zeroexp.export
+import zeroexp.rank  # noqa: F401
 
 assert len(os.listdir("/proc/self/task")) == 1
 

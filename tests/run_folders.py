@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from zeroexp.config import Config, save
 from zeroexp.measure.record import RankSummary, StepRecord, Traffic
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.tracking.files import RecordWriter, write_json, write_summary
+from zeroexp.tracking.mlflow import MlflowTracker
 
 PARAMETER_BYTES = 96 * 2**20
 WARMUP_STEPS = 3
@@ -21,6 +24,21 @@ SHARDED = {
     "zero2": (False, True, True),
     "zero3": (True, True, True),
 }
+
+# Of a study.
+STRATEGIES = ("ddp", "zero2", "zero3")
+WORLD_SIZES = (1, 2, 4)
+
+
+def log_study(outputs: Path) -> dict[str, str]:
+    """Into a new store, beside the run of another sweep; each saved view's title, and its link."""
+    tracker = MlflowTracker(None, "zeroexp", outputs)
+    started = time.time() - 3600
+    for strategy, world_size in product(STRATEGIES, WORLD_SIZES):
+        folder = outputs / "study" / f"{strategy}-buffer-n{world_size}"
+        tracker.log_run(write_run(folder, strategy, "buffer", world_size, started=started))
+    tracker.log_run(write_run(outputs / "other" / "of-another-sweep", started=started))
+    return dict(tracker.write_views("study"))
 
 
 def write_run(

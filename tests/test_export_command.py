@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.test_export import config_of, load, require_bits, save
+from tests.warm import Warm
 from zeroexp import export
 from zeroexp.checkpoint.manifest import read_manifest
 
@@ -28,10 +29,9 @@ def run(ranks, tmp_path_factory) -> Path:
     return folder
 
 
-def command(*arguments: object) -> subprocess.Popen[str]:
+def command(*arguments: object) -> Warm:
     words = [sys.executable, "-m", "zeroexp.export", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
+    return Warm(words, env=dict(os.environ))
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(run, tmp_path):
@@ -43,14 +43,14 @@ def test_a_refusal_is_one_line_and_exit_code_2(run, tmp_path):
         file.seek(weight.offset)
         file.write(b"\x7f")
     process = command(checkpoint, "--to", target)
-    told, line = process.communicate(timeout=600)
+    told, line = process.communicate()
     assert (process.returncode, told) == (2, "")
     assert line.startswith("zeroexp: ") and line.count("\n") == 1 and "; " in line, line
     assert "damaged, model.norm.weight at byte" in line
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def kill_when(sign: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def kill_when(sign: Callable[[], object], process: Warm) -> None:
     while not sign():
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)

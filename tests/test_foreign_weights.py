@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
 
-from tests.composing import composed
+from tests.composing import compose_once, composed
+from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
 from zeroexp.models.build import build_model
 
@@ -66,6 +67,7 @@ def told_by(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    compose_once(monkeypatch)
 
 
 # --- another model
@@ -333,5 +335,6 @@ def test_a_run_starts_from_the_right_folder(tmp_path, monkeypatch):
     llama(Path("mine"))
     words = "model=tiny model.weights=mine data=synthetic data.seq_len=8 data.global_batch_size=2"
     more = "world_size=1 train.steps=1 train.warmup_steps=1 tracking=files"
+    start_servers_with(monkeypatch, Warm)
     monkeypatch.setattr(sys, "argv", ["zeroexp", *words.split(), *more.split()])
     assert zeroexp.main() == 0

@@ -184,8 +184,9 @@ def test_the_server_has_imported_what_a_rank_needs(tmp_path):
 
 
 FAULTS = """
-import resource, torch
+import ctypes, resource, torch
 from zeroexp.rank import keep_freed_memory
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages there are few faults to save
 keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

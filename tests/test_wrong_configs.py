@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import composed
+from tests.composing import compose_once, composed
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp import hub
@@ -210,6 +210,12 @@ WRONG = {
     "--rerun": ("--rerun", "one folder"),
     "--rerun no/such/folder": ("--rerun", "outputs/<sweep>"),
 }
+
+
+@pytest.fixture(autouse=True)
+def sooner(monkeypatch):
+    """The last test is a whole process, in which Hydra does all that it does."""
+    compose_once(monkeypatch)
 
 
 @pytest.mark.parametrize("line", WRONG)

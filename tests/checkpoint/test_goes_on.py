@@ -24,14 +24,24 @@ def check(ranks, engine, recipe, run, steps) -> None:
         assert_same(rest, Outcome(whole.losses[step:], whole.norms[step:], whole.state))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", ENGINES)
+THREE = ("zero3_buffer", "ddp", "fsdp2")
+
+
+# Without files between, test_contract.py does it for every engine on two ranks too.
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=[] if size == 3 or name in THREE else pytest.mark.slow)
+        for name in ENGINES
+        for size in (1, 2, 3)
+    ],
+)
 def test_after_every_step(ranks, tmp_path, name, world_size):
     recipe = Recipe(world_size=world_size, fused=True, max_grad_norm=0.5)
     check(ranks, ENGINES[name], recipe, tmp_path, [1, 2])
 
 
-@pytest.mark.parametrize("name", ["zero3_buffer", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", THREE)
 def test_dropout_goes_on_where_it_was(ranks, tmp_path, name):
     """Every rank has random states of its own."""
     check(ranks, ENGINES[name], Recipe(model="dropout"), tmp_path, [2])

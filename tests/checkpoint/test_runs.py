@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Killer:
         ranks = self._chance.choice([(0,), (1,), (0, 1)])
         pids = [int(re.findall(r"process (\d+)", log_of(self._job, rank))[-1]) for rank in ranks]
         while self._writing and not unfinished(self._job) and alive(pids[0]):
-            pass
+            time.sleep(1e-4)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import open_now
 from zeroexp.cluster.supervise import Rank, end, supervise
 from zeroexp.tracking.json_files import read_json
 
@@ -38,7 +39,7 @@ def dead(rank: int, ended_by: int) -> Rank:
 def test_of_ranks_that_died_together_the_first_cause_is_told(
     tmp_path: Path, ended_by: list[int], guilty: int
 ) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = open_now()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ranks = [dead(rank, how) for rank, how in enumerate(ended_by)]
@@ -46,4 +47,4 @@ def test_of_ranks_that_died_together_the_first_cause_is_told(
         end(ranks)
     cause = read_json(tmp_path / "failure.json")
     assert cause is not None and cause["rank"] == guilty
-    assert os.listdir("/proc/self/fd") == before
+    assert not open_now() - before

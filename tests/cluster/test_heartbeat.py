@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.ports import kept_port
 from zeroexp.cluster import heartbeat
 from zeroexp.cluster.heartbeat import BEAT, BYE, START_SECONDS, Clock, Heartbeat
 
@@ -68,9 +69,10 @@ def clock() -> SteeredClock:
 
 
 @pytest.fixture
-def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+def address() -> Iterator[str]:
+    kept, port = kept_port()
+    with kept:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.fixture

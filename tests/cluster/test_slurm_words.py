@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import Shape, SlurmCluster
@@ -152,17 +154,11 @@ def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
     """Its first command: a dry run, on a machine that need not have Slurm."""
     command = ["-m", "zeroexp", "--config-dir", str(ROOT / "slurm" / "site.example")]
     settings = ["cluster=mysite", "cluster.dry_run=true", "world_size=12", "model=tiny"]
-    done = subprocess.run(
-        [sys.executable, *command, *settings],
-        cwd=tmp_path,
-        env=slurm_task(0),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    done = Warm([sys.executable, *command, *settings], cwd=tmp_path, env=slurm_task(0))
+    output, errors = done.communicate()
+    assert done.returncode == 0, errors
     for line in ("#SBATCH --partition=gpu\n", "#SBATCH --nodes=3\n", "module purge\n"):
-        assert line in done.stdout
+        assert line in output
     example = (ROOT / "slurm" / "site.example" / "cluster" / "mysite.yaml").read_text()
     settings = [line for line in example.partition("_self_")[2].splitlines() if ": " in line]
     assert all("# ADAPT" in line or line.startswith("  setup:") for line in settings)
@@ -171,11 +167,9 @@ def test_the_example_of_a_site_is_what_the_page_says(tmp_path: Path) -> None:
 def test_without_slurm_a_sweep_is_refused_in_one_line(tmp_path: Path) -> None:
     empty = {**slurm_task(0), "PATH": str(tmp_path)}
     command = [sys.executable, "-m", "zeroexp", "cluster=slurm", "cluster.device=cpu"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=empty, capture_output=True, text=True, timeout=600
-    )
+    done = Warm(command, cwd=tmp_path, env=empty)
+    (line,) = done.communicate()[1].splitlines()
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
     assert line.startswith("zeroexp: cluster=slurm: there is no sbatch") and "minicluster" in line
     assert not list(tmp_path.glob("outputs/*/config.yaml"))
 
@@ -248,6 +242,7 @@ def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
     try:
         while not (tmp_path / "pid0").exists():
             assert running.poll() is None
+            time.sleep(0.02)
         os.killpg(running.pid, signal.SIGTERM)  # as Slurm does: the task and its children
         assert running.wait(timeout=600) == 128 + signal.SIGTERM
     finally:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.composing import composed
+from tests.warm import Warm
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.points import points_of
 from zeroexp.config import Config, StudyConfig
@@ -105,22 +106,19 @@ def test_the_main_study_is_what_make_run_promises():
 # ---- real sweeps
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "plugins")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "zeroexp", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def start(folder: Path, *words: str) -> Warm:
+    return Warm([sys.executable, "-m", "zeroexp", *words], cwd=folder, env=environment())
 
 
 def zeroexp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     process = start(folder, *words)
-    out, err = process.communicate(timeout=600)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.poll() or 0, out, err)
 
 
 def jobs(folder: Path) -> dict[str, Job]:
@@ -139,7 +137,10 @@ def matrix(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     stages = "hydra: {sweeper: {params: {strategy: 'zero1_allreduce,zero2,zero3'}}}"
     study = write_study(folder, f"loss_agreement: 1e-5, {include}", stages)
     words = [*study, "-m", "strategy.implementation=buffer,torch", "world_size=all", *QUICK]
-    return folder, zeroexp(folder, *words)
+    command = [sys.executable, "-m", "zeroexp", *words]  # from its first import on
+    return folder, subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True
+    )
 
 
 def write_study(folder: Path, claim: str, more: str = "") -> list[str]:

@@ -7,6 +7,8 @@ of another order of sums.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,9 +48,16 @@ def chunks_of(case: str, world_size: int) -> tuple[Chunk, ...]:
 
 
 def flat_of(chunk: Chunk, seed: int, dtype: torch.dtype) -> Tensor:
-    """Different values in every chunk, reproducible on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + chunk.numel)
-    return torch.randn(chunk.numel, generator=generator).to(dtype)
+    """Different values in every chunk, reproducible on every rank. To be read only: drawn once for all who ask."""
+    return _drawn(chunk.numel, seed, dtype)
+
+
+@lru_cache(
+    maxsize=6
+)  # what three ranks give, in two dtypes: millions of numbers take longer to draw than to move
+def _drawn(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + numel)
+    return torch.randn(numel, generator=generator).to(dtype)
 
 
 def members(chunk: Chunk, flat: Tensor) -> list[Tensor]:

@@ -7,13 +7,12 @@ import os
 import socket
 import threading
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.descriptors import mappings_of_ours, open_now
 from zeroexp.comm import meeting
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
@@ -92,13 +91,13 @@ def test_another_user_is_put_down(monkeypatch):
 
 def test_a_rank_that_does_not_call_is_named_and_nothing_stays_open():
     listeners = [Listener() for _ in range(3)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_now()
     found: dict = {}
     with pytest.raises(
         TimeoutError, match=r"rank 1 waited in vain for rank 2 of this host to call"
     ):
         meet(listeners, 1, found, seconds=0.2)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_now() - before
     for listener in listeners:
         listener.close()
 
@@ -108,9 +107,10 @@ def test_a_rank_that_does_not_call_is_named_and_nothing_stays_open():
 
 def gather_unheard(world: World) -> str:
     """Rank 0 waits for an offer that rank 1 never makes."""
-    wire = Collectives(replace(world, timeout_seconds=0.5))
+    wire = Collectives(world)
     wire.meet()
     wire.reserve(1 << 16, 1 << 16)
+    wire._transport._arena.bell._timeout_seconds = 0.5
     said = ""
     if world.rank == 0:
         from zeroexp.sharding.layout import ParameterSpec, lay_out
@@ -144,13 +144,9 @@ def small_engine(world: World, seed: int) -> Sharded:
     )
 
 
-def open_things() -> tuple[int, int]:
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:zeroexp")
+def fail_in_the_middle(world: World) -> tuple[set[tuple[str, str]], int]:
+    """(descriptors, mappings of shared memory) that three failures add to those of a first."""
 
-
-def fail_in_the_middle(world: World) -> tuple[tuple[int, int], tuple[int, int]]:
     def one() -> None:
         wire = Collectives(world, transport="direct")
         try:
@@ -161,15 +157,16 @@ def fail_in_the_middle(world: World) -> tuple[tuple[int, int], tuple[int, int]]:
             barrier()
 
     one()
-    before = open_things()
+    gc.collect()
+    before, mapped = open_now(), mappings_of_ours()
     for _ in range(3):
         one()
-    return before, open_things()
+    gc.collect()
+    return open_now() - before, mappings_of_ours() - mapped
 
 
 def test_after_an_exception_nothing_is_left_behind(ranks):
-    for before, after in ranks(fail_in_the_middle):
-        assert after == before
+    assert ranks(fail_in_the_middle) == [(set(), 0)] * 2
 
 
 def forwards_before_the_first_step(world: World) -> tuple[int, int]:

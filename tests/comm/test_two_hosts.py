@@ -46,11 +46,18 @@ def train_on_two_hosts(
     return trained, [(e.shared_bytes > 0, e._wire.facts.reductions_in_flight) for e in engines]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3
+
+
 @pytest.mark.parametrize(
-    ("num_on_first", "expected"),
-    [(2, [(True, 2), (True, 2), (False, 2)]), (3, [(True, 1)] * 3)],
-    ids=["two_hosts", "one_host"],
+    ("num_on_first", "expected", "overlap"),
+    [
+        pytest.param(2, TWO_HOSTS, True, id="two_hosts-True"),
+        pytest.param(2, TWO_HOSTS, False, id="two_hosts-False"),
+        pytest.param(3, ONE_HOST, False, id="one_host-False"),
+        # Nearly tests/strategies/test_contract.py at three ranks.
+        pytest.param(3, ONE_HOST, True, id="one_host-True", marks=pytest.mark.slow),
+    ],
 )
 def test_some_peers_next_door_and_some_far_away_train_the_same_model(
     ranks, num_on_first, expected, overlap

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.descriptors import mappings_of_ours, open_now
 from tests.sharding.fake_ranks import fake_world
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.sharding.engine import MIB, Options, Sharded
@@ -159,21 +158,19 @@ def test_alone_nothing_is_gathered_copied_or_freed(stage, transport):
 # -- what stays open --------------------------------------------------------------------------------
 
 
-def left_open(world: World) -> list[tuple[int, int]]:
-    """(descriptors, mappings of shared memory) after each of three engines that trained and are gone."""
-    counts: list[tuple[int, int]] = []
+def left_open(world: World) -> tuple[set[tuple[str, str]], int]:
+    """(descriptors, mappings of shared memory) that two engines that trained and are gone add to those of a first."""
+    found = []
     for _ in range(3):
         strategy = engine(world, "zero3", 1000, transport="direct")
         step(strategy, 1000)
         del strategy
         gc.collect()
-        maps = Path("/proc/self/maps").read_text()
-        counts.append((len(os.listdir("/proc/self/fd")), maps.count("memfd:")))
-    return counts
+        found.append((open_now(), mappings_of_ours()))
+    return found[2][0] - found[0][0], found[2][1] - found[0][1]
 
 
 # torch's garbage collection does not see what a hook of register_post_accumulate_grad_hook refers to: a parameter
 # whose hook leads back to it is never freed, and the engine with it.
 def test_engines_that_are_gone_leave_nothing_open(ranks):
-    for counts in ranks(left_open):
-        assert len(set(counts)) == 1, counts
+    assert ranks(left_open) == [(set(), 0)] * 2

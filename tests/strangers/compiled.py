@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,10 +12,15 @@ from tests.strangers.models import Block, Net
 
 SETTINGS = (Setting("zero1"), Setting("zero3"), Setting("zero3", unit="module"))
 MAY_NOT = r"compile|OptimizedModule"
-BACKENDS = ["eager", "aot_eager"]
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+def by_backend(function: Callable[[Lab, str], None]) -> None:
+    """What "eager" does is the first half of "aot_eager", and so slow."""
+    for name, slow in (("eager", True), ("aot_eager", False)):
+        variants([name], SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6, slow=slow)(function)
+
+
+@by_backend
 def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     model = Net()
@@ -22,7 +29,7 @@ def blocks_compiled_in_place_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def blocks_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     t = lab.wrap(Net())
@@ -31,7 +38,7 @@ def blocks_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
     lab.train(t, num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def blocks_replaced_by_compiled_ones_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     model = Net()
@@ -40,7 +47,7 @@ def blocks_replaced_by_compiled_ones_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     model = Net()
@@ -48,7 +55,7 @@ def the_model_compiled_in_place_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(model), num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> None:
     torch._dynamo.reset()
     t = lab.wrap(Net())
@@ -56,7 +63,7 @@ def the_model_compiled_in_place_after_wrapping_by(lab: Lab, backend: str) -> Non
     lab.train(t, num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def the_wrapped_model_compiled_by(lab: Lab, backend: str) -> None:
     """`compiled = torch.compile(strategy.model)`, and the loop calls `compiled`."""
     torch._dynamo.reset()
@@ -69,7 +76,7 @@ def the_wrapped_model_compiled_by(lab: Lab, backend: str) -> None:
     lab.train(t, loss, num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def a_compiled_model_wrapped_by(lab: Lab, backend: str) -> None:
     """The door gets what `torch.compile(model)` returned: names begin with `_orig_mod`."""
     torch._dynamo.reset()
@@ -78,7 +85,7 @@ def a_compiled_model_wrapped_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(compiled, blocks), num_microbatches=2)
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
     """The block's forward calls a compiled method that reads the block's weights."""
     torch._dynamo.reset()
@@ -90,7 +97,7 @@ def a_function_in_a_block_compiled_by(lab: Lab, backend: str) -> None:
     lab.train(lab.wrap(Net(Inside)))
 
 
-@variants(BACKENDS, SETTINGS, may_refuse=MAY_NOT, tolerance=5e-6)
+@by_backend
 def the_loss_compiled_by(lab: Lab, backend: str) -> None:
     """A compiled function of output and target, no weights in it."""
     torch._dynamo.reset()

@@ -79,9 +79,13 @@ def peak_and_states(world: World, engine: str) -> tuple[int, int]:
     return peak, states
 
 
+@pytest.fixture(scope="module")
+def activations(ranks) -> int:
+    return ranks(activation_bytes, world_size=1)[0]
+
+
 @pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
-def test_nothing_but_states_and_activations(ranks, stage):
-    activations = ranks(activation_bytes, world_size=1)[0]
+def test_nothing_but_states_and_activations(ranks, activations, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):
         beside = peak - states
         assert 0 < beside <= 1.10 * activations, (rank, peak, states, activations)

@@ -217,7 +217,7 @@ def test_a_killed_run_does_not_stay_running(
     killed = write_run(sweep / "killed", status="running", num_steps=4)
     alive = write_run(sweep / "alive", status="running", num_steps=4)
     ended = write_run(sweep / "ended", status="running", num_steps=4)
-    process = multiprocessing.get_context("spawn").Process(
+    process = multiprocessing.get_context("forkserver").Process(
         target=_start_and_die, args=(killed, outputs, tracker.experiment)
     )
     process.start()
@@ -249,7 +249,7 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
 
 def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) -> None:
     num_sweeps, num_runs = 2, 3
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     together = context.Barrier(num_sweeps)
     sweeps = [
         [

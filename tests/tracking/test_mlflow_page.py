@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import shutil
-import signal
-import socket
 import subprocess
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.run_folders import write_run
+from tests.mlflow_server import MlflowServer
+from tests.run_folders import STRATEGIES, WORLD_SIZES
 from zeroexp.tracking import views
-from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
+from zeroexp.tracking.mlflow import UI_PORT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-STRATEGIES = ("ddp", "zero2", "zero3")
-WORLD_SIZES = (1, 2, 4)
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER_FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--window-size=1900,2400", "--virtual-time-budget=90000", "--dump-dom"),
 )
-STARTING_SECONDS = 90
 
 
 @dataclass(frozen=True)
@@ -60,46 +51,10 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    outputs = tmp_path_factory.mktemp("outputs")
-    tracker = MlflowTracker(None, "zeroexp", outputs)
-    started = time.time() - 3600
-    for strategy in STRATEGIES:
-        for world_size in WORLD_SIZES:
-            name = f"{strategy}-buffer-n{world_size}"
-            tracker.log_run(
-                write_run(outputs / "study" / name, strategy, "buffer", world_size, started=started)
-            )
-    tracker.log_run(write_run(outputs / "other" / "of-another-sweep", started=started))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    links = {
-        title: url.replace(f":{UI_PORT}/", f":{port}/")
-        for title, url in tracker.write_views("study")
-    }
-    command = shlex.split(tracker.ui_command().replace(f"--port {UI_PORT}", f"--port {port}"))
-    with (outputs / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, cwd=outputs
-        )
-        try:
-            _wait_until_up(process, port, outputs / "server.log")
-            yield Server(f"http://127.0.0.1:{port}", links)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # it takes its time on anything gentler
-            process.wait(30)
-
-
-def _wait_until_up(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + STARTING_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-    pytest.fail(f"the MLflow UI did not start:\n{log.read_text()}")
+def server(mlflow: tuple[MlflowServer, dict[str, str]]) -> Server:
+    address, links = mlflow[0].uri, mlflow[1]
+    usual = f"http://127.0.0.1:{UI_PORT}"
+    return Server(address, {title: url.replace(usual, address) for title, url in links.items()})
 
 
 def test_the_server_knows_runs_metrics_and_views(server: Server) -> None:

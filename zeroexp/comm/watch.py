@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-GRACE_LOOKS = 10  # after the error was found: peers may have to be let go
+GRACE_LOOKS = 600  # after the error was found: peers that find it later have to be let go
 NUM_REMEMBERED = 256  # messages sent: far more than may be under way
 
 
@@ -142,6 +142,8 @@ class Looker:
         """See [Note: let go]."""
         done: set[tuple[int, float]] = set()
         for _ in range(GRACE_LOOKS):
+            if not dist.is_initialized():
+                return
             for rank, word in self._heard().items():
                 waits_for_me = word["lost"] and word["peer"] == self._rank != rank
                 if waits_for_me and (rank, word["since"]) not in done:

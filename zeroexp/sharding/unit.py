@@ -223,7 +223,7 @@ class Unit:
         self._vacate()
         if self._offer is None:
             self.offer()
-        self._gather_parts()  # now: who counts views of this memory begins to do so with these
+        self.gather_parts()  # now: who counts views of this memory begins to do so with these
 
     def _map_beside(self, file: int) -> Tensor:
         """The pool's file and, where it lies on pages, what this rank owns."""
@@ -245,7 +245,7 @@ class Unit:
             return None
         self.store.holds = None
         self.residence = Residence.GATHERING
-        return self._wire.all_gather(self._gather_parts(), "gather", self._offer, str(self))
+        return self._wire.all_gather(self.gather_parts(), "gather", self._offer, str(self))
 
     def arrived(self) -> None:
         """The full parameters are in place: show them to the module."""
@@ -352,15 +352,15 @@ class Unit:
         if self._stage.publish is not Move.ALL_GATHER or not self._trainable:
             return None
         self.residence = Residence.GATHERING
-        return self._wire.all_gather(self._gather_parts(trainable=True), "publish", what=str(self))
+        return self._wire.all_gather(self.gather_parts(trainable=True), "publish", what=str(self))
 
     def offer(self) -> None:
         """This rank's pieces may be gathered until the next optimizer step. All ranks do it in one order."""
-        self._offer = self._wire.offer(self._gather_parts(), self._offer)
+        self._offer = self._wire.offer(self.gather_parts(), self._offer)
 
     # -- how --------------------------------------------------------------------------------------
 
-    def _gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
+    def gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
         """All chunks, or the trainable ones, as they lie now; made once for as long as they lie there."""
         if not self._parts:
             self._parts = [

@@ -62,6 +62,9 @@ def _own_tensors(unit: Unit) -> Iterator[Tensor]:
         if tensors.full is not None:
             yield tensors.full
         yield from tensors.views
+    for part in unit.gather_parts():
+        if part.by_rank is not None:
+            yield part.by_rank
     if unit.store is not None:
         yield unit.store.memory
 
