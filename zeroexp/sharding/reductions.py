@@ -83,8 +83,13 @@ class Reductions:
             self.finish()
 
     def abandon_microbatch(self) -> bool:
-        """Forget it; returns whether some of its gradients are on their way, which can not be taken back."""
+        """Forget it; returns whether some of its gradients are on their way, which can not be taken back.
+
+        Those of the microbatches before it are: every rank has launched them, and waits for this one to take its part.
+        """
         launched = any(progress.num_launched for progress in self._progress.values())
+        if not launched:
+            self.finish()
         self._in_flight.clear()
         self._progress = {unit: Progress() for unit in self._progress}
         return launched
