@@ -102,6 +102,16 @@ class LateFactors(torch.optim.SGD):
         super().step()
 
 
+class FactorsLarge(torch.optim.SGD):
+    """As many do, from a size on that pays for it."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.ndim == 2 and min(parameter.shape) >= 100:
+                self.state[parameter]["rows"] = parameter.grad.square().mean(1)
+        super().step()
+
+
 class Noisy(torch.optim.SGD):
     """As SGLD does."""
 

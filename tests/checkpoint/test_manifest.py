@@ -116,6 +116,7 @@ def test_files_outside_of_the_folder_are_never_opened(tmp_path, file):
         ([6], "float32", [["rank0.bin", 2, 0, 6, ""]]),  # not where a number can begin
         ([6], "float32", [["rank0.bin", -4, 0, 6, ""]]),
         ([6], "float32", [["rank0.bin", 0, 0, 6]]),
+        ([6], "float32", [["rank0.bin", 0, 0, 4, ""]]),  # the last two are nowhere
         ([6], "float32", None),
         (None, "float32", []),
     ],

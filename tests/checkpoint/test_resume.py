@@ -102,6 +102,13 @@ def test_latest_without_any(tmp_path):
     assert "there is none; use resume=null" in line
 
 
+def test_latest_where_all_are_damaged_says_which(tmp_path):
+    config = config_for(tmp_path, "resume=latest")
+    checkpoint = write(tmp_path / "b" / "run", 40, config)
+    (checkpoint / MANIFEST).write_text("{")
+    assert str(checkpoint) in refused(config, UndefinedCombination)
+
+
 def test_latest_without_one_that_fits(tmp_path):
     write(tmp_path / "b" / "run", 40, config_for(tmp_path, "train.seed=1"))
     line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)

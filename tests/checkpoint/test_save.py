@@ -80,6 +80,13 @@ def test_each_save_is_told(world, strategy, tmp_path):
     assert saver.take_blocked_seconds() == 0
 
 
+def test_the_newest_are_kept(world, strategy, tmp_path):
+    saver = Saver(tmp_path, strategy, config_of(RECIPE, keep=2), world)
+    for step in (1, 2, 3):
+        saver.save_now(step)
+    assert folders.whole(tmp_path) == [checkpoint(tmp_path, step) for step in (2, 3)]
+
+
 def test_a_step_is_saved_once(world, strategy, tmp_path):
     saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
     saver.save(1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, Link, fit, measure
+from zeroexp.comm.base import Pending, ReducePart
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, PROBED_BYTES, Link, fit, measure
 from zeroexp.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)
@@ -38,6 +41,25 @@ def test_a_bucket_pays_at_most_a_tenth_for_latency_and_half_of_it_would_pay_more
 def test_a_choice_stays_within_its_bounds():
     assert Link(0.0, 1e9).bucket_mb == LEAST_MB
     assert Link(1.0, 1e12).bucket_mb == MOST_MB
+
+
+def probed_bytes(world: World) -> set[int]:
+    """Of the gradients that are reduced while measuring."""
+    sizes: set[int] = set()
+    reduce = Collectives.reduce_scatter
+
+    def noting(self: Collectives, parts: Sequence[ReducePart], *words: str) -> Pending:
+        sizes.add(sum(g.nbytes for part in parts for g in part.gradients))
+        return reduce(self, parts, *words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "reduce_scatter", noting)
+        measure(world)
+    return sizes
+
+
+def test_what_is_timed_is_as_large_as_the_line_says(ranks):
+    assert ranks(probed_bytes) == [set(PROBED_BYTES)] * 2
 
 
 def measured(world: World, transport: str) -> Link:

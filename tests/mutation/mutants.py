@@ -5,7 +5,7 @@
     7           8                          True        False                statement   (left out)
 
 Docstrings, annotations, messages of errors, imports and type definitions are left alone: a change of those is none of
-what runs.
+what runs. So are asserts and `zip(..., strict=True)`, which no right program ever notices.
 """
 
 from __future__ import annotations
@@ -68,24 +68,23 @@ def mutants_of(tree: Path, file: str) -> list[Mutant]:
 def _mutants(file: str, source: str) -> Iterator[Mutant]:
     module = ast.parse(source)
     for path, node in _nodes(module, ()):
+        statement, depth = _statement(module, path)
+        line, function = getattr(node, "lineno", statement.lineno), _function(module, path)
+        before = _head(statement)
         for replacement in _replacements(node, path):
-            changed = copy.deepcopy(module)
-            place = _at(changed, path[:-1])
-            name, index = path[-1]
-            if index is None:
-                setattr(place, name, replacement)
-            else:
-                getattr(place, name)[index] = replacement
-            ast.fix_missing_locations(changed)
-            statement, depth = _statement(module, path)
-            yield Mutant(
-                file,
-                getattr(node, "lineno", statement.lineno),
-                _function(module, path),
-                _head(statement),
-                _head(_at(changed, path[:depth])),
-                ast.unparse(changed),
-            )
+            _put(module, path, replacement)
+            after, changed = _head(_at(module, path[:depth])), ast.unparse(module)
+            _put(module, path, node)
+            yield Mutant(file, line, function, before, after, changed)
+
+
+def _put(module: ast.AST, path: Path_, node: ast.AST) -> None:
+    place = _at(module, path[:-1])
+    name, index = path[-1]
+    if index is None:
+        setattr(place, name, node)
+    else:
+        getattr(place, name)[index] = node
 
 
 Step = tuple[str, int | None]  # a field of a node, and a place in it where it is a list
@@ -104,10 +103,12 @@ def _nodes(node: ast.AST, path: Path_) -> Iterator[tuple[Path_, ast.AST]]:
 
 
 def _is_talk(node: ast.AST) -> bool:
-    """Docstrings, imports, texts, and what a type checker alone reads."""
+    """Docstrings, imports, texts, our own checks, and what a type checker alone reads."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return True
     return isinstance(node, ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise | ast.Assert)
 

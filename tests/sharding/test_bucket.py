@@ -55,6 +55,11 @@ def test_every_element_is_reduced_once_by_its_owner(family, numels, world_size, 
         assert Counter(found) == Counter(owned(chunks, rank))
 
 
+def test_a_bucket_takes_what_just_fits():
+    chunks = chunks_of("buffer", [200, 100, 100], world_size=2)
+    assert len(cut_in_buckets(chunks, itemsize=4, max_bytes=4 * 200)) == 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(**cuts)
 def test_no_bucket_is_larger_and_none_could_take_the_next(family, numels, world_size, most):

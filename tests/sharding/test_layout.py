@@ -11,6 +11,7 @@ from zeroexp.sharding.layout import (
     Chunk,
     ParameterSpec,
     aligned,
+    by_parameter,
     fullest_bytes,
     lay_out,
     own_contiguously,
@@ -105,6 +106,13 @@ def test_members_lie_side_by_side_and_share_a_kind(family, units, world_size, ow
                 assert member.stop - member.start == spec_of[member.name].numel == whole.numel
                 assert spec_of[member.name].kind == chunk.kind
             assert end == chunk.numel
+
+
+def test_parameter_level_gives_each_parameter_to_its_owner():
+    unit = [ParameterSpec(name, numel, 4) for name, numel in (("a", 6), ("b", 2), ("c", 3))]
+    (chunk,) = by_parameter(unit, 3, {"a": 1, "b": 2, "c": 1})
+    owned = [[chunk.members[span.member].name for span in chunk.spans(rank)] for rank in range(3)]
+    assert owned == [[], ["a", "c"], ["b"]]
 
 
 @settings(max_examples=60, deadline=None)

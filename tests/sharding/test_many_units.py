@@ -29,7 +29,8 @@ class Chain(nn.Module):
 class Block(nn.Module):
     def __init__(self, num_tensors: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((2,), 1e-3) for _ in range(num_tensors))
+        rising = ((1 + i) / num_tensors for i in range(num_tensors))  # each another one
+        self.weights = nn.ParameterList(torch.full((2,), 1e-3 * value) for value in rising)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.stack(list(self.weights)).sum(0)
@@ -66,7 +67,8 @@ def many(world: World, stage: str, num_blocks: int, num_tensors: int, family: st
     strategy = engine(world, stage, num_blocks, num_tensors, family)
     losses = train(strategy, world, 2)
     total = 2 * num_blocks * num_tensors
-    expected = [2.0 * world.rank + total * (1e-3 - LR * step) for step in range(2)]
+    mean = 1e-3 * (num_tensors + 1) / (2 * num_tensors)
+    expected = [2.0 * world.rank + total * (mean - LR * step) for step in range(2)]
     assert losses == pytest.approx(expected, rel=1e-3)
     barrier()
 
@@ -86,6 +88,11 @@ def test_a_hundred_units_on_three_ranks(ranks):
 
 def test_many_chunks_fill_the_buffer_sooner(ranks):
     ranks(many, "zero3", 50, 40, "tensor")
+
+
+def test_one_unit_of_many_chunks(ranks):
+    """More than one message or packet could tell the places of."""
+    ranks(many, "zero3", 1, 600, "tensor")
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 import torch
 
@@ -31,6 +34,17 @@ def test_a_pool_has_one_tenant_at_a_time():
     pool.release(forget=False)
     pool.lease("block 2")
     assert pool.tenant == "block 2"
+
+
+def test_a_file_of_a_pool_is_closed_with_it():
+    pool = Pool()
+    pool.open(4096)
+    file = pool.file
+    assert file is not None and os.fstat(file).st_size == 4096
+    del pool
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(file)
 
 
 @pytest.mark.parametrize("make", [make_pool, lambda num_bytes: Private(num_bytes, CPU)])

@@ -140,7 +140,7 @@ def wrapped_twice(lab: Lab, what: str) -> None:
 
 @scenario(EVERY_WAY)
 def ranks_with_different_weights(lab: Lab) -> None:
-    """Nobody seeded: rank 0's weights and buffers are everyone's, as DistributedDataParallel does it."""
+    """Nobody seeded: rank 0's weights, one of them transposed, and buffers are everyone's, as under torch's DDP."""
 
     class Counted(Net):
         def __init__(self, seed: int) -> None:
@@ -152,6 +152,8 @@ def ranks_with_different_weights(lab: Lab) -> None:
 
     model = Counted(20 + lab.ranks[0])
     model.layers[1].requires_grad_(False)
+    weight = model.layers[0].up.weight
+    model.layers[0].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
     lab.train(lab.wrap(model))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario, variants
 from tests.strangers.models import Block, Net
 
 
@@ -61,6 +61,10 @@ def an_error_and_then_on(lab: Lab, place: str) -> None:
                 raise
             for layer in t.model.layers:
                 layer.where = ""
+            if lab.frees:
+                for p in t.model.parameters():  # nothing stays gathered
+                    with lab.raises(GATHERED):
+                        p.sum()
             t.zero_grad()
             continue
         lab.note(t.step())

@@ -332,6 +332,16 @@ ONLY_ZERO3 = (Setting("zero3"),)
 
 # What is run before every change; the rest is slow.
 QUICK = (Setting("zero3"),)
+# Of weights that are whole at rest, and on their way after a step, these tell what ZeRO-3 does not.
+QUICK_UNDER_ZERO1 = (
+    "weights_read_right_after_the_step",
+    "written_while_peers_may_read",
+    "weights_clamped_in_the_context",
+    "written_without_saying_so_by_item",
+    "ranks_with_different_weights",
+    "a_block_that_borrows_from_a_later_one",
+    "loaded_with_a_master_of_another_dtype",
+)
 TRIED = (
     *QUICK,
     Setting("zero1"),

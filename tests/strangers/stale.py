@@ -245,6 +245,18 @@ def a_block_that_borrows_from_another(lab: Lab) -> None:
     lab.train(lab.wrap(Borrowing()))
 
 
+@scenario(EVERY_WAY, may_refuse=BY_HAND)
+def a_block_that_borrows_from_a_later_one(lab: Lab) -> None:
+    """The later block is long done in backward when its weight gets the whole gradient."""
+
+    class Borrowing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = Chooser(self.layers[2])
+
+    lab.train(lab.wrap(Borrowing()))
+
+
 @scenario(EVERY_WAY)
 def a_block_that_calls_another(lab: Lab) -> None:
     """The other block's own forward is called inside this one's."""

@@ -9,6 +9,7 @@ from tests.strangers.known import KNOWN_TODAY, known
 from tests.strangers.lab import (
     GATHERED,
     QUICK,
+    QUICK_UNDER_ZERO1,
     SCENARIOS,
     TRIED,
     Refusal,
@@ -22,13 +23,15 @@ from tests.strangers.lab import (
 )
 
 load_all()
+ZERO1 = Setting("zero1")
 
 
 def cases():
     for name, made in SCENARIOS.items():
         for setting in made.settings:
             key = f"{name}-{setting}"
-            slow = made.slow or setting not in QUICK
+            here = setting in QUICK or (setting == ZERO1 and name in QUICK_UNDER_ZERO1)
+            slow = made.slow or not here
             marks = [pytest.mark.slow] if slow and setting in TRIED else []
             marks += [] if setting in TRIED else [pytest.mark.wide]
             if reason := known(name, setting.stage, setting.unit):

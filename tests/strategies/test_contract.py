@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engines import ENGINES, check
+from tests.engines import ENGINES, OURS, check
 from tests.oracle import (
     Make,
     Outcome,
@@ -182,6 +182,21 @@ def test_no_gradient_rests_after_zero_grad(ranks, engine):
     for held in ranks(gradients_of_a_step, Recipe(), engine.make):
         assert held["gradients"] == 0
         assert held["parameters"] > 0 and held["optimizer"] > 0
+
+
+def what_one_rank_holds(world: World, recipe: Recipe, make: Make):
+    strategy = build_on_rank(world, recipe, make)
+    run_steps(strategy, world, recipe, range(1))
+    total = sum(float(p.detach().sum()) for p in strategy.model.parameters())  # readable at rest
+    calls = strategy.take_traffic().calls_by_kind
+    return bytes_by_kind(strategy.model_states())["buffers"], calls.get("gather", 0), total
+
+
+@pytest.mark.parametrize("engine", OURS.values(), ids=OURS)
+def test_alone_nothing_is_gathered_or_held_twice(ranks, engine):
+    recipe = Recipe(world_size=1)
+    ((held, num_gathers, total),) = ranks(what_one_rank_holds, recipe, engine.make, world_size=1)
+    assert (held, num_gathers) == (0, 0) and total == total
 
 
 def learning_rate_zero(world: World, recipe: Recipe, make: Make):

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from tests.optimizers_for_tests import (
     CountingAverage,
+    FactorsLarge,
     KeepsElsewhere,
     LateFactors,
     Noisy,
@@ -23,7 +24,7 @@ from zeroexp.strategies.elementwise import refuse_unless_elementwise
 
 
 def matrices():
-    return [{"params": [nn.Parameter(torch.ones(300, 200)), nn.Parameter(torch.ones(7, 5))]}]
+    return [{"params": [nn.Parameter(torch.ones(7, 5)), nn.Parameter(torch.ones(300, 200))]}]
 
 
 def mixed():
@@ -63,7 +64,7 @@ def test_what_treats_each_element_by_itself_may_be_cut(name):
     refuse_unless_elementwise(ELEMENTWISE[name], mixed(), family="buffer", cut=True, shared=True)
 
 
-WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors]
+WHOLE = [optim.Adafactor, optim.Muon, TrustRatio, LateFactors, FactorsLarge]
 
 
 @pytest.mark.parametrize("lr", [0.0, 0.1])  # a warm-up begins with 0
