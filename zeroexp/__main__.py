@@ -18,6 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from zeroexp import output
 from zeroexp.check.refusal import nearest
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError
@@ -52,7 +53,10 @@ HINTS = {
 def main() -> int:
     """Exit codes: 0 fine, 1 something failed, 2 refused before anything ran, 130 interrupted."""
     arguments = sys.argv[1:]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    output.keep_going()
+    for ends in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ends) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(ends, signal.default_int_handler)
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)

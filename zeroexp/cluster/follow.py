@@ -12,9 +12,8 @@ from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.tail import Tail
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
+from zeroexp.tracking.run import SLURM, UNFINISHED, settled
 
-SLURM = "slurm.json"
-UNFINISHED = ("pending", "running", "requeued", "preempted")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
 PAUSE_GROWTH = 1.1
 SECONDS_BETWEEN_LOOKS = 0.2  # at the files
@@ -37,6 +36,10 @@ def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
 
 def refresh(jobs: Iterable[Job]) -> None:
     """Bring state.json of these runs up to date, once. Raises SlurmSilent."""
+    jobs = list(jobs)
+    for job in jobs:
+        if (state := settled(job.folder))["status"] != job.state["status"]:
+            job.enter(state["status"], state["reason"])
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look(open_jobs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from zeroexp.cluster.follow import UNFINISHED, cancel, follow, slurm_id
+from zeroexp.cluster.follow import cancel, follow, slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
+from zeroexp.tracking.run import UNFINISHED
 
 if TYPE_CHECKING:
     from zeroexp.cluster.slurm import SlurmCluster

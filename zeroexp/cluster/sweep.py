@@ -16,7 +16,7 @@ from typing import Any
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
 from zeroexp.cluster.environment import environment
-from zeroexp.cluster.follow import UNFINISHED, refresh
+from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.points import Point, points_of
@@ -27,10 +27,11 @@ from zeroexp.config import ClusterConfig, Config, ConfigError, save
 from zeroexp.report.agreement import judge
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
+from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import store_uri
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.run import UNFINISHED, Run, read_run
 
 FINE = ("done", "skipped")
 
@@ -53,6 +54,8 @@ class Sweep:
 
     def __exit__(self, *_: object) -> None:
         self._exits.close()
+        if self._folder:
+            owner.release(self._folder)
 
     # ---- what the launcher calls
 
@@ -71,15 +74,22 @@ class Sweep:
         return [_final_loss(one) for one in jobs]
 
     def rerun(self, folder: Path) -> None:
-        """Run again, in their folders, the points of an earlier sweep that did not come to their end."""
-        require_writable(f"--rerun {folder}", folder, "run it as who owns the sweep")
+        """Run again, in their folders, the points of an earlier sweep that did not come to their end.
+
+        Raises ConfigError where the process that runs them may be alive, or where there is none.
+        """
+        require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
         found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
-        self._jobs = sorted(found, key=lambda job: job.state["pending_at"])
-        refresh(self._jobs)
-        again = [job for job in self._jobs if _ended(job) and job.state["status"] not in FINE]
+        jobs = sorted(found, key=lambda job: job.state.get("pending_at", 0.0))
+        refresh(jobs)
+        if not all(slurm_id(job) for job in jobs):
+            owner.take(folder)
+            self._folder = folder
+        going_on = unfinished(jobs).values()  # in Slurm
+        again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
         if not again:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
-        self._folder = folder
+        self._jobs, self._folder = jobs, folder
         for job in again:
             job.set_aside()
             job.enter("pending")
@@ -131,6 +141,7 @@ class Sweep:
         """The point's folder with all that is known before it runs."""
         if self._folder is None:
             self._folder = _sweep_folder(point)
+            owner.take(self._folder)
         job = Job(_new_folder(self._folder, point.name))
         self._jobs.append(job)
         reserve(job.folder)

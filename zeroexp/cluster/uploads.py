@@ -39,7 +39,7 @@ class Uploads:
 
     def begin(self, folder: Path) -> None:
         """Before its ranks run. If this process is killed, the next sweep finds out and closes the run."""
-        self._attempt(lambda: self._tracker.start_run(folder, pid=os.getpid()))
+        self._attempt(lambda: self._tracker.start_run(folder))
         self._looked[folder] = time.monotonic()
 
     def look(self, folder: Path) -> None:

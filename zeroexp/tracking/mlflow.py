@@ -59,21 +59,18 @@ class MlflowTracker:
         self._client: MlflowClient | None = None
         self._sent_until: dict[str, float] = {}  # when the newest row sent was written, by run id
 
-    def start_run(
-        self, folder: Path, tags: Mapping[str, str] | None = None, *, pid: int | None = None
-    ) -> str:
+    def start_run(self, folder: Path, tags: Mapping[str, str] | None = None) -> str:
         """The MLflow run of a run folder: made on the first call, reopened on later ones. Returns its id.
 
-        `pid` is the process on this host with which the run dies; None where there is none to watch (Slurm).
         A run that is run again from its start becomes a new one; the old one leaves the views of the sweep.
         """
         with _locked(folder / f".{LINK}.lock"):
             link = Link.read(folder)
             if link is None or not self._has(link):
-                link = self._create_run(folder, pid)
+                link = self._create_run(folder)
             elif link.attempt != attempt_of(folder):
                 self._send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-                link = self._create_run(folder, pid)
+                link = self._create_run(folder)
             elif link.closed:
                 with self._store() as client:
                     client.update_run(link.run_id, status=entries.RUNNING)
@@ -114,7 +111,7 @@ class MlflowTracker:
         self._sent_until[run_id] = max([sent_until, *(at for at, _ in new)])
 
     def close_stale(self, outputs: Path) -> list[Path]:
-        """Close every run below `outputs` that has ended, or whose process has died, without MLflow knowing.
+        """Close every run below `outputs` that has ended, also by its sweep's death, without MLflow knowing.
 
         Returns their folders. What such a run left behind is sent too.
         """
@@ -187,7 +184,7 @@ class MlflowTracker:
                     raise
                 return False
 
-    def _create_run(self, folder: Path, pid: int | None) -> Link:
+    def _create_run(self, folder: Path) -> Link:
         run = read_run(folder)
         experiment_id = self._experiment_id
         with self._store() as client:
@@ -197,7 +194,7 @@ class MlflowTracker:
                 tags=entries.tags(run, "running"),
                 run_name=run.name,
             )
-        return Link.to(self.uri, experiment_id, made.info.run_id, pid, attempt_of(folder))
+        return Link(self.uri, experiment_id, made.info.run_id, attempt_of(folder))
 
     def _send(
         self,
@@ -235,10 +232,7 @@ class MlflowTracker:
         ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
         if ended:
             self.log_run(folder)
-        elif link.orphaned():
-            reason = f"process {link.pid} on {link.host}, which ran it, has died"
-            self.log_run(folder, "cancelled", {"reason": reason})
-        return ended or link.orphaned()
+        return ended
 
 
 def store_uri(uri: str | None, outputs: Path) -> str:
