@@ -8,14 +8,17 @@ An older one finds at the rename either that it is outdated, or that its folder 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 
 FOLDER = "checkpoint"  # inside of a run's
+LOG = "checkpoints.jsonl"  # beside it: a line for each save, and for each checkpoint that was passed over
 ATTEMPT = ".attempt"
 WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # how names of folders begin that are being written, or removed
@@ -53,8 +56,16 @@ def missing(checkpoint: Path, manifest: Manifest) -> str | None:
 
 def remedy(checkpoint: Path) -> str:
     """An older checkpoint of the same run, if there is one."""
-    older = [path for path in whole(checkpoint.parent.parent) if path.name < checkpoint.name]
+    there = whole(checkpoint.parent.parent)
+    older = [path for path in there if checkpoint in there and step_of(path) < step_of(checkpoint)]
     return f"; use resume={older[-1]}" if older else "; give another checkpoint"
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged one a name under which nobody takes it for whole, and the run saves after the same step again."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def prepare(run: Path, attempt: int) -> None:
@@ -108,6 +119,11 @@ def keep_newest(run: Path, count: int) -> None:
         with contextlib.suppress(OSError):  # it is in nobody's way; the next start tries again
             path.rename(leaving)
             shutil.rmtree(leaving)
+
+
+def log(run: Path, line: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # a full disk
+        file.write(json.dumps(line) + "\n")
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
-from zeroexp.cluster.tail import Tail
+from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 from zeroexp.tracking.run import SLURM, UNFINISHED, settled
@@ -90,7 +90,7 @@ class _Followed:
         assert job_id is not None, "only what was submitted can be followed"
         self.job_id, self.job = job_id, job
         self._number, self._progress, self._on_step = number, progress, on_step
-        self._records = Tail(job.folder / RECORDS)
+        self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder)
         self._started = False
         self._waits_for: str | None = None
         self._status = job.state["status"]
@@ -120,6 +120,8 @@ class _Followed:
         for line in self._records.new_lines() if self._started else ():
             self._progress.step(self._number, step_record(json.loads(line)))
             self._on_step(self.job)
+        for line in self._complaints.new():
+            self._progress.note(line)
 
 
 def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
