@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,6 +11,7 @@ from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
+from zeroexp.tracking.json_files import loads
 from zeroexp.tracking.run import SLURM, UNFINISHED, settled
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
@@ -118,7 +118,7 @@ class _Followed:
 
     def show_steps(self) -> None:
         for line in self._records.new_lines() if self._started else ():
-            self._progress.step(self._number, step_record(json.loads(line)))
+            self._progress.step(self._number, step_record(loads(line)))
             self._on_step(self.job)
         for line in self._complaints.new():
             self._progress.note(line)

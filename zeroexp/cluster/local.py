@@ -16,6 +16,7 @@ from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.config import ClusterConfig
 from zeroexp.tracking import failure
+from zeroexp.tracking.json_files import loads
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # what the server may take to end its ranks and itself
@@ -70,7 +71,7 @@ class LocalCluster:
         while answer is None:
             answer = self._server.receive(POLL_SECONDS)
             for line in records.new_lines():
-                on_record(json.loads(line))
+                on_record(loads(line))
             for line in complaints.new():
                 on_event(line)
         if "lost" in answer:

@@ -191,7 +191,8 @@ class Sweep:
             self._look(job)
 
         outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
-        job.enter(outcome.status, first_cause(outcome.cause))
+        reason = job.verdict if outcome.status == "done" else first_cause(outcome.cause)
+        job.enter(outcome.status, reason)
         progress.end(number, outcome.status, job.state["reason"])
         self._send(job)
 
@@ -234,8 +235,9 @@ class Sweep:
             return True
         curves = {job.name: [record.loss for record in read_records(job.folder)] for job in done}
         verdict = judge(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
-        print("\n" + "\n".join(verdict.lines()))
-        return verdict.holds
+        diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
+        print("\n" + "\n".join([*verdict.lines(), *diverged]))
+        return verdict.holds and not diverged
 
 
 def _check_model(config: Config) -> None:
@@ -270,4 +272,4 @@ def _new_folder(parent: Path, name: str) -> Path:
 def _final_loss(jobs: Sequence[Job]) -> float | None:
     """Of the last job, which with world_size=all has the most ranks."""
     summary = read_run(jobs[-1].folder).summary if jobs else None
-    return summary.final_loss if summary else None
+    return summary.final_loss if summary and not summary.verdict else None
