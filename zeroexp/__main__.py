@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -18,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp import output
+from zeroexp import interruption, output
 from zeroexp.check.refusal import nearest
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError
@@ -54,12 +53,11 @@ def main() -> int:
     """Exit codes: 0 fine, 1 something failed, 2 refused before anything ran, 130 interrupted."""
     arguments = sys.argv[1:]
     output.keep_going()
-    for ends in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ends) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(ends, signal.default_int_handler)
+    interruption.listen()
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)
+            return sweep.conclude()
         except MISTAKES as error:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # of points that a sweeper that learns had already run
@@ -67,7 +65,6 @@ def main() -> int:
         except KeyboardInterrupt:
             sweep.conclude()
             return INTERRUPTED
-        return sweep.conclude()
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:

@@ -47,6 +47,7 @@ class Queue:
         for number, job in jobs.items():
             if job.state["status"] != "pending":
                 progress.end(number, job.state["status"], job.state["reason"], job.name)
+                on_end(job)
             elif job.config.cluster.wait:
                 waited_for[number] = job
             else:
@@ -61,10 +62,12 @@ class Queue:
         return self._clusters.setdefault(repr(config), SlurmCluster(config))
 
 
-def stop(jobs: Iterable[Job]) -> None:
-    """End what has not ended, but for jobs in Slurm that nobody was to wait for."""
+def stop(jobs: Iterable[Job]) -> list[Job]:
+    """End what has not ended, but for jobs in Slurm that nobody was to wait for; returns what that was."""
     stopped = [job for job in jobs if slurm_id(job) is None or job.config.cluster.wait]
-    cancel(stopped, STOPPED)
+    stopped = [job for job in stopped if job.state["status"] in UNFINISHED]
+    in_slurm = cancel(stopped, STOPPED)
     for job in stopped:
-        if job.state["status"] in UNFINISHED:
+        if job not in in_slurm:
             job.enter("cancelled", STOPPED)
+    return stopped

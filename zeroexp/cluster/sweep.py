@@ -30,6 +30,7 @@ from zeroexp.report.table import show
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
+from zeroexp.tracking.link import LINK
 from zeroexp.tracking.mlflow import store_uri
 from zeroexp.tracking.run import UNFINISHED, Run, read_run
 
@@ -166,11 +167,14 @@ class Sweep:
                         self._run_one(number, job, progress)
                 self._follow(queued, progress)
         finally:
-            stop(jobs)
+            stopped = stop(jobs)
+            for job in stopped:
+                if self._uploads and (job.folder / LINK).exists():
+                    self._send(job)
 
     def _follow(self, queued: dict[int, Job], progress: Progress) -> None:
         for job in queued.values():
-            if job.config.cluster.wait and not _ended(job):
+            if job.config.cluster.wait and job.state["status"] != "skipped":
                 self._open_uploads(job)
         self._queue.follow(queued, progress, on_step=self._look, on_end=self._send)
 

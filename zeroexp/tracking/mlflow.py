@@ -10,14 +10,16 @@ import fcntl
 import logging
 import os
 import shlex
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import quote
 
 from zeroexp.config import ConfigError
 from zeroexp.measure.record import StepRecord
@@ -35,6 +37,7 @@ Item = TypeVar("Item")
 SQLITE = "sqlite:///"
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql", "mysql", "mssql")
+VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # the most that a server takes
 UI_PORT = 5000
@@ -56,6 +59,7 @@ class MlflowTracker:
         """`uri` None is a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
         self.uri = store_uri(uri, Path(outputs))
         self.experiment = experiment
+        self.waits_for: str | None = None  # a lock, while it waits for one
         self._client: MlflowClient | None = None
         self._sent_until: dict[str, float] = {}  # when the newest row sent was written, by run id
 
@@ -64,7 +68,7 @@ class MlflowTracker:
 
         A run that is run again from its start becomes a new one; the old one leaves the views of the sweep.
         """
-        with _locked(folder / f".{LINK}.lock"):
+        with self._locked(folder / f".{LINK}.lock"):
             link = Link.read(folder)
             if link is None or not self._has(link):
                 link = self._create_run(folder)
@@ -144,10 +148,20 @@ class MlflowTracker:
         fails because it waited too long for another. Not reentrant.
         """
         local = self.uri.startswith(SQLITE)
-        with _locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
+        with self._locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
             if self._client is None:
                 self._client = _open_client(self.uri)
             yield self._client
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Among all processes of this host; released by the system when its holder dies."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            self.waits_for = f"{path}, which another process holds"
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.waits_for = None
+            yield
 
     @cached_property
     def _experiment_id(self) -> str:
@@ -262,17 +276,39 @@ def _open_client(uri: str) -> MlflowClient:
 
     for chatter in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(chatter).setLevel(logging.WARNING)
+    if uri.startswith(SQLITE) and not _has_tables(_database(uri)):
+        _make_tables(_database(uri))
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a warning for each retry
     return MlflowClient(uri)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Among all processes of this host; released by the system when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _has_tables(database: Path) -> bool:
+    """Raises ConfigError for a file that no MLflow will ever open, where MLflow itself would try for a minute."""
+    if not database.exists():
+        return False
+    remedy = f"move it away ({database}.broken) and send the runs again, which makes a new one"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as tables:
+            names = {name for (name,) in tables.execute("select name from sqlite_master")}
+            version = "alembic_version" in names and tables.execute(VERSION).fetchone()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{database}: no database of MLflow ({error}); {remedy}") from error
+    if names and not version:
+        problem = "its tables are incomplete: whoever made them was killed meanwhile"
+        raise ConfigError(f"{database}: {problem}; {remedy}")
+    return bool(names)
+
+
+def _make_tables(database: Path) -> None:
+    """All of them beside it, then one rename: MLflow makes 65, and never again opens a file that holds some."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for left in database.parent.glob(f".{database.name}.*"):  # by somebody who was killed
+        left.unlink()
+    beside = database.with_name(f".{database.name}.{os.getpid()}")
+    store = SqlAlchemyStore(f"{SQLITE}{beside}", (database.parent / "mlartifacts").as_uri())
+    store.engine.dispose()
+    beside.replace(database)
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
