@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zeroexp import interruption, output
-from zeroexp.check.refusal import nearest
+from zeroexp.check.refusal import nearest, refuse_password
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError
 
@@ -111,7 +111,9 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
 
 
 def _refuse_flags(words: list[str]) -> None:
-    """Hydra's own that end in a traceback here, and groups without an option."""
+    """Passwords, which Hydra would write down; its own flags that end in a traceback here, groups without an option."""
+    for word in words:
+        refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
     for flag, remedy in REFUSED_FLAGS.items():
         if flag in words:
             raise ConfigError(f"{flag}: not available; {remedy}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from zeroexp.cluster.tail import Tail
 from zeroexp.config import load
 from zeroexp.measure.record import StepRecord
+from zeroexp.network import without_password
 from zeroexp.tracking.failure import FAILURE
 from zeroexp.tracking.files import RECORDS, SUMMARY, step_record
 from zeroexp.tracking.json_files import loads
@@ -60,7 +61,7 @@ class Sender:
             action()
         except Exception as error:  # whatever a server or the network may raise
             if not self._warned:
-                first = str(error).partition("\n")[0]
+                first = without_password(str(error).partition("\n")[0])
                 print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
             self._warned = True
 

@@ -31,7 +31,7 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
-from zeroexp.tracking.mlflow import store_uri
+from zeroexp.tracking.mlflow import with_store
 from zeroexp.tracking.run import UNFINISHED, Run, read_run
 
 FINE = ("done", "skipped")
@@ -131,7 +131,7 @@ class Sweep:
         for outputs in {point.config.outputs for point in points}:
             require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
         for point in points:
-            store_uri(point.config.tracking.uri, Path(point.config.outputs))
+            with_store(point.config)
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
             if not point.refusal:
@@ -146,7 +146,7 @@ class Sweep:
         job = Job(_new_folder(self._folder, point.name))
         self._jobs.append(job)
         reserve(job.folder)
-        save(point.config, job.folder / "config.yaml")
+        save(with_store(point.config), job.folder / "config.yaml")
         device = point.config.cluster.device
         write_json(job.folder / "environment.json", environment(self._arguments, device))
         job.enter("pending")
@@ -211,7 +211,8 @@ class Sweep:
         """After the cluster, whose fork-server is then already forked: opening starts a thread."""
         config = job.config
         if self._uploads is None and config.tracking.mlflow:
-            self._uploads = Uploads(config.tracking, Path(config.outputs), job.folder.parent.name)
+            outputs, sweep = job.folder.parents[1], job.folder.parent.name
+            self._uploads = Uploads(config.tracking, outputs, sweep)
 
     def _look(self, job: Job) -> None:
         if self._uploads:

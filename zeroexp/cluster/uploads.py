@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from zeroexp import interruption
 from zeroexp.config import TrackingConfig
+from zeroexp.network import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 
 SECONDS_BETWEEN_LOOKS = (
@@ -66,7 +67,7 @@ class Uploads:
             where = self._tracker.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
         if (error := self._worker.error) is not None:
-            first = str(error).partition("\n")[0]
+            first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
             print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
             return

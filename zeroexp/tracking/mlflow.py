@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
-from zeroexp.config import ConfigError
+from zeroexp.config import Config, ConfigError
 from zeroexp.measure.record import StepRecord
-from zeroexp.network import answers
+from zeroexp.network import answers, without_password
 from zeroexp.tracking import entries, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.link import LINK, Link, attempt_of
@@ -37,6 +37,7 @@ Item = TypeVar("Item")
 SQLITE = "sqlite:///"
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql", "mysql", "mssql")
+STORE = "MLFLOW_TRACKING_URI"
 VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # the most that a server takes
@@ -58,6 +59,7 @@ class MlflowTracker:
     ) -> None:
         """`uri` None is a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
         self.uri = store_uri(uri, Path(outputs))
+        self.shown = without_password(self.uri)
         self.experiment = experiment
         self.waits_for: str | None = None  # a lock, while it waits for one
         self._client: MlflowClient | None = None
@@ -132,14 +134,14 @@ class MlflowTracker:
                 client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
             for tag in views.outdated(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
-        base = self.uri if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
+        base = self.shown if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
         return [(view.title, view.url(base, experiment_id)) for view in saved]
 
     def ui_command(self) -> str:
         """What to type to see the runs; for a server that runs already, its address."""
         if self.uri.startswith(SERVERS):
-            return self.uri
-        python, uri = shlex.quote(sys.executable), shlex.quote(self.uri)
+            return self.shown
+        python, uri = shlex.quote(sys.executable), shlex.quote(self.shown)
         return f"{python} -m mlflow ui --backend-store-uri {uri} --port {UI_PORT} --workers 1"
 
     @contextmanager
@@ -188,7 +190,7 @@ class MlflowTracker:
         """False for a run of another store, of one that was thrown away since, or that a user deleted."""
         from mlflow.exceptions import MlflowException
 
-        if link.uri != self.uri:
+        if link.uri != self.shown:
             return False
         with self._store() as client:
             try:
@@ -208,7 +210,7 @@ class MlflowTracker:
                 tags=entries.tags(run, "running"),
                 run_name=run.name,
             )
-        return Link(self.uri, experiment_id, made.info.run_id, attempt_of(folder))
+        return Link(self.shown, experiment_id, made.info.run_id, attempt_of(folder))
 
     def _send(
         self,
@@ -250,17 +252,33 @@ class MlflowTracker:
 
 
 def store_uri(uri: str | None, outputs: Path) -> str:
-    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db."""
+    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db; with the password that the
+    environment's MLFLOW_TRACKING_URI has for it. Raises ConfigError for a store that MLflow refuses.
+    """
+    of_environment = os.environ.get(STORE) or None
+    if of_environment and uri in (None, without_password(of_environment)):
+        key, uri = STORE, of_environment
+    else:
+        key = "tracking.uri"
     if uri is None:
         return f"{SQLITE}{outputs.resolve() / 'mlflow.db'}"
     if uri.startswith(SQLITE):
         return f"{SQLITE}{_database(uri).resolve()}"
     if not uri.startswith((*SERVERS, *DATABASES)):
         raise ConfigError(
-            f"tracking.uri={uri} is no store that MLflow writes to; use sqlite:///path/to/mlflow.db, "
-            "the http(s) address of a server, or leave it null"
+            f"{key}={without_password(uri)} is no store that MLflow writes to; use "
+            "sqlite:///path/to/mlflow.db, the http(s) address of a server, or leave it empty"
         )
     return uri.rstrip("/")
+
+
+def with_store(config: Config) -> Config:
+    """With the store that is meant here and now, for who sends later or elsewhere; its password stays here."""
+    named = config.tracking.uri is not None or os.environ.get(STORE)
+    if not config.tracking.mlflow or not named:
+        return config
+    uri = without_password(store_uri(config.tracking.uri, Path(config.outputs)))
+    return replace(config, tracking=replace(config.tracking, uri=uri))
 
 
 def _database(uri: str) -> Path:
@@ -269,7 +287,7 @@ def _database(uri: str) -> Path:
 
 def _open_client(uri: str) -> MlflowClient:
     if uri.startswith(SERVERS) and not answers(uri):
-        raise ConnectionError(f"no server answers at {uri}")
+        raise ConnectionError(f"no server answers at {without_password(uri)}")
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
