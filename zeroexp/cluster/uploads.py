@@ -71,6 +71,8 @@ class Uploads:
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
             print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
             return
+        for key, why in self._tracker.refused.items():
+            print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")
         print(f"\nMLflow: {self._tracker.ui_command()}")
         for title, url in self._views:
             print(f"  {title}: {url}")

@@ -20,8 +20,12 @@ class Link:
 
     @classmethod
     def read(cls, folder: Path) -> Link | None:
-        content = read_json(folder / LINK)
-        return None if content is None else cls(**content)
+        """None where there is none, or one that nobody can read: its run is then sent as another."""
+        try:
+            content = read_json(folder / LINK)
+            return None if content is None else cls(**content)
+        except (ValueError, TypeError):
+            return None
 
     def write(self, folder: Path) -> None:
         write_json(folder / LINK, asdict(self))

@@ -13,13 +13,15 @@ import shlex
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
+
+from yaml import YAMLError
 
 from zeroexp.config import Config, ConfigError
 from zeroexp.measure.record import StepRecord
@@ -42,6 +44,7 @@ VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # the most that a server takes
 UI_PORT = 5000
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 # MLflow's own patience is minutes: 7 retries of 120 s. What a store does not take now, it is sent later.
 CLIENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -63,7 +66,8 @@ class MlflowTracker:
         self.experiment = experiment
         self.waits_for: str | None = None  # a lock, while it waits for one
         self._client: MlflowClient | None = None
-        self._sent_until: dict[str, float] = {}  # when the newest row sent was written, by run id
+        self.refused: dict[str, str] = {}  # what MLflow does not take, and why; all else is there
+        self._sent: dict[str, set[int]] = {}  # steps, by run id
 
     def start_run(self, folder: Path, tags: Mapping[str, str] | None = None) -> str:
         """The MLflow run of a run folder: made on the first call, reopened on later ones. Returns its id.
@@ -111,10 +115,10 @@ class MlflowTracker:
 
     def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
         """Send the steps among these (Unix seconds of writing, record) that this object has not sent yet."""
-        sent_until = self._sent_until.get(run_id, 0.0)
-        new = [(at, record) for at, record in records if at > sent_until]
+        sent = self._sent.setdefault(run_id, set())
+        new = [(at, record) for at, record in records if record.step not in sent]
         self._send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
-        self._sent_until[run_id] = max([sent_until, *(at for at, _ in new)])
+        sent.update(record.step for _, record in new)
 
     def close_stale(self, outputs: Path) -> list[Path]:
         """Close every run below `outputs` that has ended, also by its sweep's death, without MLflow knowing.
@@ -222,12 +226,30 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param, RunTag
 
         with self._store() as client:
-            for batch in _batches(metrics, METRICS_PER_CALL):
-                client.log_batch(run_id, metrics=[Metric(*entry) for entry in batch])
-            for batch in _batches(list((params or {}).items()), PARAMS_PER_CALL):
-                client.log_batch(run_id, params=[Param(*item) for item in batch])
-            if tags:
-                client.log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+            for batch in _batches([Metric(*entry) for entry in metrics], METRICS_PER_CALL):
+                self._log(batch, lambda some: client.log_batch(run_id, metrics=some))
+            told = [Param(*item) for item in (params or {}).items()]
+            for batch in _batches(told, PARAMS_PER_CALL):
+                self._log(batch, lambda some: client.log_batch(run_id, params=some))
+            for batch in _batches(
+                [RunTag(*item) for item in (tags or {}).items()], PARAMS_PER_CALL
+            ):
+                self._log(batch, lambda some: client.log_batch(run_id, tags=some))
+
+    def _log(self, items: Sequence[Any], log: Callable[[Sequence[Any]], object]) -> None:
+        """All at once; where MLflow refuses that, one by one, so that what it refuses costs nothing else."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            log(items)
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(items) == 1:
+                self.refused[items[0].key] = str(error).partition("\n")[0]
+            else:
+                for item in items:
+                    self._log([item], log)
 
     def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
         with self._store() as client:
@@ -243,9 +265,14 @@ class MlflowTracker:
 
     def _close_if_stale(self, folder: Path) -> bool:
         link = Link.read(folder)
-        if link is None or link.closed or not self._has(link):
+        if link is None or link.closed:
             return False
-        ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+        try:
+            ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+            read_timed_records(folder)
+        except UNREADABLE:  # nobody else's sweep is kept from the store by it
+            return False
+        ended = ended and self._has(link)
         if ended:
             self.log_run(folder)
         return ended
