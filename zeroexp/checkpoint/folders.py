@@ -15,11 +15,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, hash_of
+from zeroexp.tracking.run import UNFINISHED as GOES_ON
+from zeroexp.tracking.run import settled
 
 FOLDER = "checkpoint"  # inside of a run's
 LOG = "checkpoints.jsonl"  # beside it: a line for each save, and for each checkpoint that was passed over
 ATTEMPT = ".attempt"
+PIN = ".pin"
 WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # how names of folders begin that are being written, or removed
 
@@ -112,9 +115,28 @@ def discard(run: Path, step: int, attempt: int) -> None:
     shutil.rmtree(unfinished(run, step, attempt), ignore_errors=True)
 
 
+def pin(checkpoint: Path, run: Path) -> None:
+    """Keep it until `run`, which begins with it and may wait for long, has ended: its own run thins the others."""
+    name = f"{PIN}.{checkpoint.name}.{hash_of([os.fsencode(run)])}"
+    with contextlib.suppress(OSError):  # in a folder of somebody else's nothing can be kept
+        write_durably(checkpoint.with_name(name), os.fsencode(run))
+
+
+def _pinned(checkpoint: Path) -> bool:
+    """Pins of runs that have ended are removed."""
+    for path in checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*"):
+        run = Path(os.fsdecode(path.read_bytes()))
+        if run.exists() and settled(run)["status"] in GOES_ON:
+            return True
+        path.unlink(missing_ok=True)
+    return False
+
+
 def keep_newest(run: Path, count: int) -> None:
-    """Remove older ones. First renamed, so that nobody takes what is half removed for whole."""
+    """Remove older ones that nobody waits for. First renamed, so that nobody takes what is half removed for whole."""
     for path in whole(run)[:-count]:
+        if _pinned(path):
+            continue
         leaving = path.with_name(f".{path.name}.leaving")
         with contextlib.suppress(OSError):  # it is in nobody's way; the next start tries again
             path.rename(leaving)

@@ -15,6 +15,7 @@ from typing import Any
 
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
+from zeroexp.checkpoint.folders import pin
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
@@ -94,6 +95,8 @@ class Sweep:
         for job in again:
             job.set_aside()
             job.enter("pending")
+            if job.config.resume:
+                pin(Path(job.config.resume), job.folder)
         self._execute(again)
 
     @property
@@ -152,6 +155,8 @@ class Sweep:
         job.enter("pending")
         if point.refusal:
             job.enter("skipped", point.refusal)
+        elif point.config.resume:
+            pin(Path(point.config.resume), job.folder)
         return job
 
     def _execute(self, jobs: Sequence[Job]) -> None:
