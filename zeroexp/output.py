@@ -15,7 +15,7 @@ def keep_going() -> None:
         try:
             os.fstat(descriptor)
         except OSError:  # else the next file that is opened would get what we print
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
         sys.stdout = sys.__stdout__ = _text(1)
     if sys.stderr is sys.__stderr__:

@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from zeroexp import output
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import SlurmSilent
@@ -30,6 +31,7 @@ EVERYTHING_FINE, SOMETHING_FAILED, WRONG = 0, 1, 2
 
 
 def main() -> int:
+    output.keep_going()
     arguments = parse_arguments()
     try:
         return watch(arguments)
