@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from zeroexp.checkpoint.folders import newest, step_of
 from zeroexp.config import Config, load
-from zeroexp.tracking.files import drop_records, read_json, read_summary, write_json
+from zeroexp.measure.record import verdict_of
+from zeroexp.tracking.files import drop_records, read_json, write_json
 from zeroexp.tracking.run import SLURM
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
@@ -54,8 +55,7 @@ class Job:
     @property
     def verdict(self) -> str | None:
         """Of a run that is done: what is wrong with its result."""
-        summary = read_summary(self.folder)
-        return summary.verdict if summary else None
+        return verdict_of((self.summary or {}).get("diverged_at"))
 
     @property
     def failure(self) -> dict[str, Any] | None:

@@ -107,5 +107,9 @@ class RunSummary:
 
     @property
     def verdict(self) -> str | None:
-        """What a run that came to its end is worth; None where nothing speaks against it."""
-        return None if self.diverged_at is None else f"diverged at step {self.diverged_at}"
+        return verdict_of(self.diverged_at)
+
+
+def verdict_of(diverged_at: int | None) -> str | None:
+    """What a run that came to its end is worth; None where nothing speaks against it."""
+    return None if diverged_at is None else f"diverged at step {diverged_at}"
