@@ -27,8 +27,10 @@ class ZeroexpLauncher(Launcher):
         self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
         # Before a sweeper writes there. Imported here: Hydra loads this file for every app.
         from zeroexp.check.outputs import require_writable
+        from zeroexp.check.refusal import refuse_password
         from zeroexp.config import ConfigError
 
+        refuse_password("tracking.uri", str(OmegaConf.select(config, "tracking.uri")))
         batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
         if batch is not None and batch < 1:
             key = f"hydra.sweeper.max_batch_size={batch}"

@@ -17,7 +17,10 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
-    {"zeroexp.network", "zeroexp.sharding.placement", "zeroexp.measure.record"},
+    {
+        *("zeroexp.interruption", "zeroexp.network", "zeroexp.output"),
+        *("zeroexp.sharding.placement", "zeroexp.measure.record"),
+    },
     {"zeroexp.config"},
     {"zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.inputs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
@@ -31,7 +34,8 @@ ORDER = [
     {"zeroexp.plan"},
     {"zeroexp.models", "zeroexp.data", "zeroexp.optim", "zeroexp.stop"},
     {"zeroexp.strategies"},
-    {"zeroexp.train", "zeroexp.tracking", "zeroexp.checkpoint"},
+    {"zeroexp.train", "zeroexp.tracking"},
+    {"zeroexp.checkpoint"},
     {"zeroexp.links"},
     {"zeroexp.rank"},
     {"zeroexp.report"},

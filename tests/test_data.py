@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer
 from tests.composing import composed, options
 from zeroexp import hub
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import StepBatch, packed
+from zeroexp.data import StepBatch, packed, sources
 from zeroexp.data.build import Data, build_data
 from zeroexp.data.order import sample_indices
 from zeroexp.data.sources import CORPUS
@@ -185,6 +187,40 @@ def test_a_changed_text_is_packed_again(tmp_path):
     assert opened("offline", path=str(file), seq_len=8).source == f"local: {file}"
     file.write_text("brand new " * 400)
     assert opened("offline", path=str(file), seq_len=8).num_samples > 20
+
+
+@pytest.mark.parametrize("tick", [2.0, -1.0], ids=["just written", "known for long"])
+def test_a_text_of_the_same_size_and_time_is_another(tmp_path, monkeypatch, tick):
+    monkeypatch.setattr(sources, "TICK_SECONDS", tick)
+    file = tmp_path / "text.txt"
+    for word in ("first ", "other "):
+        file.write_text(word * 40)
+        os.utime(file, (0, 0))
+        data = opened("offline", path=str(file), seq_len=8)
+        ids = in_stored_order(data).microbatches[0].inputs["input_ids"][0]
+        assert TOKENIZER.decode([int(i) for i in ids]).startswith(word)
+        time.sleep(0.05)  # the times that the kernel keeps have ticks
+
+
+@pytest.mark.parametrize("file", ["tokens.npy", "about.json"])
+def test_a_damaged_cache_entry_is_made_again(tmp_path, cache, file):
+    text = tmp_path / "text.txt"
+    text.write_text(f"{file} " * 100)
+    whole = opened("offline", path=str(text), seq_len=8).num_samples
+    (folder,) = [one.parent for one in cache.glob("*/about.json") if str(text) in one.read_text()]
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
+    (left := cache / f".{folder.name}-killed").mkdir()
+    assert opened("offline", path=str(text), seq_len=8).num_samples == whole
+    assert (folder / file).read_bytes() == content and not left.exists()
+
+
+def test_a_text_that_is_no_utf_8_is_one_line(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)
+    with pytest.raises(ConfigError) as caught:
+        opened("offline", path=str(tmp_path), seq_len=8)
+    line = f"data.path: {tmp_path}/latin.txt: no UTF-8 (byte 3 is 0xe9); convert it with iconv"
+    assert str(caught.value) == line
 
 
 def test_synthetic_tokens_can_be_learned():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -18,7 +17,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.check.refusal import nearest
+from zeroexp import interruption, output
+from zeroexp.check.refusal import nearest, refuse_password
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError
 
@@ -52,10 +52,12 @@ HINTS = {
 def main() -> int:
     """Exit codes: 0 fine, 1 something failed, 2 refused before anything ran, 130 interrupted."""
     arguments = sys.argv[1:]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    output.keep_going()
+    interruption.listen()
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)
+            return sweep.conclude()
         except MISTAKES as error:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # of points that a sweeper that learns had already run
@@ -63,7 +65,6 @@ def main() -> int:
         except KeyboardInterrupt:
             sweep.conclude()
             return INTERRUPTED
-        return sweep.conclude()
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:
@@ -110,7 +111,9 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
 
 
 def _refuse_flags(words: list[str]) -> None:
-    """Hydra's own that end in a traceback here, and groups without an option."""
+    """Passwords, which Hydra would write down; its own flags that end in a traceback here, groups without an option."""
+    for word in words:
+        refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
     for flag, remedy in REFUSED_FLAGS.items():
         if flag in words:
             raise ConfigError(f"{flag}: not available; {remedy}")

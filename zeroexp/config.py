@@ -172,7 +172,7 @@ class ClusterConfig:
 class TrackingConfig:
     name: str = "mlflow"
     mlflow: bool = True
-    uri: str | None = None  # None = sqlite in outputs/mlflow.db
+    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
     experiment: str = "zeroexp"
 
 

@@ -19,12 +19,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from zeroexp import output
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config import Config, ConfigError, from_mapping
 
 
 def main() -> int:
+    output.keep_going()
     arguments = parse_arguments()
     try:
         checkpoint = choose(arguments.run, arguments.step)

@@ -1,14 +1,22 @@
-"""Whether somebody is there: clients of the hub and of MLflow retry for minutes before they admit that nobody is."""
+"""Whether somebody is there: clients of the hub and of MLflow retry for minutes before they admit that nobody is. And
+addresses without what nobody else is to read.
+"""
 
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit, urlunsplit
 
 CONNECT_SECONDS = 3.0
+# postgresql://user:THIS@host/db, and postgresql://host/db?password=THIS
+PASSWORDS = (
+    re.compile(r"(?<=://)([^/@\s]*?):[^/\s]*(?=@)"),
+    re.compile(r"(?<=[?&])(\w*(?:password|passwd|pwd|token|secret)\w*)=[^&\s]*", re.IGNORECASE),
+)
 
 
 def answers(url: str) -> bool:
@@ -25,3 +33,10 @@ def answers(url: str) -> bool:
     except (TimeoutError, ConnectionError):
         return False
     return True
+
+
+def without_password(text: str) -> str:
+    """The same where there is none."""
+    for password in PASSWORDS:
+        text = password.sub(r"\1", text)
+    return text

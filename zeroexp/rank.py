@@ -21,8 +21,7 @@ import torch
 from zeroexp import config as configs
 from zeroexp import links
 from zeroexp import world as worlds
-from zeroexp.checkpoint.folders import newest
-from zeroexp.checkpoint.load import Shapes, load
+from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
@@ -145,13 +144,12 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
 
 
 def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
-    """Take up the newest checkpoint of this very run, else the one it was told to; returns the steps done."""
-    # As rank 0 sees it: on a network's file system another rank may see it later.
-    checkpoint = worlds.gather(newest(folder) or config.resume)[0]
-    if checkpoint is None:
-        return 0
+    """Take up a checkpoint; returns the steps done."""
     began = time.perf_counter()
-    steps_done = load(Path(checkpoint), strategy, shapes, world).step
+    taken = load_newest(folder, config.resume, strategy, shapes, world)
+    if taken is None:
+        return 0
+    checkpoint, steps_done = taken
     seconds = time.perf_counter() - began
     print(f"rank {world.rank}: {checkpoint}, {steps_done} steps done, loaded in {seconds:.2f} s")
     return steps_done

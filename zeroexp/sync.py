@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from zeroexp import output
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import SlurmSilent
@@ -19,6 +20,7 @@ from zeroexp.config import ConfigError
 
 
 def main() -> int:
+    output.keep_going()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

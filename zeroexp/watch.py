@@ -14,7 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from zeroexp.cluster.follow import UNFINISHED, cancel, follow, refresh, slurm_id, unfinished
+from zeroexp import output
+from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.sweep import Sweep
@@ -23,13 +24,14 @@ from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.sync import open_uploads, sync
-from zeroexp.tracking.run import read_run
+from zeroexp.tracking.run import UNFINISHED, read_run
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, WRONG = 0, 1, 2
 
 
 def main() -> int:
+    output.keep_going()
     arguments = parse_arguments()
     try:
         return watch(arguments)

@@ -77,6 +77,10 @@ def test_a_sweep_of_others_goes_on_from_one_checkpoint(reference, interrupted, t
     result = zeroexp(tmp_path, "-m", *LONG, *words, *resume)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(jobs(tmp_path)) == 4
+    pins = list((only_job(interrupted).folder / "checkpoint").glob(".pin.*"))
+    assert {Path(pin.read_text()) for pin in pins} == {
+        job.folder for job in jobs(tmp_path).values()
+    }
     for name, job in jobs(tmp_path).items():
         rows = numbers(job)
         assert list(rows) == [STEPS + 1, STEPS + 2], name

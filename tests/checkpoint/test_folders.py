@@ -8,6 +8,7 @@ import pytest
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError
+from zeroexp.tracking.json_files import write_json
 
 
 def write(run: Path, step: int, attempt: int = 0) -> Path:
@@ -56,6 +57,21 @@ def test_older_ones_go(tmp_path):
         commit(tmp_path, step)
     folders.keep_newest(tmp_path, 2)
     assert names(tmp_path) == [".attempt", "step-000004", "step-000006"]
+
+
+def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(tmp_path):
+    run, waiting = tmp_path / "run", tmp_path / "waiting"
+    for folder in (run, waiting):
+        folder.mkdir()
+    folders.prepare(run, 0)
+    for step in (2, 4, 6):
+        commit(run, step)
+    folders.pin(run / "checkpoint" / "step-000002", waiting)
+    for status, kept in (("pending", [2, 6]), ("running", [2, 6]), ("failed", [6])):
+        write_json(waiting / "state.json", {"status": status, "reason": None})
+        folders.keep_newest(run, 1)
+        assert [folders.step_of(path) for path in folders.whole(run)] == kept
+    assert names(run) == [".attempt", "step-000006"]
 
 
 def test_the_next_start_removes_what_is_unfinished_or_half_removed(tmp_path):

@@ -8,20 +8,24 @@ import pytest
 import torch
 
 from tests.checkpoint.saving import checkpoint, resume, train_and_save
-from tests.engines import ENGINES
+from tests.engines import ENGINES, FLOAT32_ROUNDING
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Outcome, Recipe, assert_same, outcome_of
 
 
-def check(ranks, engine, recipe, run, steps) -> None:
+def check(ranks, engine, recipe, run, steps, *, exact: bool = True) -> None:
+    """Where it is not, the state and the first loss are still what they were; then it is rounding."""
     world_size = recipe.world_size
     answers = ranks(train_and_save, recipe, engine.make, run, world_size=world_size)
     whole = outcome_of(answers)
     for step in steps:
         answers = ranks(resume, recipe, engine.make, checkpoint(run, step), world_size=world_size)
         rest = outcome_of([answer for answer, _ in answers])
-        assert rest.losses == whole.losses[step:] and rest.norms == whole.norms[step:]
-        assert_same(rest, Outcome(whole.losses[step:], whole.norms[step:], whole.state))
+        expected = Outcome(whole.losses[step:], whole.norms[step:], whole.state)
+        assert rest.losses[0] == expected.losses[0]
+        if exact:
+            assert (rest.losses, rest.norms) == (expected.losses, expected.norms)
+        assert_same(rest, expected, atol=0.0 if exact else FLOAT32_ROUNDING)
 
 
 THREE = ("zero3_buffer", "ddp", "fsdp2")
@@ -38,7 +42,9 @@ THREE = ("zero3_buffer", "ddp", "fsdp2")
 )
 def test_after_every_step(ranks, tmp_path, name, world_size):
     recipe = Recipe(world_size=world_size, fused=True, max_grad_norm=0.5)
-    check(ranks, ENGINES[name], recipe, tmp_path, [1, 2])
+    # torch's DDP cuts its buckets anew behind the first step of a process: three ranks then add in another order.
+    exact = world_size < 3 or name not in ("ddp", "ddp_no_view", "ddp_zero_redundancy")
+    check(ranks, ENGINES[name], recipe, tmp_path, [1, 2], exact=exact)
 
 
 @pytest.mark.parametrize("name", THREE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +13,15 @@ import pytest
 
 from tests.checkpoint.test_manifest import MADE
 from tests.composing import composed
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, to_json
+from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredTensor,
+    hash_of,
+    to_json,
+)
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.cluster.points import points_of
 from zeroexp.config import Config, ConfigError, UndefinedCombination
@@ -22,12 +32,18 @@ TINY = ("model=tiny", "train.steps=100")
 def write(run: Path, step: int, config: Config, **changes: object) -> Path:
     folder = run / "checkpoint" / f"step-{step:06d}"
     folder.mkdir(parents=True)
-    manifest = replace(MADE, config=asdict(config), step=step, **changes)
+    state = {n: {k: _zeros(t) for k, t in entry.items()} for n, entry in MADE.state.items()}
+    manifest = replace(MADE, config=asdict(config), step=step, state=state, **changes)
     assert isinstance(manifest, Manifest)
     (folder / MANIFEST).write_bytes(to_json(manifest))
     for file, num_bytes in manifest.file_bytes().items():
         (folder / file).write_bytes(bytes(num_bytes))
     return folder
+
+
+def _zeros(tensor: StoredTensor) -> StoredTensor:
+    pieces = [replace(p, hash=hash_of([bytes(tensor.num_bytes(p))])) for p in tensor.pieces]
+    return replace(tensor, pieces=tuple(pieces))
 
 
 def config_for(outputs: Path, *words: str) -> Config:
@@ -38,7 +54,7 @@ def refused(config: Config, kind: type[ConfigError]) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve_resume(config)
     line = str(caught.value)
-    assert type(caught.value) is kind, line
+    assert isinstance(caught.value, kind), line
     assert "\n" not in line and "; " in line
     return line
 
@@ -71,23 +87,62 @@ def test_latest_is_the_newest_that_fits(tmp_path):
     assert resolve_resume(config) == str(fits)
 
 
-@pytest.mark.parametrize("left", [None, 1], ids=["missing", "truncated"])
-def test_a_file_that_is_not_whole_is_told_here_and_passed_over_by_latest(tmp_path, left):
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "no manifest"])
+def test_what_is_not_whole_is_refused_by_name_and_passed_over_in_its_run(tmp_path, capsys, damage):
     config = config_for(tmp_path)
     run = tmp_path / "sweep" / "run"
-    older, newer = (write(run, step, config) for step in (20, 40))
+    older, newer = (write(run, step, config, saved_at=9.0) for step in (20, 40))
+    write(tmp_path / "sweep" / "other", 30, config, saved_at=8.0)
+    os.utime(newer / MANIFEST, (0, 0))  # as a copy may have it
     file = newer / next(iter(MADE.file_bytes()))
     size = file.stat().st_size
-    file.unlink()
-    told = "missing"
-    if left is not None:
-        file.write_bytes(bytes(left))
-        told = f"truncated to {left} of {size} bytes"
-    line = refused(replace(config, resume=str(run)), CheckpointError)
-    assert line == f"{file}: {told}; use resume={older}"
-    other = write(tmp_path / "sweep" / "other", 30, config)
-    os.utime(other / MANIFEST, (0, 0))  # older than both
-    assert resolve_resume(replace(config, resume="latest")) == str(older)
+    if damage == "missing":
+        file.unlink()
+        told = "missing"
+    elif damage == "truncated":
+        file.write_bytes(bytes(1))
+        told = f"truncated to 1 of {size} bytes"
+    elif damage == "flipped":
+        file.write_bytes(bytes([1, *bytes(size - 1)]))
+        told = "damaged, a.b/weight at byte 0 has another hash"
+    else:
+        file = newer / MANIFEST
+        file.write_text(file.read_text().replace('"step": 40', '"step": 41'))
+        told = "damaged, its hash differs"
+    line = refused(replace(config, resume=str(newer)), CheckpointError)
+    assert line.startswith(f"{file}: {told}; ")
+    if damage != "no manifest":
+        assert line.endswith(f"; use resume={older}")
+    for resume in (str(run), "latest"):
+        for _ in range(2):  # two points of one sweep
+            assert resolve_resume(replace(config, resume=resume)) == str(older)
+        said = f"zeroexp: resume={resume}: {file}: {told}; goes on from {older}\n"
+        assert capsys.readouterr().err == said
+
+
+def test_a_run_that_thins_its_checkpoints_is_looked_up_all_the_while(tmp_path):
+    config = config_for(tmp_path, "train.steps=1000000")
+    run = tmp_path / "sweep" / "run"
+    over = threading.Event()
+
+    def save_and_thin() -> None:
+        for step in itertools.count(3):
+            saved = write(tmp_path / "beside", step, config)
+            saved.rename(run / "checkpoint" / saved.name)
+            folders.keep_newest(run, 1)
+            if over.is_set():
+                return
+
+    write(run, 1, config)
+    thread = threading.Thread(target=save_and_thin)
+    thread.start()
+    try:
+        for resume in ["latest", str(run)] * 50:
+            found = resolve_resume(replace(config, resume=resume))
+            assert found is not None and folders.step_of(Path(found))
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_latest_does_not_go_back_in_a_run_that_is_over(tmp_path):

@@ -20,8 +20,8 @@ import pytest
 
 from tests.test_rank import log_of, make_job, run
 from zeroexp.checkpoint import folders
+from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.manifest import hash_of, read_manifest
-from zeroexp.checkpoint.save import LOG
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import ModelConfig

@@ -44,6 +44,12 @@ def test_a_loss_that_is_not_a_number_comes_back_as_such(tmp_path: Path) -> None:
     assert math.isnan(back.loss)
     assert back.grad_norm == math.inf
 
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    row = json.loads((tmp_path / "records.jsonl").read_text(), parse_constant=refuse)
+    assert (row["loss"], row["grad_norm"]) == ("NaN", "Infinity")
+
 
 def test_every_line_can_be_read_while_the_writer_is_open(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:

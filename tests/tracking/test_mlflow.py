@@ -19,7 +19,7 @@ import pytest
 from tests.run_folders import record, write_run
 from zeroexp.cluster.sender import Sender
 from zeroexp.config import ConfigError, load, save
-from zeroexp.tracking import views
+from zeroexp.tracking import owner, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import METRICS_PER_CALL, MlflowTracker, store_uri
 
@@ -121,7 +121,7 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     folder = write_run(sweep / "run", status="running", num_steps=3)
-    run_id = tracker.start_run(folder, {"job": "17"}, pid=os.getpid())
+    run_id = tracker.start_run(folder, {"job": "17"})
     tracker.log_run(folder)
     assert status(outputs, run_id) == "RUNNING"
     assert tag(outputs, run_id, "job") == "17"
@@ -207,16 +207,18 @@ def test_long_runs_are_sent_whole(tracker: MlflowTracker, outputs: Path, sweep: 
 
 
 def _start_and_die(folder: Path, outputs: Path, experiment: str) -> None:
-    MlflowTracker(None, experiment, outputs).start_run(folder, pid=os.getpid())
+    owner.take(folder.parent)
+    MlflowTracker(None, experiment, outputs).start_run(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_run_does_not_stay_running(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
-    killed = write_run(sweep / "killed", status="running", num_steps=4)
-    alive = write_run(sweep / "alive", status="running", num_steps=4)
-    ended = write_run(sweep / "ended", status="running", num_steps=4)
+    killed = write_run(sweep / "b" / "killed", status="running", num_steps=4)
+    alive = write_run(sweep / "a" / "alive", status="running", num_steps=4)
+    ended = write_run(sweep / "a" / "ended", status="running", num_steps=4)
+    owner.take(sweep / "a")
     process = multiprocessing.get_context("forkserver").Process(
         target=_start_and_die, args=(killed, outputs, tracker.experiment)
     )
@@ -225,8 +227,8 @@ def test_a_killed_run_does_not_stay_running(
     assert process.exitcode == -signal.SIGKILL
     ids = {
         "killed": tracker.start_run(killed),
-        "alive": tracker.start_run(alive, pid=os.getpid()),
-        "ended": tracker.start_run(ended, pid=os.getpid()),
+        "alive": tracker.start_run(alive),
+        "ended": tracker.start_run(ended),
     }
     assert {status(outputs, run_id) for run_id in ids.values()} == {"RUNNING"}
     write_json(ended / "state.json", {"status": "failed", "reason": "rank 0: boom"})
@@ -242,7 +244,7 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
     together.wait()
     tracker = MlflowTracker(None, "together", outputs)
     for folder in folders:
-        tracker.start_run(folder, pid=os.getpid())
+        tracker.start_run(folder)
         tracker.log_run(folder)
     tracker.write_views(folders[0].parent.name)
 

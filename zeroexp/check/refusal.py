@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from zeroexp.config import Config, ConfigError, UndefinedCombination
+from zeroexp.network import without_password
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -47,3 +48,12 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def refuse_password(key: str, text: str) -> None:
+    """Raises ConfigError, which does not show it, where `text` holds an address with a password."""
+    if without_password(text) != text:
+        problem = "holds a password, which would stand in files, logs and the store"
+        remedy = "give it in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        remedy += " for a server, MLFLOW_TRACKING_URI (and tracking.uri=null) for a database"
+        raise ConfigError(f"{key}: {problem}; {remedy}")

@@ -8,15 +8,21 @@ An older one finds at the rename either that it is outdated, or that its folder 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, hash_of
+from zeroexp.tracking.run import UNFINISHED as GOES_ON
+from zeroexp.tracking.run import settled
 
 FOLDER = "checkpoint"  # inside of a run's
+LOG = "checkpoints.jsonl"  # beside it: a line for each save, and for each checkpoint that was passed over
 ATTEMPT = ".attempt"
+PIN = ".pin"
 WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # how names of folders begin that are being written, or removed
 
@@ -53,8 +59,16 @@ def missing(checkpoint: Path, manifest: Manifest) -> str | None:
 
 def remedy(checkpoint: Path) -> str:
     """An older checkpoint of the same run, if there is one."""
-    older = [path for path in whole(checkpoint.parent.parent) if path.name < checkpoint.name]
+    there = whole(checkpoint.parent.parent)
+    older = [path for path in there if checkpoint in there and step_of(path) < step_of(checkpoint)]
     return f"; use resume={older[-1]}" if older else "; give another checkpoint"
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged one a name under which nobody takes it for whole, and the run saves after the same step again."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def prepare(run: Path, attempt: int) -> None:
@@ -101,13 +115,37 @@ def discard(run: Path, step: int, attempt: int) -> None:
     shutil.rmtree(unfinished(run, step, attempt), ignore_errors=True)
 
 
+def pin(checkpoint: Path, run: Path) -> None:
+    """Keep it until `run`, which begins with it and may wait for long, has ended: its own run thins the others."""
+    name = f"{PIN}.{checkpoint.name}.{hash_of([os.fsencode(run)])}"
+    with contextlib.suppress(OSError):  # in a folder of somebody else's nothing can be kept
+        write_durably(checkpoint.with_name(name), os.fsencode(run))
+
+
+def _pinned(checkpoint: Path) -> bool:
+    """Pins of runs that have ended are removed."""
+    for path in checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*"):
+        run = Path(os.fsdecode(path.read_bytes()))
+        if run.exists() and settled(run)["status"] in GOES_ON:
+            return True
+        path.unlink(missing_ok=True)
+    return False
+
+
 def keep_newest(run: Path, count: int) -> None:
-    """Remove older ones. First renamed, so that nobody takes what is half removed for whole."""
+    """Remove older ones that nobody waits for. First renamed, so that nobody takes what is half removed for whole."""
     for path in whole(run)[:-count]:
+        if _pinned(path):
+            continue
         leaving = path.with_name(f".{path.name}.leaving")
         with contextlib.suppress(OSError):  # it is in nobody's way; the next start tries again
             path.rename(leaving)
             shutil.rmtree(leaving)
+
+
+def log(run: Path, line: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # a full disk
+        file.write(json.dumps(line) + "\n")
 
 
 def write_durably(path: Path, content: bytes) -> None:

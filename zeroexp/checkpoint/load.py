@@ -7,7 +7,9 @@ one small buffer. Each piece is checked by one rank, and all ranks hear of damag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,17 +19,15 @@ from zeroexp import world as worlds
 from zeroexp.checkpoint import folders, rng
 from zeroexp.checkpoint.manifest import (
     CheckpointError,
+    Damaged,
     Manifest,
     Stored,
-    StoredPiece,
     StoredTensor,
-    hash_of,
     read_manifest,
 )
+from zeroexp.checkpoint.verify import damage
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.world import World
-
-BUFFER_BYTES = 4 << 20
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,12 +35,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> Manifest:
     """Fill the engine; `shapes` are those of the model's parameters by name, each once.
 
-    Random states are taken up where the world is as large as the one that saved. Raises CheckpointError, on all ranks
-    alike, for another model or a damaged file.
+    Random states are taken up where the world is as large as the one that saved. Raises, on all ranks alike and before
+    anything is changed, Damaged, or CheckpointError for another model.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = _verified(checkpoint, world)
     _require_same_model(checkpoint, manifest, shapes)
-    _agree(_damage(checkpoint, manifest, world))
     files = _Mapped(checkpoint)
     try:
         strategy.load_state_dict(files.state(manifest.state))
@@ -50,6 +49,35 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
         own = files.state({"": manifest.rng[str(world.rank)]})[""]
         rng.restore({kind: tensor.pieces[0].tensor for kind, tensor in own.items()}, world)
     return manifest
+
+
+def load_newest(
+    run: Path, named: str | None, strategy: Strategy, shapes: Shapes, world: World
+) -> tuple[Path, int] | None:
+    """Fill the engine from the newest whole checkpoint of this very run, else from the one it was told to begin with;
+    returns which, and the steps done, None where it begins anew.
+
+    A damaged one of the run is set aside and told. Raises CheckpointError, on all ranks alike.
+    """
+    # As rank 0 sees it: on a network's file system another rank may see it later.
+    own = worlds.gather(folders.whole(run))[0]
+    for checkpoint in reversed(own):
+        try:
+            return checkpoint, load(checkpoint, strategy, shapes, world).step
+        except Damaged as error:
+            if world.rank == 0:
+                _pass_over(run, checkpoint, error)
+    if named is None:
+        return None
+    return Path(named), load(Path(named), strategy, shapes, world).step
+
+
+def _pass_over(run: Path, checkpoint: Path, error: Damaged) -> None:
+    told = str(error).partition(";")[0]
+    with contextlib.suppress(OSError):  # where nothing can be written it will be told when it saves
+        told += f"; now {folders.set_aside(checkpoint).name}, the run goes on from before it"
+        folders.log(run, {"step": folders.step_of(checkpoint), "error": told})
+    print(told, file=sys.stderr)
 
 
 def _require_same_model(checkpoint: Path, manifest: Manifest, shapes: Shapes) -> None:
@@ -68,45 +96,19 @@ def _shape(shapes: Shapes, name: str) -> str:
 # -- checking ---------------------------------------------------------------------------------------
 
 
-def _damage(checkpoint: Path, manifest: Manifest, world: World) -> str | None:
-    """The first thing wrong with this rank's share of the pieces, in words."""
-    if told := folders.missing(checkpoint, manifest):
-        return told
-    buffer = memoryview(bytearray(BUFFER_BYTES))
-    for name, tensor, piece in _share(manifest, world):
-        if hash_of(_read(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
-            told = f"damaged, {name} at byte {piece.offset} has another hash"
-            return f"{checkpoint / piece.file}: {told}{folders.remedy(checkpoint)}"
-    return None
-
-
-def _share(manifest: Manifest, world: World) -> Iterator[tuple[str, StoredTensor, StoredPiece]]:
-    """An even part of all bytes, in the order in which they lie."""
-    pieces = [(name, t, piece) for name, t in manifest.tensors() for piece in t.pieces]
-    pieces.sort(key=lambda row: (row[2].file, row[2].offset))
-    total = sum(tensor.num_bytes(piece) for _, tensor, piece in pieces)
-    position = 0
-    for name, tensor, piece in pieces:
-        if position * world.size // total == world.rank:
-            yield name, tensor, piece
-        position += tensor.num_bytes(piece)
-
-
-def _read(
-    checkpoint: Path, piece: StoredPiece, num_bytes: int, buffer: memoryview
-) -> Iterator[memoryview]:
-    """The bytes of a piece, one bufferful after the other."""
-    with (checkpoint / piece.file).open("rb", buffering=0) as file:
-        file.seek(piece.offset)
-        while num_bytes and (count := file.readinto(buffer[: min(num_bytes, BUFFER_BYTES)])):
-            yield buffer[:count]
-            num_bytes -= count
-
-
-def _agree(damage: str | None) -> None:
-    told = [one for one in worlds.gather(damage) if one]
-    if told:
-        raise CheckpointError(told[0])
+def _verified(checkpoint: Path, world: World) -> Manifest:
+    """Its manifest, once every rank has found it and its share of the pieces whole."""
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(checkpoint)
+        if told := damage(checkpoint, manifest, rank=world.rank, size=world.size):
+            problem = Damaged(told)
+    except CheckpointError as error:
+        problem = error
+    for error in filter(None, worlds.gather(problem)):
+        raise error
+    assert manifest is not None
+    return manifest
 
 
 # -- reading ----------------------------------------------------------------------------------------

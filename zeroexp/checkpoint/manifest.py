@@ -39,6 +39,10 @@ class CheckpointError(ConfigError):
     """A checkpoint that can not be written or taken up: one line with the file and the remedy."""
 
 
+class Damaged(CheckpointError):
+    """A checkpoint that is not what was written: an older one of the same run will do."""
+
+
 @dataclass(frozen=True)
 class StoredPiece:
     """Elements `start` to `start + numel` of a flattened tensor: so many bytes of `file` from `offset` on."""
@@ -105,26 +109,28 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises CheckpointError: missing, damaged, of a newer format, or no manifest at all."""
+    """Raises Damaged: missing, damaged or no manifest at all; CheckpointError: of a newer format."""
     path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give another checkpoint") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged, no JSON; give another checkpoint") from error
+        raise Damaged(f"{path}: {error.strerror}; give another checkpoint") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: damaged, no JSON; give another checkpoint") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise CheckpointError(f"{path}: no manifest of zeroexp; give another checkpoint")
-    if content["format"] > FORMAT:
-        newer = f"written in format {content['format']}, this zeroexp reads up to {FORMAT}"
-        raise CheckpointError(f"{path}: {newer}; update zeroexp")
+        raise Damaged(f"{path}: no manifest of zeroexp; give another checkpoint")
+    newer = f"written in format {content['format']}, this zeroexp reads up to {FORMAT}"
+    is_newer = content["format"] > FORMAT
     if content.pop("hash", None) != hash_of([_canonical(content)]):
-        raise CheckpointError(f"{path}: damaged, its hash differs; give another checkpoint")
+        told = f"or {newer}" if is_newer else "its hash differs"
+        raise Damaged(f"{path}: damaged, {told}; give another checkpoint")
+    if is_newer:
+        raise CheckpointError(f"{path}: {newer}; update zeroexp")
     try:
         return _manifest(content)
     except (KeyError, TypeError, ValueError) as error:
         told = f"no manifest of zeroexp ({type(error).__name__}: {error})"
-        raise CheckpointError(f"{path}: {told}; give another checkpoint") from error
+        raise Damaged(f"{path}: {told}; give another checkpoint") from error
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -6,16 +6,22 @@ the same samples in the same order by the same kind of optimizer. What else diff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from zeroexp.checkpoint.verify import damage, signature
 from zeroexp.config import Config, UndefinedCombination
 
 LATEST = "latest"
+_damages: dict[tuple[Path | int, ...], str | None] = {}  # what is known of which files
+MOST_LOOKS = 20  # at runs that save and remove faster than they are looked at
 # What makes weights, moments or the next samples mean something else.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
 # Of these what does not: names, where first weights came from, and how a batch is cut for ranks.
@@ -25,55 +31,128 @@ INDIFFERENT = ("model.name", "model.weights", "data.name", "data.micro_batch_siz
 def resolve_resume(config: Config) -> str | None:
     """The folder of the checkpoint that `config.resume` means, absolute; None where nothing is resumed.
 
-    Raises CheckpointError for what is missing, foreign, damaged or of a newer format, and UndefinedCombination where
-    it is whole but does not fit this run.
+    Where a run or `latest` is asked for, a damaged checkpoint is passed over for an older one of the same run, and one
+    line says so. Raises CheckpointError for what is missing, foreign, damaged or of a newer format, and
+    UndefinedCombination where it is whole but does not fit this run.
     """
     if config.resume is None:
         return None
     if config.resume == LATEST:
         return str(_latest(config))
-    checkpoint = _named(config.resume)
-    manifest = read_manifest(checkpoint)
+    path = Path(config.resume).resolve()
+    if not (path / MANIFEST).is_file():
+        return str(_newest_of(config, path))
+    manifest = read_manifest(path)
     if misfit := _misfit(config, manifest):
         raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-    if told := folders.missing(checkpoint, manifest):
+    if told := _damage_of(path, manifest):
         raise CheckpointError(told)
-    return str(checkpoint)
+    return str(path)
 
 
-def _named(resume: str) -> Path:
-    path = Path(resume).resolve()
-    checkpoint = path if (path / MANIFEST).is_file() else folders.newest(path)
-    if checkpoint is None:
-        remedy = "give the folder of a run, or one of its checkpoint/step-* folders"
-        raise CheckpointError(f"resume={resume}: no whole checkpoint in there; {remedy}")
-    return checkpoint
+def _newest_of(config: Config, run: Path) -> Path:
+    found, checkpoint = _first_whole(config, lambda: [_Found(run)] if run.is_dir() else [])
+    if checkpoint:
+        return checkpoint
+    for one in found:
+        for misfit in one.misfits:
+            raise UndefinedCombination(f"resume={config.resume}: {misfit}")
+        for told in one.damaged:
+            raise CheckpointError(told)
+    remedy = "give the folder of a run, or one of its checkpoint/step-* folders"
+    raise CheckpointError(f"resume={config.resume}: no whole checkpoint in there; {remedy}")
 
 
 def _latest(config: Config) -> Path:
-    """The newest that fits, of any run under outputs; of a run whose newest is damaged, an older one."""
-    runs = Path(config.outputs).resolve().glob(f"*/*/{folders.FOLDER}")
-    found = [checkpoint for run in runs for checkpoint in folders.whole(run.parent)]
-    found.sort(key=lambda path: (path / MANIFEST).stat().st_mtime, reverse=True)
-    unfit: set[Path] = set()  # runs: if the newest is another model's, so are the older ones
-    why: list[str] = []
-    for checkpoint in found:
-        if checkpoint.parent in unfit:
-            continue
-        try:
-            manifest = read_manifest(checkpoint)
-        except CheckpointError as error:
-            why.append(str(error))
-            continue
-        if misfit := _misfit(config, manifest):
-            unfit.add(checkpoint.parent)
-        told = misfit or folders.missing(checkpoint, manifest)
-        if told is None:
-            return checkpoint
-        why.append(told)
+    """The newest that fits, of any run under outputs."""
+    outputs = Path(config.outputs).resolve()
+    found, checkpoint = _first_whole(
+        config, lambda: [_Found(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")]
+    )
+    if checkpoint:
+        return checkpoint
+    why = [line for one in found for line in (*one.misfits, *one.damaged)]
     first = f"{why[0]} (and {len(why) - 1} older)" if why else "there is none"
     told = f"no checkpoint under {config.outputs} fits: {first}"
     raise UndefinedCombination(f"resume={LATEST}: {told}; use resume=null to begin anew")
+
+
+def _first_whole(
+    config: Config, look: Callable[[], list[_Found]]
+) -> tuple[list[_Found], Path | None]:
+    """Of the run that saved last. Looks again where a run that goes on has removed what was just found."""
+    found: list[_Found] = []
+    for _ in range(MOST_LOOKS):
+        found = sorted(look(), key=lambda one: one.saved_at, reverse=True)
+        if checkpoint := next(filter(None, (one.first_whole(config) for one in found)), None):
+            return found, checkpoint
+        if not any(one.changed() for one in found):
+            break
+    return found, None
+
+
+class _Found:
+    """The checkpoints of one run, the one of most steps first: as their manifests say, whatever times files have."""
+
+    def __init__(self, run: Path) -> None:
+        self.readable: list[tuple[Manifest, Path]] = []
+        self.damaged: list[str] = []
+        self.misfits: list[str] = []
+        self._folder = run / folders.FOLDER
+        self._seen = self._look()
+        for checkpoint in folders.whole(run):
+            try:
+                self.readable.append((read_manifest(checkpoint), checkpoint))
+            except CheckpointError as error:
+                self._note(checkpoint, str(error))
+        self.readable.sort(key=lambda one: one[0].step, reverse=True)
+        self.saved_at = max((manifest.saved_at for manifest, _ in self.readable), default=0.0)
+
+    def first_whole(self, config: Config) -> Path | None:
+        """None where none is whole, or the newest is another model's or at the end: then the older ones are no help."""
+        for manifest, checkpoint in self.readable:
+            if misfit := _misfit(config, manifest):
+                self.misfits.append(misfit)
+                return None
+            told = _damage_of(checkpoint, manifest)
+            if told is None:
+                for line in self.damaged:
+                    _say(
+                        f"resume={config.resume}: {line.partition(';')[0]}; goes on from {checkpoint}"
+                    )
+                return checkpoint
+            self._note(checkpoint, told)
+        return None
+
+    def _note(self, checkpoint: Path, told: str) -> None:
+        if checkpoint.exists():  # else its run has just removed it
+            self.damaged.append(told)
+
+    def changed(self) -> bool:
+        """Whether the run saved or removed one meanwhile."""
+        return self._look() != self._seen
+
+    def _look(self) -> tuple[int, set[str]] | None:
+        try:
+            return self._folder.stat().st_mtime_ns, set(os.listdir(self._folder))
+        except OSError:
+            return None
+
+
+def _damage_of(checkpoint: Path, manifest: Manifest) -> str | None:
+    """Asked once for all points of a sweep, since it reads every byte."""
+    try:
+        files = (checkpoint, *signature(checkpoint, manifest))
+    except OSError:
+        return damage(checkpoint, manifest)
+    if files not in _damages:
+        _damages[files] = damage(checkpoint, manifest)
+    return _damages[files]
+
+
+@cache
+def _say(line: str) -> None:
+    print(f"zeroexp: {line}", file=sys.stderr)
 
 
 def _misfit(config: Config, manifest: Manifest) -> str | None:

@@ -13,8 +13,6 @@ more than ever, and the next save tries again; a run whose last save failed ends
 
 from __future__ import annotations
 
-import contextlib
-import json
 import platform
 import sys
 import threading
@@ -41,8 +39,6 @@ from zeroexp.checkpoint.storage import RNG, STATE, PieceWriter, Target
 from zeroexp.config import Config
 from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
 from zeroexp.world import World
-
-LOG = "checkpoints.jsonl"
 
 
 @dataclass
@@ -174,8 +170,7 @@ class Saver:
         if saved.error is not None:
             print(saved.error, file=sys.stderr)
             folders.discard(self._run, saved.step, self._attempt)
-        with contextlib.suppress(OSError), (self._run / LOG).open("a") as file:  # a full disk
-            file.write(json.dumps(asdict(saved)) + "\n")
+        folders.log(self._run, asdict(saved))
 
     def _manifest(self, steps_done: int, state: Stored, rng: Stored) -> Manifest:
         versions = {"zeroexp": __version__, "torch": torch.__version__}

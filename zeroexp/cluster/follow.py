@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
-from zeroexp.cluster.tail import Tail
+from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
+from zeroexp.tracking.json_files import loads
+from zeroexp.tracking.run import SLURM, UNFINISHED, settled
 
-SLURM = "slurm.json"
-UNFINISHED = ("pending", "running", "requeued", "preempted")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
 PAUSE_GROWTH = 1.1
 SECONDS_BETWEEN_LOOKS = 0.2  # at the files
@@ -37,6 +36,10 @@ def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
 
 def refresh(jobs: Iterable[Job]) -> None:
     """Bring state.json of these runs up to date, once. Raises SlurmSilent."""
+    jobs = list(jobs)
+    for job in jobs:
+        if (state := settled(job.folder))["status"] != job.state["status"]:
+            job.enter(state["status"], state["reason"])
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look(open_jobs)
@@ -87,7 +90,7 @@ class _Followed:
         assert job_id is not None, "only what was submitted can be followed"
         self.job_id, self.job = job_id, job
         self._number, self._progress, self._on_step = number, progress, on_step
-        self._records = Tail(job.folder / RECORDS)
+        self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder)
         self._started = False
         self._waits_for: str | None = None
         self._status = job.state["status"]
@@ -115,8 +118,10 @@ class _Followed:
 
     def show_steps(self) -> None:
         for line in self._records.new_lines() if self._started else ():
-            self._progress.step(self._number, step_record(json.loads(line)))
+            self._progress.step(self._number, step_record(loads(line)))
             self._on_step(self.job)
+        for line in self._complaints.new():
+            self._progress.note(line)
 
 
 def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:

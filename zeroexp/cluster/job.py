@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from zeroexp.checkpoint.folders import newest, step_of
 from zeroexp.config import Config, load
+from zeroexp.measure.record import verdict_of
 from zeroexp.tracking.files import drop_records, read_json, write_json
+from zeroexp.tracking.run import SLURM
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
 Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped"]
@@ -51,6 +53,11 @@ class Job:
         return read_json(self.folder / "summary.json")
 
     @property
+    def verdict(self) -> str | None:
+        """Of a run that is done: what is wrong with its result."""
+        return verdict_of((self.summary or {}).get("diverged_at"))
+
+    @property
     def failure(self) -> dict[str, Any] | None:
         return read_json(self.folder / "failure.json")
 
@@ -75,7 +82,7 @@ class Job:
 
         Not what a checkpoint goes on from: the steps before it stay, those behind it will be run again.
         """
-        moved = ["failure.json", "state.json", "slurm.json", "logs"]
+        moved = ["failure.json", "state.json", SLURM, "logs"]
         checkpoint = newest(self.folder)
         steps_done = step_of(checkpoint) if checkpoint else 0
         if steps_done < self.config.train.warmup_steps + self.config.train.steps:

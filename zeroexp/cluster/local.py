@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from zeroexp.cluster.job import Job, Outcome, ending_of
-from zeroexp.cluster.tail import Tail
+from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.config import ClusterConfig
 from zeroexp.tracking import failure
+from zeroexp.tracking.json_files import loads
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # what the server may take to end its ranks and itself
@@ -50,10 +51,12 @@ class LocalCluster:
         on_record: Callable[[dict[str, Any]], None],
         on_event: Callable[[str], None],
     ) -> Outcome:
-        """Run a job to its end. `on_record` gets each line of records.jsonl as it appears."""
+        """Run a job to its end. `on_record` gets each line of records.jsonl as it appears, `on_event` what a user
+        should know.
+        """
         assert self._server is not None, "use `with LocalCluster(...)`"
         config = job.config
-        records = Tail(job.folder / "records.jsonl", skip=True)
+        records, complaints = Tail(job.folder / "records.jsonl", skip=True), Complaints(job.folder)
         if not self._server.alive():
             on_event("the process that starts ranks has died; starting another")
             self._server.close()
@@ -68,7 +71,9 @@ class LocalCluster:
         while answer is None:
             answer = self._server.receive(POLL_SECONDS)
             for line in records.new_lines():
-                on_record(json.loads(line))
+                on_record(loads(line))
+            for line in complaints.new():
+                on_event(line)
         if "lost" in answer:
             failure.write_unranked(job.folder, "ServerLost", answer["lost"])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)

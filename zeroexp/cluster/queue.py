@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from zeroexp.cluster.follow import UNFINISHED, cancel, follow, slurm_id
+from zeroexp.cluster.follow import cancel, follow, slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
+from zeroexp.tracking.run import UNFINISHED
 
 if TYPE_CHECKING:
     from zeroexp.cluster.slurm import SlurmCluster
@@ -46,6 +47,7 @@ class Queue:
         for number, job in jobs.items():
             if job.state["status"] != "pending":
                 progress.end(number, job.state["status"], job.state["reason"], job.name)
+                on_end(job)
             elif job.config.cluster.wait:
                 waited_for[number] = job
             else:
@@ -60,10 +62,12 @@ class Queue:
         return self._clusters.setdefault(repr(config), SlurmCluster(config))
 
 
-def stop(jobs: Iterable[Job]) -> None:
-    """End what has not ended, but for jobs in Slurm that nobody was to wait for."""
+def stop(jobs: Iterable[Job]) -> list[Job]:
+    """End what has not ended, but for jobs in Slurm that nobody was to wait for; returns what that was."""
     stopped = [job for job in jobs if slurm_id(job) is None or job.config.cluster.wait]
-    cancel(stopped, STOPPED)
+    stopped = [job for job in stopped if job.state["status"] in UNFINISHED]
+    in_slurm = cancel(stopped, STOPPED)
     for job in stopped:
-        if job.state["status"] in UNFINISHED:
+        if job not in in_slurm:
             job.enter("cancelled", STOPPED)
+    return stopped

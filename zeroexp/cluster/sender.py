@@ -7,7 +7,6 @@ a server that is away costs one line in the log.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,8 +17,10 @@ from pathlib import Path
 from zeroexp.cluster.tail import Tail
 from zeroexp.config import load
 from zeroexp.measure.record import StepRecord
+from zeroexp.network import without_password
 from zeroexp.tracking.failure import FAILURE
 from zeroexp.tracking.files import RECORDS, SUMMARY, step_record
+from zeroexp.tracking.json_files import loads
 from zeroexp.tracking.mlflow import MlflowTracker
 
 NICENESS = 19
@@ -47,7 +48,7 @@ class Sender:
             self._try(lambda: self._tracker.log_run(self._folder, "done"))
 
     def _send_steps(self) -> None:
-        rows = [json.loads(line) for line in self._tail.new_lines()]
+        rows = [loads(line) for line in self._tail.new_lines()]
         self._unsent += [(row["written_at"], step_record(row)) for row in rows]
         if self._run_id is None:  # params and tags too
             self._run_id = self._tracker.log_run(self._folder, "running")
@@ -60,7 +61,7 @@ class Sender:
             action()
         except Exception as error:  # whatever a server or the network may raise
             if not self._warned:
-                first = str(error).partition("\n")[0]
+                first = without_password(str(error).partition("\n")[0])
                 print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
             self._warned = True
 

@@ -26,6 +26,7 @@ from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, Duty, run_task
 from zeroexp.config import ClusterConfig, ConfigError
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import write_json
+from zeroexp.tracking.run import SLURM
 
 # By job id, below the ports that systems hand out by themselves.
 NUM_PORTS = 10_000
@@ -91,7 +92,7 @@ class SlurmCluster:
         self._num_submitted += 1
         shape = Shape.of(world_size, self._config.slurm.ranks_per_node)
         content = {"job_id": job_id, "nodes": shape.nodes, "ranks_per_node": shape.ranks_per_node}
-        write_json(job.folder / "slurm.json", content)
+        write_json(job.folder / SLURM, content)
         return job_id
 
     def script(self, job: Job) -> str:

@@ -162,7 +162,7 @@ def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
     if job.failure:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
-        return "done", None
+        return "done", job.verdict
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # saved, and not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):

@@ -15,8 +15,9 @@ from typing import Any
 
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
+from zeroexp.checkpoint.folders import pin
 from zeroexp.cluster.environment import environment
-from zeroexp.cluster.follow import UNFINISHED, refresh
+from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.points import Point, points_of
@@ -27,10 +28,12 @@ from zeroexp.config import ClusterConfig, Config, ConfigError, save
 from zeroexp.report.agreement import judge
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
+from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
-from zeroexp.tracking.mlflow import store_uri
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.link import LINK
+from zeroexp.tracking.mlflow import with_store
+from zeroexp.tracking.run import UNFINISHED, Run, read_run
 
 FINE = ("done", "skipped")
 
@@ -53,6 +56,8 @@ class Sweep:
 
     def __exit__(self, *_: object) -> None:
         self._exits.close()
+        if self._folder:
+            owner.release(self._folder)
 
     # ---- what the launcher calls
 
@@ -71,18 +76,27 @@ class Sweep:
         return [_final_loss(one) for one in jobs]
 
     def rerun(self, folder: Path) -> None:
-        """Run again, in their folders, the points of an earlier sweep that did not come to their end."""
-        require_writable(f"--rerun {folder}", folder, "run it as who owns the sweep")
+        """Run again, in their folders, the points of an earlier sweep that did not come to their end.
+
+        Raises ConfigError where the process that runs them may be alive, or where there is none.
+        """
+        require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
         found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
-        self._jobs = sorted(found, key=lambda job: job.state["pending_at"])
-        refresh(self._jobs)
-        again = [job for job in self._jobs if _ended(job) and job.state["status"] not in FINE]
+        jobs = sorted(found, key=lambda job: job.state.get("pending_at", 0.0))
+        refresh(jobs)
+        if not all(slurm_id(job) for job in jobs):
+            owner.take(folder)
+            self._folder = folder
+        going_on = unfinished(jobs).values()  # in Slurm
+        again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
         if not again:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
-        self._folder = folder
+        self._jobs, self._folder = jobs, folder
         for job in again:
             job.set_aside()
             job.enter("pending")
+            if job.config.resume:
+                pin(Path(job.config.resume), job.folder)
         self._execute(again)
 
     @property
@@ -120,7 +134,7 @@ class Sweep:
         for outputs in {point.config.outputs for point in points}:
             require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
         for point in points:
-            store_uri(point.config.tracking.uri, Path(point.config.outputs))
+            with_store(point.config)
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
             if not point.refusal:
@@ -131,15 +145,18 @@ class Sweep:
         """The point's folder with all that is known before it runs."""
         if self._folder is None:
             self._folder = _sweep_folder(point)
+            owner.take(self._folder)
         job = Job(_new_folder(self._folder, point.name))
         self._jobs.append(job)
         reserve(job.folder)
-        save(point.config, job.folder / "config.yaml")
+        save(with_store(point.config), job.folder / "config.yaml")
         device = point.config.cluster.device
         write_json(job.folder / "environment.json", environment(self._arguments, device))
         job.enter("pending")
         if point.refusal:
             job.enter("skipped", point.refusal)
+        elif point.config.resume:
+            pin(Path(point.config.resume), job.folder)
         return job
 
     def _execute(self, jobs: Sequence[Job]) -> None:
@@ -155,11 +172,14 @@ class Sweep:
                         self._run_one(number, job, progress)
                 self._follow(queued, progress)
         finally:
-            stop(jobs)
+            stopped = stop(jobs)
+            for job in stopped:
+                if self._uploads and (job.folder / LINK).exists():
+                    self._send(job)
 
     def _follow(self, queued: dict[int, Job], progress: Progress) -> None:
         for job in queued.values():
-            if job.config.cluster.wait and not _ended(job):
+            if job.config.cluster.wait and job.state["status"] != "skipped":
                 self._open_uploads(job)
         self._queue.follow(queued, progress, on_step=self._look, on_end=self._send)
 
@@ -180,7 +200,8 @@ class Sweep:
             self._look(job)
 
         outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
-        job.enter(outcome.status, first_cause(outcome.cause))
+        reason = job.verdict if outcome.status == "done" else first_cause(outcome.cause)
+        job.enter(outcome.status, reason)
         progress.end(number, outcome.status, job.state["reason"])
         self._send(job)
 
@@ -195,7 +216,8 @@ class Sweep:
         """After the cluster, whose fork-server is then already forked: opening starts a thread."""
         config = job.config
         if self._uploads is None and config.tracking.mlflow:
-            self._uploads = Uploads(config.tracking, Path(config.outputs), job.folder.parent.name)
+            outputs, sweep = job.folder.parents[1], job.folder.parent.name
+            self._uploads = Uploads(config.tracking, outputs, sweep)
 
     def _look(self, job: Job) -> None:
         if self._uploads:
@@ -223,8 +245,9 @@ class Sweep:
             return True
         curves = {job.name: [record.loss for record in read_records(job.folder)] for job in done}
         verdict = judge(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
-        print("\n" + "\n".join(verdict.lines()))
-        return verdict.holds
+        diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
+        print("\n" + "\n".join([*verdict.lines(), *diverged]))
+        return verdict.holds and not diverged
 
 
 def _check_model(config: Config) -> None:
@@ -259,4 +282,4 @@ def _new_folder(parent: Path, name: str) -> Path:
 def _final_loss(jobs: Sequence[Job]) -> float | None:
     """Of the last job, which with world_size=all has the most ranks."""
     summary = read_run(jobs[-1].folder).summary if jobs else None
-    return summary.final_loss if summary else None
+    return summary.final_loss if summary and not summary.verdict else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+
+from zeroexp.checkpoint.folders import LOG
 
 MARK_BYTES = 256  # of what was told last, by which the place in the file is known again
 
@@ -38,3 +41,13 @@ class Tail:
         self._position += len(complete) + len(newline)
         self._told = (self._told + complete + newline)[-MARK_BYTES:]
         return complete.decode().splitlines()
+
+
+class Complaints:
+    """What is wrong with a run's checkpoints, from now on: a save that failed, a damaged one that was passed over."""
+
+    def __init__(self, run: Path) -> None:
+        self._log = Tail(run / LOG, skip=True)
+
+    def new(self) -> list[str]:
+        return [error for line in self._log.new_lines() if (error := json.loads(line)["error"])]

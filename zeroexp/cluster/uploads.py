@@ -1,83 +1,133 @@
 """What a sweep sends to MLflow: a run when it begins, what it left when it has ended, and now and then in between.
 
 The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too, and the first
-point waits for both: what is left of either would fall into its measured steps. A store that is away costs no
-point: its complaint is told at the end, with the command that sends what the files of the runs hold.
+point waits for both: what is left of either would fall into its measured steps. It waits as long as that is work. A
+store that is away, locked or hangs costs no point and no second Ctrl-C: its complaint is told at the end, with the
+command that sends what the files of the runs hold.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
+from zeroexp import interruption
 from zeroexp.config import TrackingConfig
+from zeroexp.network import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 
 SECONDS_BETWEEN_LOOKS = (
     60.0  # at a run that goes on: a comparison's points are shorter, and nothing disturbs them
 )
+STILL_SECONDS = 3.0  # without work, after which a point no longer waits for the store
+END_SECONDS = 30.0  # the same, at the end of a sweep
+WORK_SECONDS = 0.02  # of a core: less is no work
+POLL_SECONDS = 0.05
 
 
 class Uploads:
     def __init__(self, config: TrackingConfig, outputs: Path, sweep: str) -> None:
         """Raises ConfigError for a store that MLflow refuses."""
         self._tracker = MlflowTracker(config.uri, config.experiment, outputs)
-        self._outputs, self._sweep = outputs, sweep
-        self._error: Exception | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._opening = self._thread.submit(self._open)
-        self._looking: Future[Any] = self._opening
+        self._views: list[tuple[str, str]] = []
+        self._worker = _Worker()
         self._looked: dict[Path, float] = {}  # time.monotonic() of the last look at each run
+        self._worker.do(lambda: self._open(outputs, sweep))
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        return self._worker.error is not None
 
     def begin(self, folder: Path) -> None:
         """Before its ranks run. If this process is killed, the next sweep finds out and closes the run."""
-        self._attempt(lambda: self._tracker.start_run(folder, pid=os.getpid()))
         self._looked[folder] = time.monotonic()
+        self._worker.do(lambda: self._tracker.start_run(folder))
+        self._worker.wait(STILL_SECONDS)
 
     def look(self, folder: Path) -> None:
         """Call it at any time while a run goes on; sends its new steps if it is time, in the background."""
         now = time.monotonic()
         early = now - self._looked.setdefault(folder, now) < SECONDS_BETWEEN_LOOKS
-        if self.failed or early or not self._looking.done():
-            return
-        self._looked[folder] = now
-        self._looking = self._thread.submit(self._tracker.log_run, folder)
+        if not early and self._worker.idle():
+            self._looked[folder] = now
+            self._worker.do(lambda: self._tracker.log_run(folder))
 
     def send(self, folder: Path) -> None:
         """All that a run which has ended left behind."""
-        self._attempt(lambda: self._tracker.log_run(folder))
+        self._worker.do(lambda: self._tracker.log_run(folder))
+        self._worker.wait(STILL_SECONDS)
 
     def conclude(self, folder: Path) -> None:
         """Print where to look, or what went wrong and how to send the sweep's folder again."""
-        if self._error is not None:
-            first = str(self._error).partition("\n")[0]
-            print(f"\nMLflow did not take the runs ({type(self._error).__name__}: {first}); later:")
+        if not self._worker.wait(END_SECONDS, again=True) and not self.failed:
+            where = self._tracker.waits_for or "the store"
+            self._worker.error = TimeoutError(f"no answer from {where}")
+        if (error := self._worker.error) is not None:
+            first = without_password(str(error).partition("\n")[0])
+            print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
             print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
             return
+        for key, why in self._tracker.refused.items():
+            print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")
         print(f"\nMLflow: {self._tracker.ui_command()}")
-        for title, url in self._opening.result():
+        for title, url in self._views:
             print(f"  {title}: {url}")
 
-    def _attempt(self, action: Callable[[], object]) -> None:
-        """Nothing once the store has failed."""
-        if self.failed:
-            return
-        try:
-            self._opening.result()
-            self._looking.result()
-            action()
-        except Exception as error:  # whatever a database, a server or the network may raise
-            self._error = error
+    def _open(self, outputs: Path, sweep: str) -> None:
+        """Also closes what earlier sweeps that were killed left open, and writes the views of this one."""
+        self._tracker.close_stale(outputs)
+        self._views = self._tracker.write_views(sweep)
 
-    def _open(self) -> list[tuple[str, str]]:
-        """Also closes what earlier sweeps that were killed left open; returns the views of this one."""
-        self._tracker.close_stale(self._outputs)
-        return self._tracker.write_views(self._sweep)
+
+class _Worker:
+    """A thread that does one thing after the other, and nothing more once one has failed. Ends with the process,
+    whatever it waits for.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._num_open, self._stands_still = 0, False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def do(self, action: Callable[[], object]) -> None:
+        self._num_open += 1
+        self._to_do.put(action)
+
+    def idle(self) -> bool:
+        return self._num_open == 0
+
+    def wait(self, still_seconds: float, *, again: bool = False) -> bool:
+        """Until all is done, or nothing was worked on for so long, or somebody is impatient; False where not all is
+        done. Once it stood still it is waited for no more, but `again`.
+        """
+        if self._stands_still and not again and not self.idle():
+            return False
+        worked, since = self._cpu_seconds(), time.monotonic()
+        while not self.idle():
+            if self._cpu_seconds() - worked > WORK_SECONDS:
+                worked, since = self._cpu_seconds(), time.monotonic()
+            self._stands_still = time.monotonic() - since > still_seconds
+            if self._stands_still or interruption.impatient():
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _cpu_seconds(self) -> float:
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def _work(self) -> None:
+        while True:
+            action = self._to_do.get()
+            try:
+                if self.error is None:
+                    action()
+            except Exception as error:  # whatever a database, a server or the network may raise
+                self.error = error
+            self._num_open -= 1

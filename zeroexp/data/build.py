@@ -70,4 +70,4 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
         else:
             text.write_packed(folder, config, files, words)
 
-    return packed.cached(decisive, write)
+    return packed.cached(decisive, write, is_whole=packed.can_be_read)

@@ -27,20 +27,38 @@ from zeroexp.data import Microbatch, Samples
 from zeroexp.inputs import cache_root
 
 
-def cached(decisive: dict[str, Any], write: Callable[[Path], None]) -> Path:
-    """The complete folder for `decisive`; `write` fills it if there is none yet.
+def cached(
+    decisive: dict[str, Any],
+    write: Callable[[Path], None],
+    *,
+    is_whole: Callable[[Path], bool] = Path.exists,
+) -> Path:
+    """The complete folder for `decisive`; `write` fills it if there is none yet, or one that is damaged.
 
     One process at a time writes, the others on this file system wait for it and then read.
     """
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:20]
     folder = cache_root() / key
-    if folder.exists():
+    if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
+        if not is_whole(folder):
+            for left in (
+                folder,
+                *folder.parent.glob(f".{folder.name}-*"),
+            ):  # damaged, or its writer was killed
+                shutil.rmtree(left, ignore_errors=True)
             _write_atomically(folder, write)
     return folder
+
+
+def can_be_read(folder: Path) -> bool:
+    try:
+        open_packed(folder)
+    except (OSError, ValueError, LookupError):  # not there, torn or too short
+        return False
+    return True
 
 
 def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:

@@ -1,15 +1,22 @@
-"""Which text and which tokenizer a run reads, told apart without opening them: what names a cache folder."""
+"""Which text and which tokenizer a run reads, told apart by content: what names a cache folder."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import re
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.inputs import SHIPPED_WORDS, data_files
+from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files
 
+DIGEST = re.compile(r"[0-9a-f]{64}")
+TICK_SECONDS = 2.0  # within which a file may be written twice and show one time
 CORPUS = Path(__file__).parent / "corpus"
 
 
@@ -67,10 +74,26 @@ def text_files(config: DataConfig) -> list[Path]:
 
 
 def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
-    """What changes when the text does: hub id, or name, size and time of each file."""
+    """What changes when the text does: hub id, or name and content of each file."""
     if not files:
         return [[str(config.source), config.limit or 0]]
-    if config.path is None:
-        return [[hashlib.sha256(files[0].read_bytes()).hexdigest()]]
-    stats = [(file, file.stat()) for file in files]
-    return [[str(file.resolve()), s.st_size, s.st_mtime_ns, config.limit or 0] for file, s in stats]
+    return [[str(file.resolve()), _digest(file), config.limit or 0] for file in files]
+
+
+def _digest(file: Path) -> str:
+    """Of its content. Kept in the cache by all that changes when somebody writes to it: ranks need not read it all."""
+    stat = file.stat()
+    seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+    with contextlib.suppress(OSError):
+        if DIGEST.fullmatch(known := kept.read_text()):
+            return known
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if time.time() - stat.st_ctime > TICK_SECONDS:
+        with contextlib.suppress(OSError):  # a cache that can not be written: it is read each time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            beside = kept.with_name(f".{kept.name}.{socket.gethostname()}.{os.getpid()}")
+            beside.write_text(digest)
+            beside.replace(kept)
+    return digest

@@ -86,7 +86,7 @@ def _read(config: DataConfig, files: list[Path]) -> tuple[datasets.Dataset, str]
     """Documents (column text) or reviews (columns text, label), at most data.limit of them; where they came from."""
     datasets.disable_progress_bars()
     if config.kind == "text":
-        texts = [file.read_bytes().decode() for file in files]
+        texts = [_text_of(file) for file in files]
         documents = [document for text in texts for document in text.split(BETWEEN_DOCUMENTS)]
         return datasets.Dataset.from_dict({"text": documents}), _local(config) or SHIPPED
     reviews = _read_files(config, files) if files else _read_hub(config)
@@ -98,6 +98,14 @@ def _read(config: DataConfig, files: list[Path]) -> tuple[datasets.Dataset, str]
         )
     limit = len(reviews) if config.limit is None else min(config.limit, len(reviews))
     return reviews.select(range(limit)), _local(config) or _of_hub(config, reviews)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        problem = f"no UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
 
 
 def _local(config: DataConfig) -> str:

@@ -103,3 +103,13 @@ class RunSummary:
     saving_seconds: float = 0.0  # in which the measured steps stood still for checkpoints
     num_private_units: int = 0  # of the rank with the most, see RankSummary
     data_source: str = ""  # which text, from where, under which licence
+    diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
+
+    @property
+    def verdict(self) -> str | None:
+        return verdict_of(self.diverged_at)
+
+
+def verdict_of(diverged_at: int | None) -> str | None:
+    """What a run that came to its end is worth; None where nothing speaks against it."""
+    return None if diverged_at is None else f"diverged at step {diverged_at}"

@@ -6,6 +6,7 @@ Every rank calls `summarise_rank` on its own records; rank 0 gathers the results
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from statistics import fmean, median
 
 from zeroexp.measure.record import (
@@ -72,7 +73,14 @@ def summarise(
         saving_seconds=saving_seconds,
         num_private_units=max(r.num_private_units for r in ranks),
         data_source=data_source,
+        diverged_at=diverged_at(records),
     )
+
+
+def diverged_at(records: Sequence[StepRecord]) -> int | None:
+    """The first step whose loss or gradient norm is not a number; None where all are."""
+    broken = (r.step for r in records if not (isfinite(r.loss) and isfinite(r.grad_norm)))
+    return next(broken, None)
 
 
 def measured(records: Sequence[StepRecord]) -> list[StepRecord]:

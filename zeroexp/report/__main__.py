@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroexp import output
 from zeroexp.config import ConfigError
 from zeroexp.report import markdown
 from zeroexp.report.table import show
@@ -22,6 +23,7 @@ REFUSED = 2
 
 
 def main() -> int:
+    output.keep_going()
     arguments = _arguments()
     try:
         sweeps = arguments.sweeps or _newest(Path("outputs"))

@@ -45,12 +45,12 @@ class Progress:
     def __init__(
         self,
         num_points: int,
-        stream: TextIO = sys.stderr,
+        stream: TextIO | None = None,  # None: standard error
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_points = num_points
-        self._stream, self._clock = stream, clock
-        self._live = stream.isatty()
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._live = self._stream.isatty()
         self._running: dict[int, _Point] = {}
         self._ended: list[str] = []  # status of every point that ended
         self._seconds: list[float] = []  # duration of every point that ran to an end

@@ -109,6 +109,7 @@ def tags(run: Run, status: str) -> dict[str, str]:
         "status": status,
         **({"attempts": str(run.num_attempts)} if run.num_attempts > 1 else {}),
         **({"reason": run.reason} if run.reason else {}),
+        **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **known,
         # No params: another attempt at the run may find other links, and a param is written once.

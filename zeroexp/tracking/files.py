@@ -9,7 +9,6 @@ were first written, so that MLflow, which knows a value by step and time, shows 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from typing import Any
 
 from zeroexp.measure.record import MemorySummary, RunSummary, Spread, StepRecord, Traffic
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import read_json, write_json
+from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
 
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
@@ -42,7 +41,7 @@ class RecordWriter:
     def write(self, record: StepRecord) -> None:
         attempt.check(self._folder)
         at = self._written_at.get(record.step) or time.time()
-        self._file.write(json.dumps({**asdict(record), "written_at": at}) + "\n")
+        self._file.write(dumps({**asdict(record), "written_at": at}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -65,7 +64,7 @@ def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
-    rows = [json.loads(line) for line in lines]
+    rows = [loads(line) for line in lines]
     by_step = {row["step"]: row for row in rows}
     return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
 
@@ -83,7 +82,7 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
     if not path.exists():
         return {}
     lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
-    rows = [json.loads(line) for line in lines]
+    rows = [loads(line) for line in lines]
     kept = [
         f"{line}\n"
         for line, row in zip(lines, rows, strict=True)

@@ -1,30 +1,67 @@
-"""Small JSON files that are whole at any moment, and a reserve of space so that a full disk can still be told."""
+"""Small JSON files that are whole at any moment, and a reserve of space so that a full disk can still be told.
+
+JSON has no word for numbers that are none: they are written as strings, "NaN", "Infinity" and "-Infinity".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def dumps(content: Any, *, indent: int | None = None) -> str:
+    """JSON that every reader of JSON takes."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_as_words(content), indent=indent)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` was given."""
+    content = json.loads(text)
+    return _as_numbers(content) if any(f'"{word}"' in text for word in NOT_FINITE) else content
+
+
+def _as_words(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return "NaN" if math.isnan(content) else "Infinity" if content > 0 else "-Infinity"
+    return _mapped(_as_words, content)
+
+
+def _as_numbers(content: Any) -> Any:
+    if isinstance(content, str) and content in NOT_FINITE:
+        return float(content)
+    return _mapped(_as_numbers, content)
+
+
+def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: change(value) for key, value in content.items()}
+    return [change(value) for value in content] if isinstance(content, list) else content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """A reader sees the old content or the new one, never half of it, even after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with_room(path.parent, lambda: write_through(beside, json.dumps(content, indent=2) + "\n"))
+    with_room(path.parent, lambda: write_through(beside, dumps(content, indent=2) + "\n"))
     beside.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, None where there is no such file."""
     try:
-        return json.loads(path.read_text())
+        return loads(path.read_text())
     except FileNotFoundError:
         return None
 

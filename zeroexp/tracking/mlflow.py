@@ -10,18 +10,22 @@ import fcntl
 import logging
 import os
 import shlex
+import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
-from zeroexp.config import ConfigError
+from yaml import YAMLError
+
+from zeroexp.config import Config, ConfigError
 from zeroexp.measure.record import StepRecord
-from zeroexp.network import answers
+from zeroexp.network import answers, without_password
 from zeroexp.tracking import entries, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.link import LINK, Link, attempt_of
@@ -35,9 +39,12 @@ Item = TypeVar("Item")
 SQLITE = "sqlite:///"
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql", "mysql", "mssql")
+STORE = "MLFLOW_TRACKING_URI"
+VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # the most that a server takes
 UI_PORT = 5000
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 # MLflow's own patience is minutes: 7 retries of 120 s. What a store does not take now, it is sent later.
 CLIENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -55,25 +62,25 @@ class MlflowTracker:
     ) -> None:
         """`uri` None is a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
         self.uri = store_uri(uri, Path(outputs))
+        self.shown = without_password(self.uri)
         self.experiment = experiment
+        self.waits_for: str | None = None  # a lock, while it waits for one
         self._client: MlflowClient | None = None
-        self._sent_until: dict[str, float] = {}  # when the newest row sent was written, by run id
+        self.refused: dict[str, str] = {}  # what MLflow does not take, and why; all else is there
+        self._sent: dict[str, set[int]] = {}  # steps, by run id
 
-    def start_run(
-        self, folder: Path, tags: Mapping[str, str] | None = None, *, pid: int | None = None
-    ) -> str:
+    def start_run(self, folder: Path, tags: Mapping[str, str] | None = None) -> str:
         """The MLflow run of a run folder: made on the first call, reopened on later ones. Returns its id.
 
-        `pid` is the process on this host with which the run dies; None where there is none to watch (Slurm).
         A run that is run again from its start becomes a new one; the old one leaves the views of the sweep.
         """
-        with _locked(folder / f".{LINK}.lock"):
+        with self._locked(folder / f".{LINK}.lock"):
             link = Link.read(folder)
             if link is None or not self._has(link):
-                link = self._create_run(folder, pid)
+                link = self._create_run(folder)
             elif link.attempt != attempt_of(folder):
                 self._send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-                link = self._create_run(folder, pid)
+                link = self._create_run(folder)
             elif link.closed:
                 with self._store() as client:
                     client.update_run(link.run_id, status=entries.RUNNING)
@@ -108,13 +115,13 @@ class MlflowTracker:
 
     def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
         """Send the steps among these (Unix seconds of writing, record) that this object has not sent yet."""
-        sent_until = self._sent_until.get(run_id, 0.0)
-        new = [(at, record) for at, record in records if at > sent_until]
+        sent = self._sent.setdefault(run_id, set())
+        new = [(at, record) for at, record in records if record.step not in sent]
         self._send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
-        self._sent_until[run_id] = max([sent_until, *(at for at, _ in new)])
+        sent.update(record.step for _, record in new)
 
     def close_stale(self, outputs: Path) -> list[Path]:
-        """Close every run below `outputs` that has ended, or whose process has died, without MLflow knowing.
+        """Close every run below `outputs` that has ended, also by its sweep's death, without MLflow knowing.
 
         Returns their folders. What such a run left behind is sent too.
         """
@@ -131,14 +138,14 @@ class MlflowTracker:
                 client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
             for tag in views.outdated(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
-        base = self.uri if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
+        base = self.shown if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
         return [(view.title, view.url(base, experiment_id)) for view in saved]
 
     def ui_command(self) -> str:
         """What to type to see the runs; for a server that runs already, its address."""
         if self.uri.startswith(SERVERS):
-            return self.uri
-        python, uri = shlex.quote(sys.executable), shlex.quote(self.uri)
+            return self.shown
+        python, uri = shlex.quote(sys.executable), shlex.quote(self.shown)
         return f"{python} -m mlflow ui --backend-store-uri {uri} --port {UI_PORT} --workers 1"
 
     @contextmanager
@@ -147,10 +154,20 @@ class MlflowTracker:
         fails because it waited too long for another. Not reentrant.
         """
         local = self.uri.startswith(SQLITE)
-        with _locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
+        with self._locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
             if self._client is None:
                 self._client = _open_client(self.uri)
             yield self._client
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Among all processes of this host; released by the system when its holder dies."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            self.waits_for = f"{path}, which another process holds"
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.waits_for = None
+            yield
 
     @cached_property
     def _experiment_id(self) -> str:
@@ -177,7 +194,7 @@ class MlflowTracker:
         """False for a run of another store, of one that was thrown away since, or that a user deleted."""
         from mlflow.exceptions import MlflowException
 
-        if link.uri != self.uri:
+        if link.uri != self.shown:
             return False
         with self._store() as client:
             try:
@@ -187,7 +204,7 @@ class MlflowTracker:
                     raise
                 return False
 
-    def _create_run(self, folder: Path, pid: int | None) -> Link:
+    def _create_run(self, folder: Path) -> Link:
         run = read_run(folder)
         experiment_id = self._experiment_id
         with self._store() as client:
@@ -197,7 +214,7 @@ class MlflowTracker:
                 tags=entries.tags(run, "running"),
                 run_name=run.name,
             )
-        return Link.to(self.uri, experiment_id, made.info.run_id, pid, attempt_of(folder))
+        return Link(self.shown, experiment_id, made.info.run_id, attempt_of(folder))
 
     def _send(
         self,
@@ -209,12 +226,30 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param, RunTag
 
         with self._store() as client:
-            for batch in _batches(metrics, METRICS_PER_CALL):
-                client.log_batch(run_id, metrics=[Metric(*entry) for entry in batch])
-            for batch in _batches(list((params or {}).items()), PARAMS_PER_CALL):
-                client.log_batch(run_id, params=[Param(*item) for item in batch])
-            if tags:
-                client.log_batch(run_id, tags=[RunTag(*item) for item in tags.items()])
+            for batch in _batches([Metric(*entry) for entry in metrics], METRICS_PER_CALL):
+                self._log(batch, lambda some: client.log_batch(run_id, metrics=some))
+            told = [Param(*item) for item in (params or {}).items()]
+            for batch in _batches(told, PARAMS_PER_CALL):
+                self._log(batch, lambda some: client.log_batch(run_id, params=some))
+            for batch in _batches(
+                [RunTag(*item) for item in (tags or {}).items()], PARAMS_PER_CALL
+            ):
+                self._log(batch, lambda some: client.log_batch(run_id, tags=some))
+
+    def _log(self, items: Sequence[Any], log: Callable[[Sequence[Any]], object]) -> None:
+        """All at once; where MLflow refuses that, one by one, so that what it refuses costs nothing else."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            log(items)
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(items) == 1:
+                self.refused[items[0].key] = str(error).partition("\n")[0]
+            else:
+                for item in items:
+                    self._log([item], log)
 
     def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
         with self._store() as client:
@@ -230,29 +265,47 @@ class MlflowTracker:
 
     def _close_if_stale(self, folder: Path) -> bool:
         link = Link.read(folder)
-        if link is None or link.closed or not self._has(link):
+        if link is None or link.closed:
             return False
-        ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+        try:
+            ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+            read_timed_records(folder)
+        except UNREADABLE:  # nobody else's sweep is kept from the store by it
+            return False
+        ended = ended and self._has(link)
         if ended:
             self.log_run(folder)
-        elif link.orphaned():
-            reason = f"process {link.pid} on {link.host}, which ran it, has died"
-            self.log_run(folder, "cancelled", {"reason": reason})
-        return ended or link.orphaned()
+        return ended
 
 
 def store_uri(uri: str | None, outputs: Path) -> str:
-    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db."""
+    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db; with the password that the
+    environment's MLFLOW_TRACKING_URI has for it. Raises ConfigError for a store that MLflow refuses.
+    """
+    of_environment = os.environ.get(STORE) or None
+    if of_environment and uri in (None, without_password(of_environment)):
+        key, uri = STORE, of_environment
+    else:
+        key = "tracking.uri"
     if uri is None:
         return f"{SQLITE}{outputs.resolve() / 'mlflow.db'}"
     if uri.startswith(SQLITE):
         return f"{SQLITE}{_database(uri).resolve()}"
     if not uri.startswith((*SERVERS, *DATABASES)):
         raise ConfigError(
-            f"tracking.uri={uri} is no store that MLflow writes to; use sqlite:///path/to/mlflow.db, "
-            "the http(s) address of a server, or leave it null"
+            f"{key}={without_password(uri)} is no store that MLflow writes to; use "
+            "sqlite:///path/to/mlflow.db, the http(s) address of a server, or leave it empty"
         )
     return uri.rstrip("/")
+
+
+def with_store(config: Config) -> Config:
+    """With the store that is meant here and now, for who sends later or elsewhere; its password stays here."""
+    named = config.tracking.uri is not None or os.environ.get(STORE)
+    if not config.tracking.mlflow or not named:
+        return config
+    uri = without_password(store_uri(config.tracking.uri, Path(config.outputs)))
+    return replace(config, tracking=replace(config.tracking, uri=uri))
 
 
 def _database(uri: str) -> Path:
@@ -261,24 +314,46 @@ def _database(uri: str) -> Path:
 
 def _open_client(uri: str) -> MlflowClient:
     if uri.startswith(SERVERS) and not answers(uri):
-        raise ConnectionError(f"no server answers at {uri}")
+        raise ConnectionError(f"no server answers at {without_password(uri)}")
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     for chatter in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(chatter).setLevel(logging.WARNING)
+    if uri.startswith(SQLITE) and not _has_tables(_database(uri)):
+        _make_tables(_database(uri))
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a warning for each retry
     return MlflowClient(uri)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Among all processes of this host; released by the system when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _has_tables(database: Path) -> bool:
+    """Raises ConfigError for a file that no MLflow will ever open, where MLflow itself would try for a minute."""
+    if not database.exists():
+        return False
+    remedy = f"move it away ({database}.broken) and send the runs again, which makes a new one"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as tables:
+            names = {name for (name,) in tables.execute("select name from sqlite_master")}
+            version = "alembic_version" in names and tables.execute(VERSION).fetchone()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{database}: no database of MLflow ({error}); {remedy}") from error
+    if names and not version:
+        problem = "its tables are incomplete: whoever made them was killed meanwhile"
+        raise ConfigError(f"{database}: {problem}; {remedy}")
+    return bool(names)
+
+
+def _make_tables(database: Path) -> None:
+    """All of them beside it, then one rename: MLflow makes 65, and never again opens a file that holds some."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for left in database.parent.glob(f".{database.name}.*"):  # by somebody who was killed
+        left.unlink()
+    beside = database.with_name(f".{database.name}.{os.getpid()}")
+    store = SqlAlchemyStore(f"{SQLITE}{beside}", (database.parent / "mlartifacts").as_uri())
+    store.engine.dispose()
+    beside.replace(database)
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

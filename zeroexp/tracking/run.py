@@ -11,8 +11,11 @@ from typing import Any
 import yaml
 
 from zeroexp.measure.record import RunSummary
-from zeroexp.tracking import attempt
+from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary
+
+SLURM = "slurm.json"  # in the folder of a run that was given to Slurm
+UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Raises FileNotFoundError where the folder holds no config.yaml."""
-    state = read_json(folder / "state.json") or {"status": "pending"}
+    state = settled(folder)
     return Run(
         folder=folder,
         config=flatten(yaml.safe_load((folder / "config.yaml").read_text())),
@@ -66,6 +69,15 @@ def read_run(folder: Path) -> Run:
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
     )
+
+
+def settled(folder: Path) -> dict[str, Any]:
+    """What state.json says, but for a point that waits or runs by it while the process that was to run it is dead."""
+    state = read_json(folder / "state.json") or {"status": "pending", "reason": None}
+    by_slurm = (folder / SLURM).exists()
+    if state["status"] in UNFINISHED and not by_slurm and (reason := owner.abandoned(folder)):
+        return {**state, "status": "cancelled", "reason": reason}
+    return state
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

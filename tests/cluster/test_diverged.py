@@ -1,0 +1,40 @@
+"""A run whose loss becomes no number: it is done, and marked wherever its result is shown."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cluster.test_sweep import LIGHT, jobs, write_study, zeroexp
+from zeroexp.tracking import entries
+from zeroexp.tracking.files import read_records
+from zeroexp.tracking.run import read_run
+
+WORDS = ["-m", "world_size=1", "optimizer=sgd", *LIGHT, "train.steps=6"]
+
+
+def test_a_run_that_diverged_is_done_and_says_so_everywhere(tmp_path):
+    done = zeroexp(tmp_path, *WORDS, "optimizer.lr=0.001,1e6")
+    assert done.returncode == 0, done.stderr
+    fine, diverged = (jobs(tmp_path)[f"zero3-buffer-n1-lr{lr}"] for lr in ("0.001", "1000000.0"))
+    records = read_records(diverged.folder)
+    first = next(r.step for r in records if not abs(r.loss) + r.grad_norm < float("inf"))
+    verdict = f"diverged at step {first}"
+    assert 0 < first < len(records) - 1, "it goes on to its end"
+    assert (diverged.state["status"], diverged.state["reason"]) == ("done", verdict)
+    (row,) = [line for line in done.stdout.splitlines() if f" done: {verdict}" in line]
+    assert row.startswith("zero3 ")
+    assert f"{diverged.name}: done in" in done.stderr and f" s: {verdict}\n" in done.stderr
+    run = read_run(diverged.folder)
+    assert entries.tags(run, run.status)["verdict"] == verdict
+    assert json.loads((diverged.folder / "summary.json").read_text())["diverged_at"] == first
+    assert fine.state["reason"] is None
+    assert "verdict" not in entries.tags(read_run(fine.folder), "done")
+
+
+def test_the_claim_of_a_study_fails_with_it(tmp_path):
+    study = write_study(tmp_path, "loss_agreement: 1e-5")
+    done = zeroexp(tmp_path, *study, *WORDS, "optimizer.lr=1e6")
+    assert done.returncode == 1, done.stderr
+    (job,) = jobs(tmp_path).values()
+    assert job.state["status"] == "done"
+    assert f"\n  {job.name}: {job.state['reason']}\n" in done.stdout

@@ -1,0 +1,126 @@
+"""Stores that are killed while they are made, broken, or held by somebody else: on a real sqlite file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_dead_owner import FOR_EVER, wait_for_steps
+from tests.cluster.test_sweep import LIGHT, jobs, start, statuses
+from tests.run_folders import write_run
+from zeroexp.cluster.uploads import Uploads
+from zeroexp.config import TrackingConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+MAKE = """
+import sys
+from zeroexp.tracking.mlflow import MlflowTracker
+MlflowTracker(sys.argv[1], "x").write_views("sweep")
+"""
+
+
+def statuses_in_mlflow(outputs: Path) -> list[str]:
+    with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+        return [status for (status,) in connection.execute("select status from runs")]
+
+
+def num_tables(database: Path) -> int:
+    try:
+        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+            return connection.execute("select count(*) from sqlite_master").fetchone()[0]
+    except sqlite3.Error:  # not there yet, or being written
+        return 0
+
+
+def test_a_store_whose_maker_was_killed_is_made_by_the_next(tmp_path: Path) -> None:
+    store = tmp_path / "mlflow.db"
+    maker = subprocess.Popen([sys.executable, "-c", MAKE, f"sqlite:///{store}"])
+    beside = tmp_path / f".mlflow.db.{maker.pid}"
+    while num_tables(beside) < 20:
+        assert maker.poll() is None and not store.exists()
+        time.sleep(0.01)
+    maker.kill()
+    maker.wait()
+    assert not store.exists()
+    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
+    folder = write_run(tmp_path / "sweep" / "run", num_steps=4)
+    sent.send(folder)
+    sent.conclude(folder.parent)
+    assert statuses_in_mlflow(tmp_path) == ["FINISHED"]
+    assert list(tmp_path.glob(".mlflow.db*")) == []
+
+
+def interrupted(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("create table experiments (id integer)")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (interrupted, "its tables are incomplete: whoever made them was killed meanwhile"),
+        (lambda path: path.write_text("no database " * 100), "file is not a database"),
+        (lambda path: path.mkdir(), "no database of MLflow"),
+    ],
+)
+def test_a_broken_store_is_told_with_its_remedy(tmp_path, capsys, damage, said) -> None:
+    damage(tmp_path / "mlflow.db")
+    folder = write_run(tmp_path / "sweep" / "run", num_steps=4)
+    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
+    sent.send(folder)
+    sent.conclude(folder.parent)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("MLflow did not take the runs (ConfigError: ")
+    assert said in lines[0] and f"move it away ({tmp_path / 'mlflow.db'}.broken)" in lines[0]
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    return out, err
+
+
+def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears_of_it(tmp_path):
+    words = [*LIGHT, FOR_EVER, "tracking=mlflow", "world_size=1"]
+    with held(tmp_path / "outputs" / "mlflow.db.lock"):
+        process = start(tmp_path, *words)
+        wait_for_steps(tmp_path, 3, process)
+        process.send_signal(signal.SIGINT)
+        while set(statuses(tmp_path).values()) != {"cancelled"}:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, _ = end(process)
+    assert "MLflow did not take the runs (TimeoutError: no answer from " in out
+    assert "mlflow.db.lock, which another process holds)" in out
+
+    (sweep,) = {job.folder.parent for job in jobs(tmp_path).values()}
+    again = start(tmp_path, "--rerun", str(sweep))
+    while not (tmp_path / "outputs" / "mlflow.db").exists() or not any(
+        statuses_in_mlflow(tmp_path / "outputs")
+    ):
+        assert again.poll() is None
+        time.sleep(0.1)
+    wait_for_steps(tmp_path, 3, again)
+    os.kill(again.pid, signal.SIGTERM)
+    end(again)
+    assert statuses_in_mlflow(tmp_path / "outputs") == ["KILLED"]

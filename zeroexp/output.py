@@ -1,0 +1,39 @@
+"""Standard output and error that no work ends for: on a full disk, into a pipe or a terminal that was closed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any
+
+
+def keep_going() -> None:
+    """From here on what can not be written is dropped, in silence: there is nobody to tell."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # else the next file that is opened would get what we print
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = sys.__stdout__ = _text(1)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = sys.__stderr__ = _text(2)
+
+
+class _Lenient(io.FileIO):
+    """A descriptor whose writes always succeed."""
+
+    def write(self, content: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(content)
+        return len(content)
+
+
+def _text(descriptor: int) -> io.TextIOWrapper:
+    raw = _Lenient(descriptor, "w", closefd=False)
+    by_lines = descriptor == 2 or raw.isatty()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), errors="backslashreplace", line_buffering=by_lines
+    )
