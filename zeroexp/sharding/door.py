@@ -81,7 +81,9 @@ def refuse(
 def _refuse_options(options: Options) -> None:
     for key, words in WORDS.items():
         if getattr(options, key) not in words:
-            raise ValueError(f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}")
+            raise ValueError(
+                f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
+            )
     if not isinstance(options.overlap, bool):
         raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
     depth = options.prefetch
