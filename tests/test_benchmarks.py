@@ -97,6 +97,7 @@ def test_page_without_markers_is_refused(tmp_path):
 def test_check_finds_what_got_worse_and_nothing_else(rows):
     stored = check.ratios(rows)
     assert check.regressions(stored, stored) == []
+    assert "wire_bytes" not in stored["t/zero1_buffer"], "handshakes alone go by TCP"
     slower = json.loads(json.dumps(stored))
     slower["t/zero3_buffer_sockets"]["ratio_to_limit"] *= 1.2
     slower["t/zero1_buffer"]["peak_bytes"] *= 1.2

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from zeroexp.strategies.base import CanonicalTensor, Piece
 from zeroexp.strategies.canonical import (
+    BUFFER,
+    WEIGHT,
     SavedMoment,
+    SavedMoments,
     empty_moment,
     fill,
     moments_of,
@@ -97,3 +100,16 @@ def test_memory_for_a_moment():
 
 def test_moments_are_the_tensors_of_a_state():
     assert moments_of({"exp_avg": VALUES, "step": 3}) == {"exp_avg": VALUES}
+
+
+def test_what_is_a_number_is_told_by_parameters_that_have_dimensions():
+    """A parameter without one has moments of no dimension too; a buffer, which has no weight, tells nothing."""
+    vector = {WEIGHT: whole(torch.ones(3)), "exp_avg": whole(torch.ones(3)), "count": _number(7.0)}
+    scalar = {WEIGHT: _number(1.0), "exp_avg": _number(2.0), "count": _number(7.0)}
+    state = {"norm.mean": {BUFFER: whole(torch.ones(3))}, "vector": vector, "scalar": scalar}
+    found = {key: moment.of_elements for key, moment in SavedMoments(state).of("scalar")}
+    assert found == {"exp_avg": True, "count": False}
+
+
+def _number(value: float) -> CanonicalTensor:
+    return whole(torch.tensor(value))
