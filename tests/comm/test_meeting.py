@@ -172,7 +172,7 @@ def test_after_an_exception_nothing_is_left_behind(ranks):
 def forwards_before_the_first_step(world: World) -> tuple[int, int]:
     """(offers on the board after one forward, after many)"""
     strategy = small_engine(world, 0)
-    board = strategy._wire._transport._arena.board
+    board = strategy.wire._transport._arena.board
     counts = []
     for num_forwards in (1, 30):
         for _ in range(num_forwards):

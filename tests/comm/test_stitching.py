@@ -98,7 +98,7 @@ def compare_with_messages(world: World) -> None:
     ours = weights_after(mapped, world, 3)
     for got, expected in zip(ours, weights_after(copied, world, 3), strict=True):
         assert torch.equal(got, expected)
-    blocks = mapped._units[1:]
+    blocks = mapped.units[1:]
     for unit in blocks:
         (tensors,) = unit.chunks
         assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_PAGES * cut_elements(PAGE_BYTES)
@@ -110,7 +110,7 @@ def compare_with_messages(world: World) -> None:
         tensors.piece[5] = 77.0
         assert own[5] == 77.0
         unit.free(forget=True)
-    (pool,) = mapped._pools
+    (pool,) = mapped.pools
     form = max(mapped_bytes([t.chunk for t in u.chunks], world.rank, 4) for u in blocks)
     numel = WIDTH * WIDTH + WIDTH
     most = 4 * numel * (world.size - 1) // world.size
@@ -153,7 +153,7 @@ def train_with_pages(world: World, page_bytes: int, width: int) -> list[tuple[in
     expected = weights_after(copied, world, 2)
     for got, other in zip(weights_after(strategy, world, 2), expected, strict=True):
         assert torch.equal(got, other)
-    in_place = [t.in_place for unit in strategy._units[1:] for t in unit.chunks]
+    in_place = [t.in_place for unit in strategy.units[1:] for t in unit.chunks]
     assert in_place == [True] * 3
     barrier()
     return asked

@@ -99,13 +99,13 @@ def form_of(
     strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
 ) -> Form:
     """Built as a planner builds it, from the names and layouts of the units."""
-    names = [unit.name for unit in strategy._units]
+    names = [unit.name for unit in strategy.units]
     private = private_units(names, schedule.keep)
     units = [
         UnitForm(tuple(tensors.chunk for tensors in unit.chunks), unit.name in private)
-        for unit in strategy._units
+        for unit in strategy.units
     ]
-    world_size = strategy._wire.world.size
+    world_size = strategy.wire.world.size
     return Form(units, rows_for(STAGES[stage], world_size), world_size, schedule, **forms)
 
 

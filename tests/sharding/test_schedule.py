@@ -217,7 +217,7 @@ def watch(strategy: Sharded) -> list[str]:
     """Everything that happens from now on: moves as they are issued, forwards as they begin, backwards as they end."""
     events: list[str] = []
     names = {
-        id(chunk.chunk): unit.name or "root" for unit in strategy._units for chunk in unit.chunks
+        id(chunk.chunk): unit.name or "root" for unit in strategy.units for chunk in unit.chunks
     }
 
     def log(move: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ def watch(strategy: Sharded) -> list[str]:
         return logged
 
     for move in ("all_gather", "reduce_scatter", "all_reduce"):
-        setattr(strategy._wire, move, log(getattr(strategy._wire, move)))
+        setattr(strategy.wire, move, log(getattr(strategy.wire, move)))
     for name in BLOCKS:
         block = strategy.model.get_submodule(name)
         block.register_forward_pre_hook(lambda _m, _a, name=name: events.append(f"forward {name}"))
@@ -302,7 +302,7 @@ def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched
     counts: list[int] = []
     with fake_world(0, 2) as world:
         strategy = toy_engine(world, "zero2", overlap=overlap)
-        launch = strategy._wire.reduce_scatter
+        launch = strategy.wire.reduce_scatter
 
         def counted(parts: Any, kind: str, *more: Any, **words: Any) -> Any:
             pending = launch(parts, kind, *more, **words)
@@ -312,7 +312,7 @@ def test_between_hosts_two_reductions_are_under_way_beside_the_one_just_launched
             counts.append(len(under_way))
             return pending
 
-        strategy._wire.reduce_scatter = counted
+        strategy.wire.reduce_scatter = counted
         step(strategy)
     assert len(counts) == len(["root", *BLOCKS])
     assert max(counts) == most
@@ -341,7 +341,7 @@ def test_partial_gradients_are_not_reduced_each_microbatch():
 def gathered(strategy: Sharded) -> set[str]:
     """Units that have parameters, or memory of their own for them."""
     return {
-        u.name for u in strategy._units if u.residence is not Residence.FREED or private_bytes(u)
+        u.name for u in strategy.units if u.residence is not Residence.FREED or private_bytes(u)
     }
 
 
@@ -371,7 +371,7 @@ def test_nothing_gathered_outlives_its_unit_but_the_pools(unit, keep, prefetch):
             assert len(ahead) <= prefetch
         strategy.drain()
         assert gathered(strategy) == set()
-        assert any(unit.has_private_store for unit in strategy._units)
+        assert any(unit.has_private_store for unit in strategy.units)
 
 
 @pytest.mark.parametrize("keep", ["none", "last", "all"])
@@ -421,7 +421,7 @@ def test_experts_move_with_the_module_that_chooses_among_them():
     with fake_world(0, 2) as world:
         make = Ours("zero3", Options(unit="module", transport="gloo"))
         strategy = make(MODELS["moe_by_turns"].build(), Recipe(), world)
-        names = [unit.name for unit in strategy._units]
+        names = [unit.name for unit in strategy.units]
     assert "blocks.0.experts" in names
     assert not [name for name in names if name.startswith("blocks.0.experts.")]
     assert "blocks.0.attention.qkv" in names
@@ -430,7 +430,7 @@ def test_experts_move_with_the_module_that_chooses_among_them():
 def test_what_blocks_share_belongs_to_the_root():
     with fake_world(0, 2) as world:
         strategy = toy_engine(world, "zero3", unit="module")
-        root: Unit = strategy._units[0]
+        root: Unit = strategy.units[0]
     names = {member.name for tensors in root.chunks for member in tensors.chunk.members}
     assert names == {"embedding.weight", "unused"}
 

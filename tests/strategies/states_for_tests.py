@@ -15,11 +15,8 @@ from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.strategies.base import CanonicalState, Strategy
-from zeroexp.strategies.buffers import Buffers
-from zeroexp.strategies.python_values import PythonValues
+from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
 from zeroexp.world import World
@@ -36,38 +33,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)) * self.gain)
-
-
-class Wired(Sharded):
-    """With Python values and buffers in its state."""
-
-    def __init__(self, module: nn.Module, *, param_groups: Any, **words: Any) -> None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        super().__init__(module, param_groups=param_groups, **words)
-        self.values = PythonValues(
-            self.optimizer, [[names[p] for p in group["params"]] for group in param_groups]
-        )
-        self.buffers = Buffers(module, self._wire.world)
-
-    def step(self) -> Tensor:
-        norm = super().step()
-        self.buffers.share()
-        return norm
-
-    def state_dict(self) -> CanonicalState:
-        return canonical_state(
-            *(self._units, self._stage, self.optimizer, self._wire.world),
-            self.values,
-            self.buffers,
-        )
-
-    def load_state_dict(self, state: CanonicalState) -> None:
-        super().load_state_dict(state)  # publishes
-        load_canonical(
-            *(state, self._units, self._stage, self.optimizer, self._wire.world),
-            self.values,
-            self.buffers,
-        )
 
 
 SHARDED = ("zero1 tensor", "zero3 buffer", "zero2 parameter", "ddp buffer")
@@ -96,7 +61,7 @@ def build(
         return TorchFSDP2(net, blocks=["first"], reshard_after_forward=True, **words)
     if family == "torch":
         return TorchDDP(net, dtype=dtype, shard_optimizer=stage == "zero1", **words)
-    return Wired(
+    return Sharded(
         net,
         blocks=["first"],
         stage=STAGES[stage],

@@ -62,7 +62,10 @@ class Options:
 
 
 class Sharded:
-    """`module` trained under one stage. The optimizer sees this rank's pieces only."""
+    """`module` trained under one stage. The optimizer sees this rank's pieces only.
+
+    units, wire, pools: what it is made of, for those who look and change nothing.
+    """
 
     def __init__(
         self,
@@ -97,39 +100,39 @@ class Sharded:
         self.model = module.to(world.device)
         self._stage = stage
         self._max_grad_norm = max_grad_norm
-        self._wire = Collectives(world, transport=options.transport)
+        self.wire = Collectives(world, transport=options.transport)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
-        door.agree_on_settings([*settings, door.words_of(module, param_groups)], self._wire)
-        door.agree_on_weights(self.model, self._wire)
+        door.agree_on_settings([*settings, door.words_of(module, param_groups)], self.wire)
+        door.agree_on_weights(self.model, self.wire)
         self._buffers = Buffers(module, world)
-        self._wire.meet()
+        self.wire.meet()
         groups = group_parameters(module, blocks, options.unit)
-        self._units = make_units(
+        self.units = make_units(
             groups,
             stage=stage,
             family=options.family,
             owners=options.owners,
             dtypes=dtypes,
-            wire=self._wire,
+            wire=self.wire,
             bucket_bytes=self._bucket_bytes(options),
         )
         prefetch = self._prefetch_depth(options)
         self.settings = self._settings(options, prefetch)
-        self._pools = give_memory(self._units, options.keep, 1 + prefetch, self._wire)
+        self.pools = give_memory(self.units, options.keep, 1 + prefetch, self.wire)
         self._schedule = Schedule(
-            self._units,
-            self._wire,
+            self.units,
+            self.wire,
             overlap=options.overlap,
             prefetch=prefetch,
             keep=options.keep,
             reduce_each=options.reduce_each or stage.reduce_each,
         )
         self._tied = keep_rows_apart(module)  # before the hooks that ask for the whole gradient
-        for unit, group in zip(self._units, groups, strict=True):
+        for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
-        self._trainable = [p for unit in self._units for p in unit.trainable_parameters()]
-        self._parameters = ParameterWatch(module, self._units, alone=world.size == 1)
-        self.optimizer = optimizer_factory(_masters_in_groups(self._units, param_groups))
+        self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
+        self._parameters = ParameterWatch(module, self.units, alone=world.size == 1)
+        self.optimizer = optimizer_factory(_masters_in_groups(self.units, param_groups))
         named = {parameter: name for name, parameter in module.named_parameters()}
         names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
         self._python = PythonValues(self.optimizer, names)
@@ -146,23 +149,23 @@ class Sharded:
         self._schedule.begin_microbatch(last=last)
         try:
             self._parameters.refuse_changes()
-            for unit in self._units:
+            for unit in self.units:
                 unit.take_gradients(taken=False)
             with self._schedule.watch_what_is_saved():
                 yield
             self._schedule.end_microbatch()
-            if self._wire.world.size > 1:
+            if self.wire.world.size > 1:
                 self._parameters.refuse_writes()
         except BaseException:
             self._schedule.abandon_microbatch()
             raise
-        for unit in self._units:
+        for unit in self.units:
             unit.take_gradients(taken=True)
 
     def backward(self, loss: Tensor) -> None:
         with self._schedule.closing_backward(loss):
             loss.backward()
-        for unit in self._units:
+        for unit in self.units:
             unit.take_gradients(taken=True)
 
     @contextmanager
@@ -170,11 +173,11 @@ class Sharded:
         """All parameters whole and readable inside, on all ranks together; see zeroexp/sharding/gathered.py."""
         might_load, self._may_load = self._may_load, write or self._may_load
         try:
-            with gathered(self._units, self._schedule, self._wire, write=write):
+            with gathered(self.units, self._schedule, self.wire, write=write):
                 yield
         finally:
             self._may_load = might_load
-        reads_only = not (write or self._may_load or self._wire.world.size == 1)
+        reads_only = not (write or self._may_load or self.wire.world.size == 1)
         if reads_only and self._parameters.were_written():
             raise written_while_reading()
         if not self._schedule.calls.in_microbatch:
@@ -182,19 +185,19 @@ class Sharded:
 
     def step(self) -> Tensor:
         """Hand over what was reduced, clip, update every master at once, publish unit by unit."""
-        self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self._units))
+        self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self.units))
         self._schedule.drain()
-        handed = [each for unit in self._units for each in unit.hand_over()]
-        self._wire.quiesce()
-        tally = Tally(self._trainable, handed, self._stage, self._wire, self._has_gradient())
+        handed = [each for unit in self.units for each in unit.hand_over()]
+        self.wire.quiesce()
+        tally = Tally(self._trainable, handed, self._stage, self.wire, self._has_gradient())
         tally.expect_same_gathers()
         scale = None
         if self._max_grad_norm is not None:  # else the others' share may come while we update
             scale = self._clip_scale(tally.norm(), self._max_grad_norm)
         self._update([each for each in handed if tally.has_gradient(each.parameter)], scale)
-        for unit in self._units:
+        for unit in self.units:
             self._schedule.publish(unit)
-        if not self._units[
+        if not self.units[
             0
         ].is_sharded:  # so that a backward from before this step is refused, as torch does
             torch.autograd.graph.increment_version(self._trainable)
@@ -204,7 +207,7 @@ class Sharded:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also what `model.zero_grad()` and `optimizer.zero_grad()` do."""
-        for unit in self._units:
+        for unit in self.units:
             unit.zero_grad()
         for gradient in self._tied:
             gradient.clear()
@@ -216,11 +219,11 @@ class Sharded:
     def model_states(self) -> ModelStates:
         self.drain()
         states = ModelStates(
-            buffers=[pool.memory for pool in self._pools],
-            hidden_bytes=self._wire.staging_bytes,
+            buffers=[pool.memory for pool in self.pools],
+            hidden_bytes=self.wire.staging_bytes,
             num_private_units=self._schedule.num_private,
         )
-        for unit in self._units:
+        for unit in self.units:
             for kind, tensors in unit.states().items():
                 getattr(states, kind).extend(tensors)
         for state in self.optimizer.state.values():
@@ -229,44 +232,44 @@ class Sharded:
 
     @property
     def shared_bytes(self) -> int:
-        return self._wire.shared_bytes + sum(pool.file_bytes for pool in self._pools)
+        return self.wire.shared_bytes + sum(pool.file_bytes for pool in self.pools)
 
     def take_traffic(self) -> Traffic:
         """What our collectives sent since the last call."""
-        return self._wire.take_traffic()
+        return self.wire.take_traffic()
 
     def _prefetch_depth(self, options: Options) -> int:
         """Without overlap, or where the gathering rank copies by itself, early is no better and costs a pool."""
         if not options.overlap:
             return 0
         if options.prefetch is None:
-            return 0 if self._wire.facts.moves_on_wait else 1
+            return 0 if self.wire.facts.moves_on_wait else 1
         return options.prefetch
 
     def _settings(self, options: Options, prefetch: int) -> dict[str, Any]:
         """What was left open, as this transport and stage have settled it."""
-        facts, bucket_bytes = self._wire.facts, self._bucket_bytes(options)
-        sharded = self._units[0].is_sharded
+        facts, bucket_bytes = self.wire.facts, self._bucket_bytes(options)
+        sharded = self.units[0].is_sharded
         return {
             "transport": facts.name,
             "bucket_mb": None if bucket_bytes is None else bucket_bytes / MIB,
             "prefetch": prefetch if sharded else None,
             "reduce_each": options.reduce_each or self._stage.reduce_each,
             "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
-            "page_bytes": self._wire.page_bytes,
+            "page_bytes": self.wire.page_bytes,
         }
 
     def _bucket_bytes(self, options: Options) -> int | None:
         if options.bucket_mb is not None:
             return int(options.bucket_mb * MIB)
-        return self._wire.facts.bucket_bytes if self._wire.world.size > 1 else None
+        return self.wire.facts.bucket_bytes if self.wire.world.size > 1 else None
 
     def state_dict(self) -> CanonicalState:
         state = canonical_state(
-            self._units,
+            self.units,
             self._stage,
             self.optimizer,
-            self._wire.world,
+            self.wire.world,
             self._python,
             self._buffers,
         )
@@ -277,23 +280,23 @@ class Sharded:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self.drain()
-        self._wire.quiesce()
+        self.wire.quiesce()
         load_canonical(
             state,
-            self._units,
+            self.units,
             self._stage,
             self.optimizer,
-            self._wire.world,
+            self.wire.world,
             self._python,
             self._buffers,
         )
-        for unit in self._units:
+        for unit in self.units:
             self._schedule.publish(unit)
         self.drain()
         self.take_traffic()
 
     def _has_gradient(self) -> list[bool]:
-        return [present for unit in self._units for present in unit.has_gradient()]
+        return [present for unit in self.units for present in unit.has_gradient()]
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """What gradients are multiplied by; None while the norm is allowed, so that they stay bit for bit."""
