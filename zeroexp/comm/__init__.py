@@ -1,4 +1,4 @@
-"""How bytes move between ranks. This package knows the layout of what it moves, and nothing of ZeRO.
+"""How bytes move between ranks. This package knows how parameters are cut and which moves there are, no more of ZeRO.
 
 facts.py           what the engine needs to know of a transport: one row for each
 base.py            what a move takes and gives back, and what every transport can do

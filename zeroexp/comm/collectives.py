@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
@@ -27,6 +26,22 @@ def choose(world: World, transport: str) -> Transport:
     if transport == "native":
         return Native(world)
     return Direct(world, share_memory=transport == "direct")
+
+
+def terms_of(number: int) -> list[float]:
+    """What each rank adds of a number below 2**32, so that the sums tell whether all ranks had the same.
+
+    N numbers are equal if and only if N times the sum of their squares is the square of their sum; halves of 16 bits
+    keep float64 exact. In a world of one real rank the terms add up to one rank.
+    """
+    high, low = divmod(number, 1 << 16)
+    return [1.0, float(high), float(high * high), float(low), float(low * low)]
+
+
+def were_equal(sums: Sequence[float]) -> bool:
+    """sums: of what every rank got from `terms_of`."""
+    ranks, high, high_squares, low, low_squares = map(int, sums)
+    return ranks * high_squares == high * high and ranks * low_squares == low * low
 
 
 class Collectives:
@@ -116,11 +131,11 @@ class Collectives:
         return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes))
 
     def same_everywhere(self, number: int) -> bool:
-        """Whether all ranks hold the same non-negative number below 2**62."""
-        extremes = torch.tensor([number, -number], device=self.world.device)
+        """Whether all ranks hold the same non-negative number below 2**32."""
+        terms = torch.tensor(terms_of(number), dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        return bool(extremes[0] == -extremes[1])
+            self._transport.sum(terms, "a comparison of the ranks").wait()
+        return were_equal(terms.tolist())
 
     def take_traffic(self) -> Traffic:
         """What was sent since the last call."""

@@ -16,21 +16,21 @@ import json
 import sys
 import threading
 import time
+import uuid
 import weakref
 import zlib
 from collections import deque
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
+from zeroexp import world as worlds
 from zeroexp.world import World
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 NUM_REMEMBERED = 256
-_journals = count()  # of this process; ranks build their engines in one order
 
 
 class Journal:
@@ -38,39 +38,38 @@ class Journal:
 
     def __init__(self, world: World):
         self.checksum = 0
-        self.num_issued = 0
-        self.last: deque[str] = deque(maxlen=NUM_REMEMBERED)
+        self.last: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # each with its number
         self.error: str | None = None
         self.changed = time.monotonic()  # when something was issued last
         self._world = world
-        self._name = f"zeroexp/issued/{next(_journals)}"
+        self._num_issued = 0
         self._watches = world.size > 1 and world.backend != "fake"
         self._cuts_waits = world.backend == "gloo"
-        self._started = False
+
+    def meet(self) -> None:
+        """Agree on a name among the ranks, which make their engines together, and begin to look."""
+        if self._watches:
+            name = worlds.gather(uuid.uuid4().hex)[0]
+            looker = Looker(weakref.ref(self), self._world, name)
+            threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
 
     def note(self, what: str) -> None:
         """This rank is about to issue its next collective."""
         if self.error is not None:
             raise RuntimeError(self.error)
         self.checksum = zlib.crc32(what.encode(), self.checksum)
-        self.num_issued += 1
-        self.last.append(what)
+        self._num_issued += 1
+        self.last.append((self._num_issued, what))
         self.changed = time.monotonic()
-        if self._watches and not self._started:
-            self._started = True
-            looker = Looker(weakref.ref(self), self._world, self._name)
-            threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
 
     def watched(self, work: Any) -> Any:
         return CutWait(work, self) if self._watches and self._cuts_waits else work
 
-    def differ(self, error: str) -> None:
+    def differ(self, error: str, group: dist.ProcessGroup) -> None:
         """See [Note: ending a wait]."""
         self.error = error
         if not self._cuts_waits:
             print(error, file=sys.stderr, flush=True)
-            group = dist.group.WORLD
-            assert group is not None
             group.abort()
 
 
@@ -83,15 +82,18 @@ class CutWait:
 
     def wait(self) -> None:
         while True:
+            began = time.monotonic()
             try:
                 self._work.wait(timedelta(seconds=LOOK_SECONDS))
                 return
             except RuntimeError as error:
-                if self._work.is_completed():  # it failed: peers that differ are told apart first
+                # One that comes at once is no time-out: it failed, and peers that differ are told apart first.
+                failed = time.monotonic() - began < LOOK_SECONDS / 2
+                if failed:
                     self._await_verdict()
                 if self._journal.error is not None:
                     raise RuntimeError(self._journal.error) from error
-                if self._work.is_completed():
+                if failed:
                     raise
 
     def _await_verdict(self) -> None:
@@ -101,38 +103,41 @@ class CutWait:
 
 
 class Looker:
-    """What the thread does; it ends with the engine."""
+    """What the thread does; it ends with the engine, or with the process group."""
 
     def __init__(self, journal: weakref.ref[Journal], world: World, name: str):
         self._journal = journal
         self._rank = world.rank
         self._size = world.size
         self._name = name
-        self._shown = 0  # how much had been issued when it was shown last
+        self._group = weakref.ref(_group())
+        self._shown = 0  # the last number that was shown
 
     def run(self) -> None:
         while (journal := self._journal()) is not None and journal.error is None:
-            if time.monotonic() - journal.changed > PATIENCE_SECONDS and dist.is_initialized():
-                self._look(journal)
-            del journal
+            group = self._group()
+            if group is None or dist.group.WORLD is not group:
+                return
+            if time.monotonic() - journal.changed > PATIENCE_SECONDS:
+                self._look(journal, group)
+            del journal, group
             time.sleep(LOOK_SECONDS)
 
-    def _look(self, journal: Journal) -> None:
-        store = _store()
-        first = journal.num_issued - len(journal.last) + 1
-        if self._shown != journal.num_issued:
-            self._shown = journal.num_issued
-            words = json.dumps({"first": first, "words": list(journal.last)})
-            store.set(f"{self._name}/{self._rank}", words)
-        mine = dict(enumerate(journal.last, first))
+    def _look(self, journal: Journal, group: dist.ProcessGroup) -> None:
+        store: Any = group.get_group_store()
+        words = list(journal.last)  # once: more may be issued meanwhile
+        if not words:
+            return
+        if self._shown != words[-1][0]:
+            self._shown = words[-1][0]
+            store.set(f"{self._name}/{self._rank}", json.dumps(words))
         for rank in range(self._size):
             key = f"{self._name}/{rank}"
             if rank != self._rank and store.check([key]):
-                told = json.loads(store.get(key))
-                theirs = dict(enumerate(told["words"], told["first"]))
-                error = difference(self._rank, mine, rank, theirs)
+                theirs = dict(json.loads(store.get(key)))
+                error = difference(self._rank, dict(words), rank, theirs)
                 if error is not None:
-                    journal.differ(error)
+                    journal.differ(error, group)
                     return
 
 
@@ -149,7 +154,6 @@ def difference(rank: int, mine: dict[int, str], peer: int, theirs: dict[int, str
     return None
 
 
-def _store() -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    return group.get_group_store()
+def _group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The backend's own collectives (NCCL, the fake group): one for each move, whatever the layout.
+"""The backend's own collectives (NCCL; in tests gloo and the fake group): one for each move, whatever the layout.
 
 Where every rank's part of the message is as large they are the even all-gather and reduce-scatter, else those of
 a list of parts, which NCCL launches as one group. Sums run in the backend's order.
@@ -40,7 +40,8 @@ class Native:
         return self._journal.checksum
 
     def meet(self) -> None:
-        """The backend knows its own ways."""
+        """The backend knows its own ways; the journals of the ranks need a common name."""
+        self._journal.meet()
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
         """Any memory will do."""
@@ -76,14 +77,18 @@ class Native:
         own = message.new_empty(packing.sizes[self._rank])
         work = self._reduce(packing, own, message)
 
+        outs = [
+            (part.out, part.accumulate) for part in parts
+        ]  # and not the gradients: they are packed
+
         def hand_out() -> None:
             sums = iter(packing.spans_of(self._rank, own))
             added: tuple[list[Tensor], list[Tensor]] = [], []
             copied: tuple[list[Tensor], list[Tensor]] = [], []
-            for part in parts:
-                targets, sources = added if part.accumulate else copied
-                targets.extend(part.out)
-                sources.extend(itertools.islice(sums, len(part.out)))
+            for out, accumulate in outs:
+                targets, sources = added if accumulate else copied
+                targets.extend(out)
+                sources.extend(itertools.islice(sums, len(out)))
             if added[0]:
                 torch._foreach_add_(*added)
             if copied[0]:

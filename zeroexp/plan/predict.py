@@ -37,7 +37,7 @@ NUM_CHECKS = 5  # numbers that say whether ranks gathered the same, where the ba
 
 @dataclass(frozen=True)
 class UnitForm:
-    """The chunks of one unit; `private`: it has memory of its own while gathered, see pools.py."""
+    """The chunks of one unit; `private`: it has memory of its own while gathered, see housing.py."""
 
     chunks: tuple[Chunk, ...]
     private: bool = False
@@ -49,7 +49,7 @@ class UnitForm:
 
 @dataclass(frozen=True)
 class ScheduleForm:
-    """What decides how often a unit moves; the same words as `Options` of the engine."""
+    """What decides how often a unit moves; the same words as `Options` of the engine, settled."""
 
     accumulation: int = 1  # microbatches a step
     keep: str = "last"  # none | last | all

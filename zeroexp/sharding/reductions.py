@@ -52,10 +52,12 @@ class Reductions:
         self._completed: list[Unit] = []  # in this microbatch, in the order they came
         self._turn = 0  # in the order: the unit whose buckets may be launched
         self._last = True  # whether this microbatch is the last of its step
+        self._launched = False  # whether reductions of this microbatch are on their way
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._last = last
         self._turn = 0
+        self._launched = False
         self._completed = []
         for unit, counts in self._num_in.items():
             self._progress[unit] = Progress(missing=counts.copy())
@@ -83,16 +85,23 @@ class Reductions:
             self.finish()
 
     def abandon_microbatch(self) -> bool:
-        """Forget it; returns whether some of its gradients are on their way, which can not be taken back.
+        """Forget it; returns whether reductions are lost, since some of its own are on their way.
 
-        Those of the microbatches before it are: every rank has launched them, and waits for this one to take its part.
+        Those of the microbatches before it are taken: the other ranks have launched them too, or are about to, and
+        wait for this one to take its part.
         """
-        launched = any(progress.num_launched for progress in self._progress.values())
-        if not launched:
-            self.finish()
-        self._in_flight.clear()
-        self._progress = {unit: Progress() for unit in self._progress}
-        return launched
+        lost = self._launched
+        try:
+            if not lost:
+                self.finish()
+        except (
+            Exception
+        ):  # a peer is gone; the exception that ended the microbatch is the one to tell
+            lost = True
+        finally:
+            self._in_flight.clear()
+            self._progress = {unit: Progress() for unit in self._progress}
+        return lost
 
     def finish(self) -> None:
         while self._in_flight:
@@ -133,6 +142,7 @@ class Reductions:
         pending = reduce(bucket)
         if pending is None:
             return
+        self._launched = True
         self._in_flight.append(pending)
         while len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().wait()

@@ -1,15 +1,14 @@
 """What the ranks have to tell each other before the optimizer's step, in one small sum over ranks.
 
     [ sum of squares of the gradients | for each trainable parameter: how many ranks have a gradient for it
-      | where parameters are gathered by the backend: how many ranks, checksums of what they gathered, their squares ]
+      | where parameters are gathered by the backend: how many ranks, a checksum of what they issued, its square ]
 
 A parameter for which no rank has a gradient is skipped by the optimizer, as torch skips it in one process: it does not
 decay and its momentum does not move it. A rank that has a gradient for every parameter need not hear of the others
 before it updates.
 
 [Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
-that use blocks of one size in different orders would compute with each other's weights. N numbers are equal if and
-only if N times the sum of their squares is the square of their sum; halves of 16 bits keep float64 exact.
+that use blocks of one size in different orders would compute with each other's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.collectives import Collectives, terms_of, were_equal
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.unit import HandedOver
 
@@ -40,7 +39,7 @@ class Tally:
         self._all_here = all(has_gradient)
         issued = wire.issued if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
-        checks = [] if issued is None else _checks(issued)
+        checks = [] if issued is None else terms_of(issued)
         counts = torch.tensor([0.0, *has_gradient, *checks], dtype=torch.float64)
         self._sums = counts.to(wire.world.device)
         # Where every rank holds the whole sum, one of them tells it.
@@ -64,10 +63,9 @@ class Tally:
         """Raise on all ranks if they did not gather the same, see [Note: same gathers]."""
         if not self._compares:
             return
-        ranks, high, high_squares, low, low_squares = map(int, self._heard()[-len(_checks(0)) :])
-        if ranks * high_squares != high * high or ranks * low_squares != low * low:
+        if not were_equal(self._heard()[-len(terms_of(0)) :]):
             raise RuntimeError(
-                "the ranks do not do the same: since the last step they used their blocks in different orders, so that "
+                "the ranks do not do the same: at some time they used their blocks in different orders, so that "
                 "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
                 "or use zero2"
             )
@@ -77,12 +75,6 @@ class Tally:
             self._summed.wait()
             self._counts = self._sums.tolist()
         return self._counts
-
-
-def _checks(issued: int) -> list[float]:
-    """What each rank adds, see [Note: same gathers]. In a world of one real rank they add up to one rank."""
-    high, low = divmod(issued, 1 << 16)
-    return [1.0, float(high), float(high * high), float(low), float(low * low)]
 
 
 def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:
