@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives of the backend are told apart; a rank that only is slow is accused of nothing."""
+"""Ranks that issue different collectives are told apart; a rank that is only slow is accused of nothing."""
 
 from __future__ import annotations
 
