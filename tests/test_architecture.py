@@ -67,7 +67,6 @@ COLLECTIVES = {
 }
 COMMUNICATOR = re.compile(r"\bdist(ributed)?$|group", re.IGNORECASE)
 MAY_COMMUNICATE = {
-    "zeroexp.comm.collectives",
     "zeroexp.comm.direct",  # the sum of a tiny tensor
     "zeroexp.comm.messages",  # messages to one peer
     "zeroexp.comm.native",
