@@ -1,8 +1,8 @@
-"""ZeRO, written by hand. One engine; a stage is a row of three placements.
+"""This folder is ZeRO, written by hand: one engine runs every stage, and a stage is a row of three placements.
 
 Compute needs parameters *replicated*; backward leaves gradients *partial*, a summand on every rank; the optimizer needs
 gradient and weight *where its state rests*. P, G, O say where parameters, gradients and optimizer state rest between
-uses. Every collective is what it takes to go from where a thing rests to where it is needed next:
+uses. Every collective takes a tensor from where it rests to where it is needed next:
 
     moment          verb       change          ddp         zero1_      zero1        zero2        zero3
                                                            allreduce
@@ -17,7 +17,7 @@ uses. Every collective is what it takes to go from where a thing rests to where 
 
     * in forward, and again in backward
 
-Who holds what after backward of two ranks (# held, . not held; the optimizer has two moments):
+The drawing shows what each of two ranks holds after backward (# held, . not held; the optimizer has two moments):
 
                  zero1                  zero2                  zero3
     rank 0       P ########  G ########  P ########  G ####....  P ####....  G ####....
@@ -25,25 +25,25 @@ Who holds what after backward of two ranks (# held, . not held; the optimizer ha
     rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
                  O ....####              O ....####              O ....####
 
-Read the files in this order; imports run the same way. Those with a star are the algorithm.
+Read the files in this order; imports run the same way. The files with a star are the algorithm.
 
-    placement.py *    where things rest, and the move from one place to the next: the table above     pure
-    layout.py *       how parameters are cut: chunks, cuts, spans; by parameter, tensor or buffer     pure
-    bucket.py         which gradients are reduced together                                            pure
-    storage.py        the memory gathered parameters lie in
-    guard.py          parameters that cannot be misread: freed ones raise, ones in flight are waited for
-    gradients.py *    one chunk's gradients, from autograd to the optimizer; tied.py: of embedding and head in one
-    unit.py *         parameters that move together: the five verbs
-    partition.py      module -> units; housing.py: units -> memory for what they gather
-    saved.py          what autograd saves of gathered parameters, found again; views.py: views that outlive them
-    reductions.py     in which order gradients are reduced, beside backward
-    schedule.py *     when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come next
-    hooks.py          what happens in a module, told to schedule.py
-    gathered.py       every parameter whole, for whoever asks; unchanged.py: what somebody changed behind the engine
-    tally.py          what ranks tell each other before a step: the norm, and which parameters have a gradient
-    state_dict.py     weights and moments as canonical pieces
-    door.py           what can not be trained soundly is refused
-    engine.py *       microbatch, backward, step: the verbs in their order
+    placement.py *    says where tensors rest and which move joins two placements: the table above    pure
+    layout.py *       cuts parameters into chunks, cuts and spans; by parameter, tensor or buffer     pure
+    bucket.py         decides which gradients are reduced together                                    pure
+    storage.py        holds the memory in which gathered parameters lie
+    guard.py          keeps parameters from being misread: freed ones raise, ones in flight are waited for
+    gradients.py *    takes one chunk's gradients from autograd to the optimizer; tied.py: a tied embedding and head
+    unit.py *         moves a set of parameters together: the five verbs
+    partition.py      turns a module into units; housing.py: gives units the memory they gather into
+    saved.py          finds what autograd saved of gathered parameters; views.py: refuses views that outlive them
+    reductions.py     decides in which order gradients are reduced, beside backward
+    schedule.py *     decides when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come
+    hooks.py          tells schedule.py what happens in a module
+    gathered.py       shows every parameter whole; unchanged.py: notices what was changed behind the engine
+    tally.py          sums what ranks tell each other before a step: the norm, and which parameters have a gradient
+    state_dict.py     converts weights and moments to canonical pieces and back
+    door.py           refuses what cannot be trained soundly
+    engine.py *       runs microbatch, backward and step: the verbs in their order
 
-Bytes move in `zeroexp/comm/`; what a step sends and holds is foretold in `zeroexp/plan/predict.py`.
+Bytes move in `zeroexp/comm/`; `zeroexp/plan/predict.py` predicts what a step sends and holds.
 """

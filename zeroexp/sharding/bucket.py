@@ -1,14 +1,14 @@
-"""Which gradients are reduced together: a unit's elements cut in buckets, about in the order backward makes them. Pure.
+"""A bucket holds the gradients that are reduced together. This file cuts units in buckets; it is pure arithmetic.
 
-    unit of one chunk, members a (4 elements), b (3), c (3), buckets of at most 4 elements:
+This is a unit of one chunk with members a (4 elements), b (3), c (3), in buckets of at most 4 elements:
 
         bucket 0: c[0:3]     bucket 1: b[0:3]     bucket 2: a[0:4]          a longer member is cut in several
 
-That order is the opposite of the members' own, small ones last. A layout that gives whole parameters to ranks sorts
-its members by owner, and so the buckets of one owner come before the next one's.
+Buckets come about in the order in which backward makes gradients: the members' order reversed, with small members last.
+A layout that gives whole parameters to ranks sorts its members by owner, so the buckets of one owner follow each other.
 
-A bucket is cut as its chunk is: who owns an element there owns it here, so that a bucket is a small chunk of its own,
-without padding. Where no size is set a unit is one bucket, and the chunk itself, padding included.
+A bucket is a small chunk of its own, without padding: each of its elements has the same owner as in the chunk. Where no
+size is set a unit is one bucket, whose slices are the chunks themselves, padding included.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from itertools import pairwise
 
 from zeroexp.sharding.layout import Chunk, Member
 
-SMALL_SHARE = 1 / 64  # of a bucket: members up to this come last
+SMALL_SHARE = 1 / 64  # members of up to this share of a bucket come last
 
 
 @dataclass(frozen=True)
 class Range:
-    """The elements [start, stop) of a flattened member."""
+    """A range is the elements [start, stop) of a flattened member."""
 
     member: int
     start: int
@@ -37,16 +37,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Slice:
-    """Ranges of one chunk of a unit, and the same elements as a chunk of their own: a member for each range."""
+    """A slice holds ranges of one chunk, and the same elements as a chunk of their own: a member for each range."""
 
-    index: int  # of the chunk in its unit
+    index: int  # index of the chunk in its unit
     ranges: tuple[Range, ...]
     chunk: Chunk
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one reduction moves."""
+    """A bucket is what one reduction moves."""
 
     slices: tuple[Slice, ...]
 
@@ -54,7 +54,7 @@ class Bucket:
 def cut_in_buckets(
     chunks: Sequence[Chunk], itemsize: int, max_bytes: int | None
 ) -> tuple[Bucket, ...]:
-    """The buckets of a unit, each of at most `max_bytes`, in the order of `_backwards`; None: one of all."""
+    """Cut a unit in buckets of at most `max_bytes`, in the order of `_backwards`; None makes one bucket of all."""
     if not chunks:
         return ()
     if max_bytes is None:
@@ -77,14 +77,14 @@ def _whole(chunk: Chunk) -> tuple[Range, ...]:
 
 
 def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]]:
-    """Chunk index and range, last first; a long member in ranges of nearly equal size, its first range last.
+    """Yield chunk index and range, last first; a long member is cut in ranges of nearly equal size.
 
-    A LLaMA block defines its norms last, and one of them is the last to get a gradient: the bucket they are in waits
-    for the whole block, and so it must be the last one.
+    Small members come last: a LLaMA block defines its norms last, and one of them is the last to get a gradient. The
+    bucket of the norms waits for the whole block, so it must be the last bucket.
     """
     members = [(index, each) for index, chunk in enumerate(chunks) for each in _whole(chunk)]
     members.reverse()
-    members.sort(key=lambda pair: pair[1].numel <= SMALL_SHARE * most)  # stable
+    members.sort(key=lambda pair: pair[1].numel <= SMALL_SHARE * most)  # sort is stable
     for index, each in members:
         num = -(-each.numel // most)
         ends = [each.numel * i // num for i in range(num + 1)]
@@ -100,7 +100,7 @@ def _bucket(chunks: Sequence[Chunk], picked: Sequence[tuple[int, Range]]) -> Buc
 
 
 def _slice(index: int, chunk: Chunk, picked: Sequence[Range]) -> Slice:
-    """In the order of the chunk, so that owners follow one another as they do there."""
+    """Make a slice in the order of the chunk, so that owners follow one another as they do there."""
     ranges = tuple(sorted(picked, key=lambda each: (each.member, each.start)))
     members: list[Member] = []
     owned = [0] * (len(chunk.cuts) - 1)

@@ -1,23 +1,22 @@
-"""In which order an engine may be called: microbatches up to the last one, a step, zero_grad, and again.
+"""An engine must be called in this order: microbatches up to the last one, a step, zero_grad, and again.
 
-Every other order would train another model without a word, or wait for ranks that do something else. So it is refused,
-with the call that is missing.
+Every other order would silently train another model, or wait for ranks that do something else. So it raises
+RuntimeError, which names the missing call.
 """
 
 from __future__ import annotations
 
 
 class Calls:
-    """Where an engine is between its calls. `once`: gradients of a step can be reduced only once."""
+    """This object tracks which call comes next. With `once` the gradients of a step can be reduced only once."""
 
     def __init__(self, *, once: bool):
         self.in_microbatch = False
         self._once = once
         self._failed = False  # an exception left reductions behind that peers may not know of
-        self._last_ended = (
-            False  # the last microbatch of a step has ended, and no step has come yet
-        )
-        self._stepped = False  # with the gradients that are still there
+        # The last microbatch of a step has ended, and no step has come yet.
+        self._last_ended = False
+        self._stepped = False  # a step was taken with the gradients that still exist
 
     def begin_microbatch(self) -> None:
         if self.in_microbatch:
@@ -43,12 +42,12 @@ class Calls:
         self._last_ended = last
 
     def abandon_microbatch(self, *, reduced: bool) -> None:
-        """An exception ended it. `reduced`: some of its gradients had been reduced already."""
+        """Note that an exception ended the microbatch. `reduced`: some of its gradients had been reduced already."""
         self.in_microbatch = False
         self._failed = self._failed or reduced
 
     def step(self, *, is_gathered: bool) -> None:
-        """`is_gathered`: inside of `strategy.gathered()`."""
+        """Allow a step or raise RuntimeError. `is_gathered`: the call comes inside of `strategy.gathered()`."""
         self._refuse_after_failure()
         if self.in_microbatch:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What our engine refuses before it touches a model, and what it makes the same on every rank."""
+"""The door refuses bad arguments before the engine touches a model, and makes ranks start alike."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def own_dtypes(module: nn.Module) -> Dtypes:
-    """Those the model has, where it has one dtype."""
+    """Return the model's own dtype for all uses; ValueError if its parameters have several."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) > 1:
         words = ", ".join(sorted(str(dtype) for dtype in dtypes))
@@ -51,7 +51,7 @@ def refuse(
     options: Options,
     max_grad_norm: float | None,
 ) -> None:
-    """Raises ValueError in one line that names what is wrong, its value and the remedy."""
+    """Raise ValueError in one line that names what is wrong, its value and the remedy."""
     _refuse_options(options)
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
@@ -123,7 +123,7 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _refuse_overlaps(module: nn.Module) -> None:
-    """Two parameters over one memory would be two weights afterwards."""
+    """Raise ValueError for parameters that share memory, which would become two weights, or that have no values."""
     ends: list[tuple[int, int, int, str]] = []
     for name, parameter in module.named_parameters():
         if (
@@ -152,7 +152,7 @@ def _refuse_overlaps(module: nn.Module) -> None:
 def groups_of_lists(
     param_groups: Sequence[dict[str, Any]], optimizer_factory: object
 ) -> list[dict[str, Any]]:
-    """The groups, each with a list of its parameters, which may have come as an iterator."""
+    """Return the groups, each with a list of its parameters, which may have been an iterator."""
     if not callable(optimizer_factory):
         raise ValueError(
             f"optimizer_factory is a {type(optimizer_factory).__name__}: give a function that takes parameter "
@@ -176,7 +176,7 @@ def groups_of_lists(
 
 
 def words_of(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
-    """What every rank must say of its parameter groups."""
+    """Return words for the parameter groups, which must be equal on every rank."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return repr(
         [
@@ -187,7 +187,7 @@ def words_of(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
 
 
 def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
-    """Raises ValueError on all ranks where they were given different ones."""
+    """Raise ValueError on all ranks if they were given different settings."""
     if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
         raise ValueError(
             "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
@@ -196,7 +196,10 @@ def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
 
 
 def agree_on_weights(module: nn.Module, wire: Collectives) -> None:
-    """Every rank starts from rank 0's weights, as under DistributedDataParallel; sent only where they differ."""
+    """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
+
+    Raises ValueError where names, shapes, dtypes or `requires_grad` differ.
+    """
     if wire.world.size == 1:
         return
     shapes = [
@@ -220,7 +223,7 @@ def agree_on_weights(module: nn.Module, wire: Collectives) -> None:
 
 
 def _bits(tensor: Tensor) -> int:
-    """A sum over the bits of the values: as good as certainly another one for other values."""
+    """Return a sum over the bits of the values; other values almost certainly have another sum."""
     flat = tensor.detach().reshape(-1)
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
     return int(flat.view(as_integers).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -1,7 +1,7 @@
-"""Our engine behind the Strategy interface: every hand-written stage and implementation is this one class.
+"""The engine implements the Strategy interface: every hand-written stage and implementation is this one class.
 
-What differs between ZeRO-1, -2 and -3 is the `Stage` it is given; between parameter-, tensor- and buffer-level, the
-family of its layout. The step below is the whole algorithm; each verb is told in `zeroexp/sharding/`.
+ZeRO-1, -2 and -3 differ in the `Stage` that the engine is given; parameter-, tensor- and buffer-level differ in the
+family of its layout. The step below is the whole algorithm; the other files of this folder define its verbs.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Options:
-    """How the engine carries a stage out; none of it changes what is computed."""
+    """Options say how the engine carries out a stage; none of them changes what is computed."""
 
     family: str = "buffer"  # parameter | tensor | buffer
     owners: str = "greedy"  # contiguous | greedy (family=parameter)
     unit: str = "block"  # model | block | module
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
-    keep: str = "last"  # none | last | all: what stays gathered between forward and backward
+    keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
-    bucket_mb: float | None = None  # MiB, the most one reduction takes; None: the transport's best
+    bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # auto | direct | gloo | native
 
 
 class Sharded:
-    """`module` trained under one stage. The optimizer sees this rank's pieces only.
+    """The engine trains `module` under one stage. The optimizer sees this rank's pieces only.
 
-    units, wire, pools: what it is made of, for those who look and change nothing.
+    Callers may read the parts `units`, `wire` and `pools`, and must not change them.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Sharded:
             keep=options.keep,
             reduce_each=options.reduce_each or stage.reduce_each,
         )
-        self._tied = keep_rows_apart(module)  # before the hooks that ask for the whole gradient
+        # The hooks of tied weights must run before those that take the whole gradient.
+        self._tied = keep_rows_apart(module)
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
@@ -170,7 +171,7 @@ class Sharded:
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
-        """All parameters whole and readable inside, on all ranks together; see zeroexp/sharding/gathered.py."""
+        """Show all parameters whole inside; all ranks enter and leave together, see zeroexp/sharding/gathered.py."""
         might_load, self._may_load = self._may_load, write or self._may_load
         try:
             with gathered(self.units, self._schedule, self.wire, write=write):
@@ -184,7 +185,7 @@ class Sharded:
             self._parameters.note_versions()
 
     def step(self) -> Tensor:
-        """Hand over what was reduced, clip, update every master at once, publish unit by unit."""
+        """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self.units))
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
@@ -192,21 +193,21 @@ class Sharded:
         tally = Tally(self._trainable, handed, self._stage, self.wire, self._has_gradient())
         tally.expect_same_gathers()
         scale = None
-        if self._max_grad_norm is not None:  # else the others' share may come while we update
+        # Without clipping the sum of the norm may arrive during the update.
+        if self._max_grad_norm is not None:
             scale = self._clip_scale(tally.norm(), self._max_grad_norm)
         self._update([each for each in handed if tally.has_gradient(each.parameter)], scale)
         for unit in self.units:
             self._schedule.publish(unit)
-        if not self.units[
-            0
-        ].is_sharded:  # so that a backward from before this step is refused, as torch does
+        # A backward of a forward from before this step then raises, as in torch.
+        if not self.units[0].is_sharded:
             torch.autograd.graph.increment_version(self._trainable)
         self._parameters.note_versions()
         self._buffers.share()
         return tally.norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also what `model.zero_grad()` and `optimizer.zero_grad()` do."""
+        """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
         for unit in self.units:
             unit.zero_grad()
         for gradient in self._tied:
@@ -235,11 +236,14 @@ class Sharded:
         return self.wire.shared_bytes + sum(pool.file_bytes for pool in self.pools)
 
     def take_traffic(self) -> Traffic:
-        """What our collectives sent since the last call."""
+        """Return what the engine's collectives sent since the last call."""
         return self.wire.take_traffic()
 
     def _prefetch_depth(self, options: Options) -> int:
-        """Without overlap, or where the gathering rank copies by itself, early is no better and costs a pool."""
+        """Return how many units are gathered ahead.
+
+        Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
+        """
         if not options.overlap:
             return 0
         if options.prefetch is None:
@@ -247,7 +251,7 @@ class Sharded:
         return options.prefetch
 
     def _settings(self, options: Options, prefetch: int) -> dict[str, Any]:
-        """What was left open, as this transport and stage have settled it."""
+        """Return the settings that the options left open, as this transport and stage settle them."""
         facts, bucket_bytes = self.wire.facts, self._bucket_bytes(options)
         sharded = self.units[0].is_sharded
         return {
@@ -274,7 +278,7 @@ class Sharded:
             self._buffers,
         )
         for name, parameter in self.model.named_parameters():
-            if not parameter.numel():  # no unit holds it
+            if not parameter.numel():  # no unit holds an empty parameter
                 state[name] = {WEIGHT: CanonicalTensor(tuple(parameter.shape), parameter.dtype, [])}
         return state
 
@@ -299,13 +303,13 @@ class Sharded:
         return [present for unit in self.units for present in unit.has_gradient()]
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
-        """What gradients are multiplied by; None while the norm is allowed, so that they stay bit for bit."""
+        """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        on_host = norm.device.type == "cpu"  # elsewhere looking would stop the stream
+        on_host = norm.device.type == "cpu"  # elsewhere reading the value would stop the stream
         return None if on_host and float(scale) == 1.0 else scale
 
     def _update(self, handed: Sequence[HandedOver], scale: Tensor | None) -> None:
-        """One step of the optimizer on all masters that have a gradient."""
+        """Run one step of the optimizer on all masters that have a gradient."""
         if scale is not None and handed:
             torch._foreach_mul_([each.gradient for each in handed], scale)
         for each in handed:
@@ -328,7 +332,7 @@ class Sharded:
 def _refuse_loading(
     engine: weakref.ref[Sharded], module: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Weights are the engine's; it takes over what is loaded inside `gathered(write=True)`."""
+    """Raise where weights are loaded outside of `gathered(write=True)`, since the engine would not see them."""
     strategy = engine()
     if strategy is None or strategy._may_load or module not in set(strategy.model.modules()):
         return
@@ -346,7 +350,7 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
 
 
 class _ZeroGrad:
-    """`model.zero_grad()` of a model that an engine trains; a copy of the model is a plain one again."""
+    """This callable is `model.zero_grad` of a trained model; a copy of the model gets the plain method again."""
 
     def __init__(self, module: nn.Module, zero_grad: Callable[[], None]):
         self._module, self._zero_grad = module, zero_grad
@@ -361,7 +365,7 @@ class _ZeroGrad:
 def _masters_in_groups(
     units: Sequence[Unit], param_groups: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The user's parameter groups, with each parameter replaced by the masters this rank holds of it."""
+    """Return the user's parameter groups, each parameter replaced by the masters that this rank holds of it."""
     masters: dict[nn.Parameter, list[nn.Parameter]] = {}
     for unit in units:
         for parameter, master in unit.masters():

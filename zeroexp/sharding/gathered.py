@@ -1,7 +1,7 @@
-"""`with strategy.gathered():` every parameter is whole and readable on every rank, whatever the stage.
+"""`with strategy.gathered():` makes every parameter whole and readable on every rank, whatever the stage.
 
-For penalties on weights, inspection, generation, averages of weights, `model.state_dict()`. All ranks enter and leave
-together. Inside a microbatch the context covers the backward of whatever was computed from the parameters in it:
+It serves penalties on weights, inspection, generation, averages of weights and `model.state_dict()`. All ranks enter
+and leave together. Inside a microbatch the backward of what is computed from parameters in the context runs in it too:
 
     with strategy.microbatch(last=True):
         loss = loss_of(strategy.model(batch))
@@ -9,7 +9,8 @@ together. Inside a microbatch the context covers the backward of whatever was co
             penalty = sum(parameter.square().sum() for parameter in strategy.model.parameters())
             strategy.backward(loss + 0.01 * penalty / world_size)
 
-With `write=True`, between two steps, what is written into the parameters (the same on every rank) becomes the weights.
+With `write=True`, between two steps, values written into the parameters become the weights; every rank must write the
+same.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from zeroexp.sharding.unit import ChunkTensors, Unit, views_of
 def gathered(
     units: Sequence[Unit], schedule: Schedule, wire: Collectives, *, write: bool
 ) -> Iterator[None]:
-    """Pin every unit, meanwhile; then take over what was written, or refuse it."""
+    """Pin every unit inside; at the end take over what was written, or raise where `write` is False."""
     if write and schedule.calls.in_microbatch:
         raise RuntimeError(
             "strategy.gathered(write=True) inside a microbatch: backward needs the weights as they were; write "
             "after strategy.step()"
         )
-    if any(unit.is_pinned for unit in units):  # one inside another
+    if any(unit.is_pinned for unit in units):  # an outer `gathered` shows the parameters already
         yield
         return
     if write:
@@ -47,13 +48,12 @@ def gathered(
         schedule.await_published()
     for unit in units:
         _pin(unit)
-    if write:  # every peer has read what it was handed of the weights that are overwritten now
+    if write:  # peers may still read pieces that are overwritten below
         wire.quiesce()
     try:
         yield
-        written = (
-            sum(_was_written(unit, wire.world.rank) for unit in units) > 0
-        )  # each takes back what was moved
+        # `sum` visits every unit, since `_was_written` also takes back parameters that were moved.
+        written = sum(_was_written(unit, wire.world.rank) for unit in units) > 0
         written = not wire.same_everywhere(int(written)) or written
         if write:
             for unit in units:
@@ -61,7 +61,7 @@ def gathered(
     finally:
         for unit in units:
             _unpin(unit)
-        if write:  # after an error too: nothing is on offer any more
+        if write:  # after an error too, since peers can gather no piece before it is offered again
             for unit in units:
                 schedule.publish(unit)
     if written and not write:
@@ -76,9 +76,9 @@ def written_while_reading() -> RuntimeError:
 
 
 def _pin(unit: Unit) -> None:
-    """Show whole parameters in memory of their own, until `_unpin`, whatever the schedule does meanwhile."""
+    """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if unit.store is None:
-        return  # they are whole
+        return  # the parameters rest whole
     for tensors in unit.chunks:
         tensors.pinned = tensors.piece.new_empty(tensors.chunk.padded_numel)
     parts = [
@@ -99,7 +99,7 @@ def _unpin(unit: Unit) -> None:
 
 
 def _was_written(unit: Unit, rank: int) -> bool:
-    """Whether this rank's part of the weights was changed through the parameters that are shown."""
+    """Tell whether this rank's part of the weights was changed through the parameters that are shown."""
     for tensors in unit.chunks:
         if _take_back(tensors):
             return True
@@ -115,7 +115,7 @@ def _was_written(unit: Unit, rank: int) -> bool:
 
 
 def _take_over(unit: Unit, rank: int) -> None:
-    """What was written into the parameters that are shown becomes the weights; `publish` follows."""
+    """Copy what was written into the shown parameters into the weights; the caller publishes them."""
     for tensors in unit.chunks:
         for master, span in zip(tensors.masters, tensors.owned, strict=False):
             if tensors.master_flat is not None:
@@ -126,7 +126,7 @@ def _take_over(unit: Unit, rank: int) -> None:
 
 
 def _take_back(tensors: ChunkTensors) -> bool:
-    """Whether somebody gave a parameter other memory (`.data = ...`), whose values are copied to where it was shown."""
+    """Copy values back from parameters that were given other memory (`.data = ...`); tell whether any was."""
     moved = False
     with unguarded():
         views = views_of(tensors.chunk, _whole(tensors), tensors.shapes)
@@ -139,7 +139,7 @@ def _take_back(tensors: ChunkTensors) -> bool:
 
 
 def _shown(tensors: ChunkTensors, span: Span) -> Tensor:
-    """The elements of a span, where the parameters show them."""
+    """Return the elements of a span in the memory that the parameters show."""
     start = tensors.chunk.members[span.member].start + span.start
     return _whole(tensors)[start : start + span.numel]
 
@@ -151,5 +151,5 @@ def _whole(tensors: ChunkTensors) -> Tensor:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, so that a weight that is nan equals itself."""
+    """Compare bit for bit, so that a weight that is nan equals itself."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

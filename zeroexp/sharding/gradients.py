@@ -1,10 +1,10 @@
-"""The gradients of one chunk, from where autograd leaves them to where the optimizer takes them.
+"""Gradients of one chunk go from where autograd leaves them to where the optimizer takes them.
 
     parameter.grad ──take──▶ whole gradient ──a bucket at a time──▶ sum of all ranks, where it rests
 
-A whole gradient is let go when the last of its elements is on its way, but where the stage says that it rests whole.
-Every reduction of a microbatch covers each element once, so that counting elements tells a first sum, which is
-written, from a later one, which is added.
+A whole gradient is dropped when the last of its elements is on its way, unless it rests partial. The reductions of a
+microbatch cover each element once, so the number of reduced elements tells a first sum, which is written, from a later
+one, which is added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ Keep = Callable[[], None]
 
 
 class Gradients:
-    """`owned`: what the optimizer updates here. `in_place`: sums lie in the whole gradients, which stay anyway."""
+    """This object holds all gradients of one chunk.
+
+    owned: the spans that the optimizer updates on this rank.
+    in_place: sums lie in the whole gradients, which stay anyway.
+    """
 
     def __init__(
         self,
@@ -45,10 +49,10 @@ class Gradients:
         self._stage = stage
         self._dtype = dtype
         self._in_place = in_place
-        self._whole: dict[int, Tensor] = {}  # by member
-        self._sums: dict[int, Tensor] = {}  # by owned span; all-reduced ones by member
-        self._num_reduced = 0  # elements since `clear`
-        self.present: set[int] = set()  # members that got a gradient here since `clear`
+        self._whole: dict[int, Tensor] = {}  # whole gradients by member
+        self._sums: dict[int, Tensor] = {}  # sums by owned span; all-reduced sums by member
+        self._num_reduced = 0  # elements reduced since `clear`
+        self.present: set[int] = set()  # members that got a gradient on this rank since `clear`
 
     @property
     def held(self) -> list[Tensor]:
@@ -58,7 +62,7 @@ class Gradients:
         return [*left, *self._whole.values(), *self._sums.values()]
 
     def to_scatter(self, part: Slice) -> ReducePart:
-        """partial -> sharded: these elements, and where this rank's share of their sum goes."""
+        """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._accumulates(part)
         terms = self._take(part)
         windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
@@ -69,7 +73,7 @@ class Gradients:
         return ReducePart(part.chunk, terms, out, accumulate)
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
-        """partial -> replicated: these elements, and what to do when they are summed in place."""
+        """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
         accumulate = self._accumulates(part)
         terms = self._take(part)
         whole = {each.member: self._whole[each.member] for each in part.ranges}
@@ -85,7 +89,7 @@ class Gradients:
         return ReducePart(part.chunk, terms), keep
 
     def owned(self, *, replicated: bool) -> list[Tensor]:
-        """The sums of the owned spans; `replicated`: cut out of whole ones."""
+        """Return the sums of the owned spans; `replicated` ones are cut out of whole sums."""
         assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
         if replicated:
             return [self._sums[span.member][span.start : span.stop] for span in self._owned]
@@ -106,7 +110,7 @@ class Gradients:
         return accumulates
 
     def _take(self, part: Slice) -> list[Tensor]:
-        """The gradient of each range in the wire's dtype, as views; parameters keep none."""
+        """Return views of each range's gradient in the reduce dtype; the parameters keep no gradient."""
         for each in part.ranges:
             if each.member not in self._whole:
                 self._whole[each.member] = self._take_whole(each.member)
@@ -124,7 +128,7 @@ class Gradients:
             return gradient
 
     def _let_go(self, part: Slice) -> None:
-        """Buckets come last range first: with the first range of a member all of it is on its way."""
+        """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
         if self._stage.gradients is Placement.PARTIAL:
             return
         for each in part.ranges:
@@ -143,7 +147,7 @@ class Gradients:
             self._sums = dict(enumerate(flat.split(sizes)))
 
     def _window(self, part: Slice, span: Span) -> tuple[int, tuple[int, int]]:
-        """Which owned span this span of a bucket lies in, and where in it."""
+        """Return the index of the owned span in which this span of a bucket lies, and its start and stop there."""
         each = part.ranges[span.member]
         index = self._span_of[each.member]
         start = each.start + span.start - self._owned[index].start
@@ -151,5 +155,5 @@ class Gradients:
 
 
 def _part(flat: Tensor, start: int, stop: int) -> Tensor:
-    """These elements; the tensor itself where they are all of it, since a view costs an operation."""
+    """Return these elements; where they are all of the tensor return it itself, since a view costs an operation."""
     return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]

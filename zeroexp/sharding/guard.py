@@ -1,18 +1,18 @@
-"""Parameters that cannot be misread: freed ones raise on use, ones in flight are waited for.
+"""The guard keeps parameters from being misread: freed ones raise on use, ones in flight are waited for.
 
-A parameter keeps its identity for the whole training, but its values come and go. While they are not plainly there its
-class is `GuardedParameter`, whose `__torch_function__` sees every use from Python before it happens:
+A parameter keeps its identity for the whole training, but its values come and go. While they are not there, its class
+is `GuardedParameter`, whose `__torch_function__` sees every use from Python before it happens:
 
     values                 what a use does
-    freed                  tells shape, dtype, device; anything that needs the values raises, with the remedy
-    in flight (publish)    waits until they have arrived, then goes on
-    there                  nothing: the class is the parameter's own again, and a use costs nothing
+    freed                  it tells shape, dtype and device; a use that needs the values raises, with the remedy
+    in flight (publish)    it waits until they have arrived, then goes on
+    there                  it is not seen: the class is the parameter's own again, and a use costs nothing
 
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
 for example, clip nothing.
 
-[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. What they saved is looked after in
-saved.py; the memory of a freed parameter has no elements, so that a kernel that is handed it raises a shape error.
+[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. saved.py handles what they saved. The
+memory of a freed parameter has no elements, so a kernel that is given one raises a shape error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Code of the engine itself runs under this: it knows what it reads.
+# The engine's own code runs under this context, since it knows what it reads.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass
 class Guard:
-    """What is known of one parameter while its values are elsewhere."""
+    """A guard keeps what is known of one parameter while its values are elsewhere."""
 
     name: str
     shape: torch.Size
@@ -40,12 +40,12 @@ class Guard:
     arrive: Callable[[], None] | None = None  # waits for values in flight
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A parameter that was saved and loaded has no engine."""
+        """Pickle as None, since a parameter that was saved and loaded has no engine."""
         return _nothing, ()
 
 
 class GuardedParameter(nn.Parameter):
-    """The class of a parameter whose values are not there, not there yet, or whose gradient was taken."""
+    """A parameter has this class while its values are freed or in flight, or its gradient was taken."""
 
     @classmethod
     def __torch_function__(
@@ -73,7 +73,7 @@ class GuardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     @property
-    def nbytes(self) -> int:  # torch asks no `__torch_function__` for it
+    def nbytes(self) -> int:  # torch calls no `__torch_function__` for nbytes
         guard = _guard_of(self)
         return guard.shape.numel() * self.itemsize if guard.freed else super().nbytes
 
@@ -96,18 +96,18 @@ class GuardedParameter(nn.Parameter):
 
 
 def watch(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Prepare parameters, whose values are there now, for the calls below."""
+    """Prepare parameters, whose values must be there now, for the calls below."""
     for parameter, name in zip(parameters, names, strict=True):
         parameter.zeroexp_guard = Guard(name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
-    """Whether an engine holds this parameter already."""
+    """Tell whether an engine holds this parameter already."""
     return vars(parameter).get("zeroexp_guard") is not None
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
-    """The values are there: in `values`, of the parameter's shape."""
+    """Show the values of the parameter, which lie in `values`, a tensor of its shape."""
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain
     parameter.data = values
@@ -116,7 +116,7 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
-    """The values are gone; `nothing` has no elements. Assigning `.data` leaves the version counter alone."""
+    """Free the parameter: it shows `nothing`, which has no elements. The version counter does not advance."""
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain
     parameter.data = nothing
@@ -125,14 +125,14 @@ def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
 
 
 def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None] | None) -> None:
-    """The values are on their way, and `arrive` waits for them; None: they have arrived."""
+    """Mark the values as in flight, where `arrive` waits for them, or as arrived, where it is None."""
     guard = _guard_of(parameter)
     guard.arrive = arrive
     _set_class(parameter, guard)
 
 
 def take_gradient(parameter: nn.Parameter, *, taken: bool) -> None:
-    """Whether `.grad` is the engine's from now on."""
+    """Mark `.grad` as taken by the engine or not."""
     guard = _guard_of(parameter)
     guard.gradient_taken = taken
     _set_class(parameter, guard)
@@ -183,7 +183,7 @@ def _freed(guard: Guard) -> RuntimeError:
 
 
 def _like(parameter: GuardedParameter) -> Tensor:
-    """A tensor of the same shape and dtype that takes no memory to speak of."""
+    """Return a tensor of the same shape and dtype that takes almost no memory."""
     return torch.empty_strided(
         _guard_of(parameter).shape,
         [0] * len(_guard_of(parameter).shape),
@@ -193,7 +193,7 @@ def _like(parameter: GuardedParameter) -> Tensor:
 
 
 def _unchanged(parameter: GuardedParameter, converted: Tensor) -> GuardedParameter:
-    """`model.to(...)` may ask for what is there already; `converted` has no elements."""
+    """Return the parameter where `model.to(...)` changes nothing; else raise. `converted` has no elements."""
     if converted.dtype is parameter.dtype and converted.device == parameter.device:
         return parameter
     raise RuntimeError(
@@ -275,11 +275,11 @@ _SET_DATA = _setter("data")
 
 _OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
-# What a freed parameter can tell. Asked of one in flight it waits: who asks for a shape may go past the guard for the
-# values next, as torch.vmap does.
+# A freed parameter can answer these. One in flight waits for its values first: who asks for a shape may go past the
+# guard for the values next, as torch.vmap does.
 _NEEDS_SHAPE = {*_OF_SHAPE, *_LIKE, *_CONVERSIONS}
 
-# What needs neither values nor gradient.
+# These functions need neither values nor gradient.
 _HARMLESS = {
     *(
         _getter(name)
@@ -324,7 +324,7 @@ _HARMLESS = {
     torch.Tensor.is_signed,
     torch.is_floating_point,
     torch.is_complex,
-    torch._has_compatible_shallow_copy_type,  # asked by `model.to(...)`
+    torch._has_compatible_shallow_copy_type,  # `model.to(...)` calls it
     torch.Tensor.element_size,
     torch.Tensor.get_device,
     torch.Tensor.register_hook,

@@ -1,13 +1,13 @@
-"""Ties a unit to the forward and backward of its module.
+"""Hooks tie a unit to the forward and backward of its module; the table shows what each hook tells.
 
 forward-pre hook            the unit's parameters are needed
-forward hook                they are not, until backward; its output tensors get a hook each
+forward hook                they are not needed until backward; each output tensor gets a hook
 hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
                             no tuple of tensors, as at the root of a Hugging Face model)
 post-accumulate hook        a parameter's gradient is complete
 
-Outputs are looked through as far as `_tensors_in` can; a tensor it does not find costs a later start of the gather,
-which what autograd saved then asks for (saved.py).
+`_tensors_in` looks for tensors in outputs. For a tensor that it does not find the gather starts later, when autograd
+asks for what it saved (saved.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from zeroexp.sharding.unit import Unit
 def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
     """Report what happens to `module` and its unit's parameters to the schedule.
 
-    A copy of the module takes the hooks along and is none of ours. The pre-hook comes first, since others compute with
-    the weights (`weight_norm`); the compiler leaves both alone.
+    A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other pre-hooks
+    compute with the weights (`weight_norm`). The compiler does not trace the two forward hooks.
     """
 
     def before_forward(called: nn.Module, _args: Any) -> None:
@@ -62,14 +62,18 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that torch.compile calls as it is."""
+    """Return a hook that torch.compile calls without tracing it."""
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
 def _gradient_ready(
     schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], parameter: Tensor
 ) -> None:
-    """Autograd keeps this as long as the parameter, where no collector of cycles sees it: it holds no engine."""
+    """Tell the schedule of a gradient.
+
+    Autograd keeps this hook as long as the parameter, where the cycle collector does not see it. So the hook holds only
+    weak references to the engine.
+    """
     engine, its = schedule(), unit()
     if engine is not None and its is not None:
         assert isinstance(parameter, nn.Parameter)
@@ -82,7 +86,7 @@ def _gradient_ready(
 
 
 def _somebody_took_gradient(parameter: nn.Parameter) -> bool:
-    """A hook that came before ours, since a function of somebody's own may as well have given no gradient."""
+    """Tell whether an earlier hook took the gradient; without other hooks a custom function may have given none."""
     with unguarded():
         hooks = parameter._post_accumulate_grad_hooks
         return parameter.grad is None and hooks is not None and len(hooks) > 1

@@ -1,8 +1,8 @@
-"""Which memory each unit's gathered parameters lie in: a pool it shares in turns, or its own.
+"""This file decides in which memory each unit's gathered parameters lie: in a pool or in its own.
 
-Units that never run inside each other take turns in pools, of which there is one more than units gathered ahead. A unit
-that is kept between forward and backward, or inside of which others run (the root), has memory of its own; so gets one
-that finds its pool in use (schedule.py).
+Units that never run inside each other take turns in pools; there is one pool more than units gathered ahead. A unit
+that is kept between forward and backward, or inside of which others run (the root), has memory of its own. A unit that
+finds its pool in use also gets its own memory (schedule.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from zeroexp.sharding.unit import Unit
 
 
 def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives) -> list[Pool]:
-    """To every sharded unit, which is freed after it; returns the pools.
+    """Give memory to every sharded unit, which frees it, and return the pools.
 
-    keep: none | last | all, what stays gathered between forward and backward.
+    keep: none | last | all, the units that stay gathered between forward and backward.
     """
     if not units[0].is_sharded:
         return []
@@ -40,14 +40,14 @@ def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collecti
 
 
 def private_units(names: Sequence[str], keep: str) -> set[str]:
-    """Units that can take no turns in a pool: kept ones, and those inside of which others run ("" is the root)."""
+    """Return the units that cannot share a pool: kept ones, and those inside of which others run ("" is the root)."""
     if keep == "all":
         return set(names)
     return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
 
 
 def _mapped_bytes(unit: Unit, rank: int) -> int:
-    """Bytes it takes of a pool whose memory it maps beside its own pieces."""
+    """Return the bytes that `unit` takes of a pool whose memory it maps beside its own pieces."""
     chunks = [tensors.chunk for tensors in unit.chunks]
     itemsize = unit.chunks[0].piece.itemsize if unit.chunks else 0
     return mapped_bytes(chunks, rank, itemsize)

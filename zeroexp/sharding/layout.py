@@ -1,4 +1,4 @@
-"""How parameters are cut in pieces and which rank owns which element. Pure arithmetic, no torch.
+"""A layout cuts parameters in pieces and says which rank owns which element. It is pure arithmetic, without torch.
 
 The three families differ only in how they form *chunks*; everything else works on chunks:
 
@@ -6,7 +6,7 @@ The three families differ only in how they form *chunks*; everything else works 
     by_tensor       one chunk a parameter, cut evenly
     by_buffer       one chunk a unit, cut evenly across the borders of parameters
 
-    chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, by_buffer:
+This is a chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, by_buffer:
 
         element   0 1 2 3 4 5 6 7 8 9 . .      cuts = (0, 3, 6, 9, 12); '.' is padding, always zero
         member    a a a a b b b c c c
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ALIGNMENT_BYTES = 64  # of chunks that lie side by side in one memory
-PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 on others
-# Cuts of chunks of so many pages a rank fall on pages, so that a section can be mapped (stitching.py): it costs less
-# than a hundredth.
+ALIGNMENT_BYTES = 64  # alignment of chunks that lie side by side in one memory
+PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 KiB on others
+# A chunk of at least this many pages per rank is cut on page borders, so that a section can be mapped (stitching.py).
+# That pads the chunk by less than a hundredth.
 LARGE_PAGES = 128
 
 
@@ -32,12 +32,12 @@ class ParameterSpec:
     name: str
     numel: int
     itemsize: int  # bytes of one element
-    kind: str = ""  # parameters of one chunk share it: dtype and trainability
+    kind: str = ""  # dtype and trainability, which all parameters of one chunk share
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter inside a chunk: elements [start, stop) of the chunk."""
+    """A member is a parameter inside a chunk: it fills the elements [start, stop) of the chunk."""
 
     name: str
     start: int
@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Span:
-    """The elements [start, stop) of a flattened member, lying at `offset` in the piece of the rank that owns them."""
+    """A span is the elements [start, stop) of a flattened member; it lies at `offset` in its owner's piece."""
 
     member: int
     start: int
@@ -60,16 +60,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The elements one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
+    """A chunk is what one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
 
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     kind: str = ""
-    page_bytes: int = PAGE_BYTES  # of the machines it was cut for
+    page_bytes: int = PAGE_BYTES  # page size of the machines the chunk was cut for
 
     @property
     def numel(self) -> int:
-        """Real elements, without padding."""
+        """Number of real elements, without padding."""
         return self.members[-1].stop
 
     @property
@@ -78,29 +78,29 @@ class Chunk:
 
     @property
     def even(self) -> bool:
-        """Every rank owns equally many elements, so that the even primitives apply."""
+        """Whether every rank owns equally many elements, so that collectives of even sections apply."""
         return len({b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)}) == 1
 
     def section(self, rank: int) -> slice:
-        """What `rank` owns of the chunk, padding included."""
+        """Return the elements of the chunk that `rank` owns, padding included."""
         return slice(self.cuts[rank], self.cuts[rank + 1])
 
     def real_section(self, rank: int) -> slice:
-        """What `rank` owns of the chunk, padding left out."""
+        """Return the elements of the chunk that `rank` owns, without padding."""
         start, stop = self.cuts[rank], self.cuts[rank + 1]
         return slice(min(start, self.numel), min(stop, self.numel))
 
     def lies_on_pages(self, rank: int, itemsize: int) -> bool:
-        """Whether what `rank` owns is whole pages of the chunk's memory."""
+        """Tell whether the elements that `rank` owns fill whole pages of the chunk's memory."""
         start, stop = self.cuts[rank] * itemsize, self.cuts[rank + 1] * itemsize
         return start < stop and start % self.page_bytes == 0 == stop % self.page_bytes
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The parts of members that `rank` owns, in order; padding belongs to no span."""
+        """Return, in order, the parts of members that `rank` owns; padding belongs to no span."""
         return self._spans_by_rank[rank]
 
     def whole(self) -> tuple[Span, ...]:
-        """Every member whole: what a rank owns where nothing is sharded; `offset` is the place in the chunk."""
+        """Return a span for each whole member, as a rank owns it where nothing is sharded; `offset` is in the chunk."""
         return tuple(Span(i, 0, m.stop - m.start, m.start) for i, m in enumerate(self.members))
 
     @cached_property
@@ -128,9 +128,11 @@ def lay_out(
     owners: str = "greedy",
     page_bytes: int = PAGE_BYTES,
 ) -> list[tuple[Chunk, ...]]:
-    """Chunks of every unit. `family`: parameter | tensor | buffer; `owners`: contiguous | greedy (parameter only).
+    """Return the chunks of every unit.
 
-    page_bytes: of the largest pages among the machines: all ranks must cut alike.
+    family: parameter | tensor | buffer.
+    owners: contiguous | greedy; only the family `parameter` reads it.
+    page_bytes: the largest page size among the machines, since all ranks must cut alike.
     """
     if family == "parameter":
         owner_of = own_by[owners]([spec for unit in units for spec in unit], world_size)
@@ -142,14 +144,14 @@ def lay_out(
 def by_buffer(
     unit: Sequence[ParameterSpec], world_size: int, page_bytes: int = PAGE_BYTES
 ) -> tuple[Chunk, ...]:
-    """One evenly cut chunk for each kind of parameter in the unit."""
+    """Make one evenly cut chunk for each kind of parameter in the unit."""
     return tuple(_even_chunk(specs, world_size, page_bytes) for specs in _by_kind(unit))
 
 
 def by_tensor(
     unit: Sequence[ParameterSpec], world_size: int, page_bytes: int = PAGE_BYTES
 ) -> tuple[Chunk, ...]:
-    """One evenly cut chunk for each parameter."""
+    """Make one evenly cut chunk for each parameter."""
     return tuple(_even_chunk([spec], world_size, page_bytes) for spec in unit)
 
 
@@ -159,7 +161,7 @@ def by_parameter(
     owner_of: dict[str, int],
     page_bytes: int = PAGE_BYTES,
 ) -> tuple[Chunk, ...]:
-    """One chunk for each kind, members sorted by owner; a rank may own nothing of it."""
+    """Make one chunk for each kind and sort its members by owner; a rank may own nothing of a chunk."""
     chunks: list[Chunk] = []
     for specs in _by_kind(unit):
         ordered = sorted(specs, key=lambda spec: owner_of[spec.name])
@@ -172,13 +174,13 @@ def by_parameter(
 
 
 def own_contiguously(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
-    """Equally many consecutive parameters each, whatever their size: the reference's rule, and its skew."""
+    """Give each rank equally many consecutive parameters, whatever their size: the reference's rule, and its skew."""
     per_rank = -(-len(specs) // world_size)
     return {spec.name: index // per_rank for index, spec in enumerate(specs)}
 
 
 def own_greedily(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
-    """Largest parameter first to the least loaded rank (longest processing time); never worse than contiguous."""
+    """Give the least loaded rank the largest parameter left (longest processing time); never worse than contiguous."""
     owner_of: dict[str, int] = {}
     load = [0] * world_size
     for spec in sorted(specs, key=lambda spec: -spec.numel * spec.itemsize):
@@ -190,7 +192,7 @@ def own_greedily(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, i
 
 
 def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> int:
-    """Bytes the fullest rank owns."""
+    """Return the bytes that the fullest rank owns."""
     load: dict[int, int] = {}
     for spec in specs:
         owner = owner_of[spec.name]
@@ -202,7 +204,7 @@ own_by = {"contiguous": own_contiguously, "greedy": own_greedily}
 
 
 def _even_chunk(specs: Sequence[ParameterSpec], world_size: int, page_bytes: int) -> Chunk:
-    """Padding is decided here: the chunk grows to the next multiple of the world size, or of that many pages."""
+    """Decide the padding: a chunk grows to the next multiple of the world size, a large one to whole pages per rank."""
     step = cut_elements(page_bytes)
     members = _side_by_side(specs)
     per_rank = -(-members[-1].stop // world_size)
@@ -229,12 +231,12 @@ def _by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
 
 
 def cut_elements(page_bytes: int) -> int:
-    """So many elements are whole pages, in any dtype of two bytes or more."""
+    """Return a number of elements that fills whole pages in every dtype of two or more bytes."""
     return page_bytes // 2
 
 
 def pages(num_bytes: int, page_bytes: int = PAGE_BYTES) -> int:
-    """Rounded up to whole pages."""
+    """Round `num_bytes` up to whole pages."""
     return -(-num_bytes // page_bytes) * page_bytes
 
 

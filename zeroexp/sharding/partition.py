@@ -1,10 +1,10 @@
-"""From a module to units: who moves together, then each unit's parameters cut and laid in their memory.
+"""This file turns a module into units: it decides who moves together, cuts each unit and lays it in its memory.
 
-Every parameter is claimed once, by identity: tied weights are one parameter, and what several modules share or
-what lies outside all of them belongs to the root unit, whose parameters are there for the whole pass.
+Every parameter is claimed once, by identity. Tied weights are one parameter. A parameter that several modules share, or
+that lies outside all of them, belongs to the root unit, whose parameters are there for the whole pass.
 
-[Note: world of one] A piece of one is the whole: parameters that rest sharded over a single rank rest replicated,
-and nothing is gathered or copied. `rows_for` is the one place that says so.
+[Note: world of one] The piece of a single rank is the whole: parameters that rest sharded over one rank rest
+replicated, and nothing is gathered or copied. Only `rows_for` decides this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, lay_out, pages
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.unit import FROZEN, ChunkTensors, Dtypes, Unit, views_of
 
-# They compute with the weights of modules inside them whose forward they never call.
+# These modules compute with the weights of modules inside them whose forward they never call.
 USES_ITS_PARTS = (nn.MultiheadAttention,)
 
 Named = dict[str, nn.Parameter]
@@ -30,7 +30,7 @@ Named = dict[str, nn.Parameter]
 
 @dataclass
 class Group:
-    """A module and the parameters that move with it, by their full name."""
+    """A group is a module and the parameters that move with it, by their full name."""
 
     name: str
     module: nn.Module
@@ -38,12 +38,12 @@ class Group:
 
 
 def rows_for(stage: Stage, world_size: int) -> Stage:
-    """The stage as it is carried out by so many ranks, see [Note: world of one]."""
+    """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
     return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
 
 
 def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> list[Group]:
-    """The root first, then the modules that move on their own, in the order they are defined."""
+    """Return the root's group, then those of modules that move on their own, in the order of their definition."""
     names = {"model": [], "block": list(blocks), "module": list(_owners(module, blocks))}[unit]
     claims: dict[nn.Parameter, set[str]] = {}
     for full_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -51,7 +51,7 @@ def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> lis
     members: dict[str, Named] = {name: {} for name in ["", *names]}
     for full_name, parameter in module.named_parameters():
         if not parameter.numel():
-            continue  # there is nothing to hold or to train
+            continue  # an empty parameter has nothing to hold or to train
         homes = claims[parameter]
         members[homes.pop() if len(homes) == 1 else ""][full_name] = parameter
     return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
@@ -67,7 +67,7 @@ def make_units(
     wire: Collectives,
     bucket_bytes: int | None = None,
 ) -> list[Unit]:
-    """Cut every group and move its parameters into their memory; afterwards the modules' parameters are views."""
+    """Cut every group and move its parameters into their memory, of which the modules' parameters become views."""
     world = wire.world
     specs = [[_spec(name, p) for name, p in group.parameters.items()] for group in groups]
     layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
@@ -86,7 +86,10 @@ def _bytes_to_reserve(
     wire: Collectives,
     bucket_bytes: int | None,
 ) -> tuple[int, int]:
-    """(parameters at rest, the largest reduction of a unit on its way to others), each tensor on pages of its own."""
+    """Return the bytes of parameters at rest and of the largest reduction of a unit in flight.
+
+    Each tensor at rest lies on pages of its own.
+    """
     rank = wire.world.rank
     sharded = stage.parameters is Placement.SHARD
     rest = 0
@@ -101,7 +104,7 @@ def _bytes_to_reserve(
 def _settle(
     chunk: Chunk, named: Named, stage: Stage, dtypes: Dtypes, wire: Collectives
 ) -> ChunkTensors:
-    """Copy one chunk's parameters to where they rest and make the master weights this rank updates."""
+    """Copy one chunk's parameters to where they rest and make the master weights that this rank updates."""
     world = wire.world
     parameters = [named[member.name] for member in chunk.members]
     watch(parameters, [member.name for member in chunk.members])
@@ -134,7 +137,7 @@ def _settle(
 def _make_masters(
     tensors: ChunkTensors, flats: Sequence[Tensor], dtypes: Dtypes, piece: Tensor
 ) -> None:
-    """Views into the parameters' own memory where the dtype is the same, else a flat copy before any rounding."""
+    """Make masters: views of the parameters' own memory where dtypes agree, else a flat copy before any rounding."""
     values = [piece[s.offset : s.offset + s.numel] for s in tensors.owned]
     if dtypes.master is not dtypes.compute and values:
         sizes = [span.numel for span in tensors.owned]
@@ -148,7 +151,7 @@ def _make_masters(
 
 
 def _covers(span: Span, shape: torch.Size) -> bool:
-    """A parameter owned whole keeps its shape, so that optimizers of matrices stay legal."""
+    """Tell whether a parameter is owned whole; then it keeps its shape, so that optimizers of matrices work."""
     return span.numel == shape.numel()
 
 
@@ -158,20 +161,20 @@ def _spec(name: str, parameter: nn.Parameter) -> ParameterSpec:
 
 
 def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """Modules that hold parameters directly; one that holds a list inside a block, with all that is in it.
+    """Yield the modules that hold parameters directly; a module that holds a list inside a block owns all within.
 
-    Such a list holds experts or adapters, and whoever holds it decides in its forward which of them run, and whether
-    a router does: a collective of their own would hang where a rank skips them.
+    Such a list holds experts or adapters. Its holder decides in its forward which of them run, and whether a router
+    runs: if they had collectives of their own, a rank that skips them would make the others hang.
     """
     lists = [
         name for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)
     ]
     inside = [name for name in lists if any(name.startswith(block + ".") for block in blocks)]
-    choosers = [name.rpartition(".")[0] for name in inside]  # outer ones first
+    choosers = [name.rpartition(".")[0] for name in inside]  # named_modules yields outer ones first
     choosers += [name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)]
     taken: set[str] = set()
     for name, submodule in module.named_modules():
-        # A list of parameters has no forward: they belong to the module that holds the list.
+        # A list of parameters has no forward, so its parameters belong to the module that holds the list.
         is_list = isinstance(submodule, nn.ParameterList | nn.ParameterDict)
         user = name.rpartition(".")[0] if is_list else name
         owner = next((c for c in choosers if f"{user}.".startswith(c + ".")), user)
@@ -182,7 +185,7 @@ def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
 
 
 def _home_of(full_name: str, names: Sequence[str]) -> str:
-    """The innermost of the named modules that contains the parameter; "" is the root."""
+    """Return the innermost of the named modules that contains the parameter; "" is the root."""
     module_name = full_name.rpartition(".")[0]
     while module_name and module_name not in names:
         module_name = module_name.rpartition(".")[0]

@@ -1,6 +1,7 @@
-"""Where parameters, gradients and optimizer state rest, and which move takes a thing to where it is needed.
+"""A placement says where a tensor rests, and a move takes it to where it is needed.
 
-A ZeRO stage is a row of three placements. Everything a stage *does* is derived from its row by `move`:
+A ZeRO stage is a row of three placements: parameters, gradients, optimizer state. `move` derives from that row
+everything that the stage *does*:
 
     verb        when                        change                zero1     zero2     zero3
     gather      before forward, backward    P -> replicate        -         -         all-gather
@@ -17,19 +18,19 @@ from enum import Enum
 
 
 class Placement(Enum):
-    REPLICATE = "replicate"  # every rank holds the same whole
+    REPLICATE = "replicate"  # every rank holds the same whole value
     PARTIAL = "partial"  # every rank holds a whole summand; the value is their sum
     SHARD = "shard"  # every rank holds its own piece of the one value
 
 
 class Move(Enum):
-    """What it takes to go from one placement to another."""
+    """A move takes a tensor from one placement to another."""
 
     NOTHING = "nothing"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
-    SLICE = "slice"  # local: keep my piece, drop the rest
+    SLICE = "slice"  # local: this rank keeps its piece and drops the rest
 
 
 _MOVES = {
@@ -41,7 +42,7 @@ _MOVES = {
 
 
 def move(now: Placement, needed: Placement) -> Move:
-    """The move from `now` to `needed`; a value can not become partial again."""
+    """Return the move from `now` to `needed`; ValueError if none exists, since no value becomes partial again."""
     if now is needed:
         return Move.NOTHING
     if (now, needed) not in _MOVES:
@@ -50,13 +51,16 @@ def move(now: Placement, needed: Placement) -> Move:
 
 
 def reduce_each(gradients: str) -> str:
-    """The default of that setting, from the placement of gradients: whole ones would need the memory of all of them."""
+    """Return the default of the setting `reduce_each` for this placement of gradients.
+
+    Where gradients rest sharded, each microbatch is reduced: whole gradients would need the memory of all of them.
+    """
     return "microbatch" if gradients == Placement.SHARD.value else "step"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One row: where parameters (P), gradients (G) and optimizer state (O) rest between uses."""
+    """A stage says where parameters (P), gradients (G) and optimizer state (O) rest between uses."""
 
     parameters: Placement
     gradients: Placement
@@ -64,7 +68,7 @@ class Stage:
 
     @classmethod
     def of(cls, parameters: str, gradients: str, optimizer: str) -> Stage:
-        """From the words of the config; a row without meaning is refused with the ones that have one."""
+        """Make a stage from the words of the config; a row that is no stage raises ValueError with all stages."""
         stage = cls(Placement(parameters), Placement(gradients), Placement(optimizer))
         if stage not in STAGES.values():
             known = "; ".join(f"{name} = {row}" for name, row in STAGES.items())
@@ -76,7 +80,7 @@ class Stage:
 
     @property
     def reduce_each(self) -> str:
-        """When accumulated gradients are reduced if nobody says: `microbatch` where they rest sharded, else `step`."""
+        """The default of `reduce_each`: `microbatch` where gradients rest sharded, else `step`."""
         return reduce_each(self.gradients.value)
 
     @property
@@ -100,7 +104,7 @@ _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
 STAGES = {
     "ddp": Stage(_R, _R, _R),
-    "zero1_allreduce": Stage(_R, _R, _S),  # the lazy ZeRO-1 of the tutorials: 3P on the wire
+    "zero1_allreduce": Stage(_R, _R, _S),  # ZeRO-1 as tutorials write it: it sends 3P
     "zero1": Stage(_R, _P, _S),
     "zero2": Stage(_R, _S, _S),
     "zero3": Stage(_S, _S, _S),

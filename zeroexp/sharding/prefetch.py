@@ -1,4 +1,4 @@
-"""Which units will be needed next: those that came next in the first microbatch."""
+"""Prefetching guesses that units are needed in the order in which the first microbatch gathered them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zeroexp.sharding.unit import Unit
 
 
 class GatherOrder:
-    """The units one microbatch gathers, recorded in the first and expected of the following ones."""
+    """The order of gathers is recorded in the first microbatch and expected of the following ones."""
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
@@ -20,7 +20,7 @@ class GatherOrder:
         self._lost = False
 
     def record(self, unit: Unit) -> None:
-        """`unit` was needed now. Another one than expected switches guessing off until the next microbatch."""
+        """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
         if self._lost:
             return
         if self._position == len(self.order):

@@ -1,12 +1,12 @@
-"""When gradients are reduced: bucket by bucket, in an order that all ranks agree on.
+"""Gradients are reduced bucket by bucket, in an order that all ranks agree on.
 
     backward            block 2        block 1        block 0
     compute             ######         ######         ######
     reduce                  2a 2b ...      1a 1b ...      0a ...      then the root's
 
-[Note: one order] Ranks must issue the same reductions in the same order, whatever gradients happen to exist. A bucket
-whose gradients are there early waits for its turn; a unit whose parameters get no gradient is completed by the schedule
-when backward has passed it, or at the latest by the end of the microbatch.
+[Note: one order] Ranks must issue the same reductions in the same order, whichever gradients exist. A bucket whose
+gradients are there early waits for its turn; the schedule completes a unit whose parameters get no gradient when
+backward has passed it, or at the latest at the end of the microbatch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zeroexp.sharding.unit import Unit
 
 @dataclass
 class Progress:
-    """How far the gradients of one unit have come in this microbatch."""
+    """This record tells how far the gradients of one unit have come in this microbatch."""
 
-    missing: list[int] = field(default_factory=list[int])  # of each bucket, parameters without one
-    num_launched: int = 0  # buckets on their way
+    missing: list[int] = field(default_factory=list[int])  # parameters without gradient, by bucket
+    num_launched: int = 0  # buckets that were launched
     complete: bool = False  # no further gradient comes
 
 
 class Reductions:
-    """Those of one engine, in one order."""
+    """This object starts the reductions of one engine, in one order."""
 
     def __init__(
         self, units: Sequence[Unit], wire: Collectives, *, overlap: bool, reduce_each: str
@@ -49,10 +49,10 @@ class Reductions:
         self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
         self._progress = {unit: Progress() for unit in units}
         self._in_flight: deque[Pending] = deque()
-        self._completed: list[Unit] = []  # in this microbatch, in the order they came
-        self._turn = 0  # in the order: the unit whose buckets may be launched
+        self._completed: list[Unit] = []  # units completed in this microbatch, in order
+        self._turn = 0  # index in the order of the unit whose buckets may be launched
         self._last = True  # whether this microbatch is the last of its step
-        self._launched = False  # whether reductions of this microbatch are on their way
+        self._launched = False  # whether any reduction of this microbatch was launched
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._last = last
@@ -63,14 +63,14 @@ class Reductions:
             self._progress[unit] = Progress(missing=counts.copy())
 
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Buckets that have all their gradients may leave."""
+        """Count the gradient and launch the buckets that are complete and whose turn it is."""
         progress = self._progress[unit]
         for bucket in self._buckets_of[unit][parameter]:
             progress.missing[bucket] -= 1
         self._launch()
 
     def complete(self, unit: Unit) -> None:
-        """No further gradient of this unit comes in this microbatch; those missing count as zeros."""
+        """Expect no further gradient of this unit in this microbatch; missing ones count as zeros."""
         progress = self._progress[unit]
         if not progress.complete:
             progress.complete = True
@@ -85,18 +85,17 @@ class Reductions:
             self.finish()
 
     def abandon_microbatch(self) -> bool:
-        """Forget it; returns whether reductions are lost, since some of its own are on their way.
+        """Forget the microbatch; return whether reductions are lost, because it had launched some of its own.
 
-        Those of the microbatches before it are taken: the other ranks have launched them too, or are about to, and
-        wait for this one to take its part.
+        Reductions of earlier microbatches are finished: the other ranks have launched them too, or are about to, and
+        wait for this rank to take its part.
         """
         lost = self._launched
         try:
             if not lost:
                 self.finish()
-        except (
-            Exception
-        ):  # a peer is gone; the exception that ended the microbatch is the one to tell
+        except Exception:
+            # A peer is gone; the exception that ended the microbatch is the one to raise.
             lost = True
         finally:
             self._in_flight.clear()
@@ -108,10 +107,11 @@ class Reductions:
             self._in_flight.popleft().wait()
 
     def agree(self, gathered: Sequence[Unit], *, any_order: bool) -> bool:
-        """After the first microbatch: from now on in the order in which gradients came, if all ranks had that one.
+        """After the first microbatch adopt the order in which gradients came, if it was the same on all ranks.
 
-        gathered: what this rank gathered, in order. any_order: reductions and gathers need not keep step. Returns
-        whether the ranks did the same.
+        gathered: the units that this rank gathered, in order.
+        any_order: reductions and gathers need not keep one common order.
+        Returns whether gathers and gradients came in the same order on all ranks.
         """
         came = [unit for unit in self._completed if unit.num_trainable]
         names = "\n".join(unit.name for unit in (*came, *gathered))
@@ -122,7 +122,7 @@ class Reductions:
         return True
 
     def _launch(self) -> None:
-        """Every bucket that has its gradients, if those before it have been launched, see [Note: one order]."""
+        """Launch every bucket that has its gradients and whose predecessors were launched, see [Note: one order]."""
         while self._turn < len(self._order):
             unit = self._order[self._turn]
             progress = self._progress[unit]
@@ -157,10 +157,10 @@ def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
 
 
 def _is_inside_out(units: Sequence[Unit]) -> bool:
-    """Whether each unit comes after those inside it.
+    """Tell whether each unit comes after the units inside it.
 
-    An outer unit that is done before the inner ones on one rank, and after them where a parameter of it gets no
-    gradient, would be reduced between other gathers there: ranks would wait for one another.
+    Suppose an outer unit is done before its inner ones on one rank, and after them on another, where one of its
+    parameters gets no gradient. The two would reduce it between different gathers and wait for one another.
     """
     outer_first = [
         (outer, inner)

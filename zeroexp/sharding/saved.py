@@ -1,13 +1,15 @@
-"""What autograd saves of gathered parameters: not the values, but where to find them again.
+"""Autograd saves places of gathered parameters instead of their values, and backward finds the values again.
 
-Autograd keeps the weights that backward needs, as views of the memory they were gathered into. By then the unit has
-been freed, and another unit may lie there. So each saved view of gathered memory is replaced by its place in the unit
-(`pack`), and when backward asks for it, the unit is gathered if need be and the view is made again (`unpack`): right
-by whatever road backward comes, whatever form a module's output had, and in a second backward through the first.
+Autograd keeps the weights that backward needs as views of the memory they were gathered into. When backward runs, the
+unit has been freed, and another unit may lie there. So `pack` replaces each saved view of gathered memory by its place
+in the unit. When backward asks for the view, `unpack` gathers the unit if need be and makes the view again. This is
+right however backward gets there, whatever form a module's output had, and in a second backward through the first.
 
-Tensors that are no parameters are saved as ever. [Note: raw views] What is recomputed under
-`torch.utils.checkpoint(use_reentrant=False)` passes by here, since its own hooks come first: it is used while the unit
-stays where it was recomputed (schedule: `Use.recomputed`).
+Tensors that are no parameters are saved unchanged.
+
+[Note: raw views] What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these
+hooks, since checkpointing's own hooks come first. Backward uses those views while the unit stays in the memory in which
+it was recomputed (schedule: `Use.recomputed`).
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ from zeroexp.sharding.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A view of a unit's full parameters: which elements, in which shape."""
+    """A place describes a view of a unit's full parameters: which elements, in which shape."""
 
     unit: Unit
-    generation: int  # of the weights when they were saved
-    parameter: nn.Parameter | None = None  # where a parameter itself was saved; else:
+    generation: int  # generation of the weights when they were saved
+    # The parameter, where a parameter itself was saved; the fields after it describe any other view.
+    parameter: nn.Parameter | None = None
     chunk: int = 0
-    offset_bytes: int = 0  # in the chunk's full tensor
+    offset_bytes: int = 0  # offset in the chunk's full tensor
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
 
 class SavedWeights:
-    """The two hooks for `torch.autograd.graph.saved_tensors_hooks`."""
+    """`pack` and `unpack` are the two hooks for `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(self, units: Iterable[Unit], make_ready: Callable[[Unit], None]):
-        """`make_ready`: gathers the parameters of a unit if they are not there, and waits for them."""
+        """`make_ready` gathers the parameters of a unit if they are not there, and waits for them."""
         self._units = list(units)
         self._make_ready = make_ready
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters()}
@@ -59,7 +62,7 @@ class SavedWeights:
         }
 
     def sees_what_is_saved(self) -> bool:
-        """Whether what autograd saves now comes by here, or goes to somebody else's hooks."""
+        """Tell whether autograd calls these hooks for what it saves now, and not somebody else's."""
         autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
         top = autograd._top_saved_tensors_default_hooks(False)
         return top is not None and top[0] == self.pack

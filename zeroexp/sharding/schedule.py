@@ -1,25 +1,25 @@
-"""When the moves of a step happen: ahead of their use, beside compute, or strictly after it. Nothing else knows.
+"""The schedule decides when the moves of a step happen: ahead of their use, beside compute, or strictly after it.
 
     forward         block 0        block 1        block 2     |  backward     block 2        block 1
     compute         ######         ######         ######      |               ######         ######
     all-gather        gather 1 ....  gather 2 ....            |                 gather 1 ....
     reduce                                                    |                              reduce 2 ....
 
-With `overlap=False` the same moves happen in the same order, each waited for at once: the readable twin, bit for bit
-equal, that shows what overlap buys. In which order reductions start is told in reductions.py.
+With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
+for bit equal and shows what overlap buys. reductions.py decides in which order reductions start.
 
-[Note: when a unit is closed] Autograd runs, among the nodes that are ready, the one created last. So when the
-gradient of a module's output is about to be used, everything created after that output has run already: a unit
-whose first use began later than that module ended gets no further gradient and needs its parameters no more.
+[Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
+of a module's output is about to be used, everything created after that output has run already: a unit whose first use
+began after that module ended gets no further gradient and needs its parameters no more.
 
-[Note: in step] Where every rank takes part in a gather (over messages, and in the backend's own collectives), gathers
-and reductions must come in one order on all ranks. Which gradients a rank has when is its own affair; so there a unit
-is freed and reduced where a module's backward begins, or at the end, and never when its last gradient comes.
+[Note: in step] Where every rank takes part in a gather (over messages, and in the backend's own collectives), all
+ranks must issue gathers and reductions in one order. Ranks may get their gradients at different times; so a unit is
+freed and reduced there when a module's backward begins, or at the end, and never when its last gradient comes.
 
-[Note: which backward] Only the backward that `Strategy.backward` runs closes units and starts reductions. In another
-one (`torch.autograd.grad`, a plain `loss.backward()`) units are gathered where they are needed; what it leaves in the
-parameters is reduced at the end of the microbatch. A backward inside that backward (reentrant checkpointing) may come
-several times to one parameter: its gradients are not counted, and the unit is closed by one of the other ways.
+[Note: which backward] Only the backward that `Strategy.backward` runs closes units and starts reductions. Another
+backward (`torch.autograd.grad`, a plain `loss.backward()`) gathers units where it needs them; the gradients it leaves
+in the parameters are reduced at the end of the microbatch. A backward inside the closing one (reentrant checkpointing)
+may come several times to one parameter: its gradients are not counted, and the unit is closed in one of the other ways.
 """
 
 from __future__ import annotations
@@ -44,32 +44,31 @@ from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
 from zeroexp.sharding.views import OwnViews
 
-Ticks = tuple[
-    int, int, int
-]  # when a use of a module began and ended, in hooks run so far; in which microbatch
+# The ticks (hooks run so far) at which a use of a module began and ended, and the number of its microbatch.
+Ticks = tuple[int, int, int]
 
-
-NO_TASK = -1  # autograd's number where no backward runs
+NO_TASK = -1  # autograd's task id where no backward runs
 
 
 @dataclass
 class Use:
-    """How far a unit has come in this microbatch."""
+    """This record tells how far a unit has come in this microbatch."""
 
-    first: int | None = None  # tick at which its first forward began
-    running: list[int] = field(default_factory=list)  # ticks at which forwards began that go on now
+    first: int | None = None  # tick at which the unit's first forward began
+    running: list[int] = field(default_factory=list)  # ticks at which forwards began that still run
     in_backward: bool = False
     began: int = 0  # tick at which the forward began whose backward runs
-    missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])  # without gradient yet
-    closed: bool = False  # its gradients are complete, and its parameters are not needed any more
+    # Parameters that have no gradient yet.
+    missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    closed: bool = False  # gradients are complete and parameters are needed no more
     # Parameters that got a gradient in a backward that does not close units.
     inner: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
-    # Autograd holds views of where it lies now, see saved.py [Note: raw views].
+    # Whether autograd holds views of the memory in which the unit lies now, see saved.py [Note: raw views].
     recomputed: bool = False
 
 
 class Schedule:
-    """Turns what happens in a pass (hooks call the methods) into moves of units."""
+    """The schedule turns what happens in a pass into moves of units; hooks call its methods."""
 
     def __init__(
         self,
@@ -86,25 +85,23 @@ class Schedule:
         self._overlap = overlap
         self._prefetch = prefetch if overlap else 0
         self._keep = keep
-        # [Note: in step] Where a gather needs all ranks, reductions may start at fixed places between gathers only.
+        # Where a gather needs all ranks, reductions start only at fixed places between gathers, see [Note: in step].
         self._in_step = any(u.is_sharded for u in units) and not wire.facts.moves_on_wait
         self._sharded = {u for u in units if u.is_sharded}
         self._uses = {unit: Use() for unit in units}
         self._tick = 0
-        self._arriving: dict[Unit, Pending] = {}  # parameters on their way
+        self._arriving: dict[Unit, Pending] = {}  # parameters in flight
         self._demanded: set[Unit] = set()  # sharded units whose parameters are in use
         self._gathers = GatherOrder()
         self._reductions = Reductions(units, wire, overlap=overlap, reduce_each=reduce_each)
         self._agreed = False
-        self.num_private = 0  # units that found their pool in use and got memory of their own
+        self.num_private = 0  # units that found their pool in use and got their own memory
         self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
-        self._microbatch = 0  # counts them
-        # Parameters that got no gradient in the microbatch before.
+        self._microbatch = 0  # number of microbatches so far
+        # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
-        self._closing = False  # inside the backward that closes units
-        self._pass: int | None = (
-            None  # its number, by which autograd tells one backward from another
-        )
+        self._closing = False  # whether the backward that closes units runs
+        self._pass: int | None = None  # autograd's task id of that backward
         self.saved = SavedWeights(self._sharded, self._make_ready_for_backward)
         self._views = OwnViews(self._sharded)
 
@@ -132,7 +129,7 @@ class Schedule:
             use.recomputed = True
 
     def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
-        """Returns when this use began and ended, for `before_backward` of its outputs."""
+        """Return when this use began and ended, for `before_backward` of its outputs."""
         self._tick += 1
         use = self._uses[unit]
         began = use.running.pop()
@@ -146,14 +143,14 @@ class Schedule:
         return began, self._tick, self._microbatch if self.calls.in_microbatch else 0
 
     def watch_what_is_saved(self) -> AbstractContextManager[None]:
-        """Inside, what autograd saves of gathered parameters is found again in backward, see saved.py."""
+        """Return a context in which autograd saves gathered parameters so that backward finds them, see saved.py."""
         if not self._sharded:
             return nullcontext()
         return saved_tensors_hooks(self.saved.pack, self.saved.unpack)
 
     @contextmanager
     def closing_backward(self, loss: Tensor) -> Iterator[None]:
-        """The backward of `loss` inside is the one that closes units, see [Note: which backward]."""
+        """Let the backward of `loss` that runs inside close units, see [Note: which backward]."""
         if not self.calls.in_microbatch:
             raise RuntimeError(
                 "backward outside of `with strategy.microbatch(last=...):`: run forward and backward inside it"
@@ -171,13 +168,13 @@ class Schedule:
         self._closes()
 
     def _closes(self) -> bool:
-        """Whether the backward that runs now is the one that closes units, and none inside it."""
+        """Tell whether the backward that runs now is the one that closes units, and not one inside it."""
         if self._closing and self._pass is None:
-            self._pass = _task()  # the loss comes first
+            self._pass = _task()  # the hook on the loss runs before any other
         return self._closing and self._pass == _task()
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
-        """The gradient of an output that `unit` made in this use is about to be used."""
+        """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
         began, ended, microbatch = ticks
         if not self.calls.in_microbatch or microbatch != self._microbatch:
             raise RuntimeError(
@@ -187,19 +184,19 @@ class Schedule:
         closes = self._closes()
         for other, use in self._uses.items():
             if use.first is not None and use.first > ended:
-                # What usually gets a gradient and has none yet may get it by a road that no module tells of.
+                # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
                 if closes and (self._in_step or use.missing <= self._silent[other]):
                     self._close(other)
                 else:
                     self._set_aside(other)
             elif use.in_backward and use.began > ended:
-                self._set_aside(other)  # used twice: its earlier use has its backward later
+                self._set_aside(other)  # it was used twice: backward of the earlier use comes later
         if not self._uses[unit].closed:
             self._uses[unit].began = began
             self._make_ready_for_backward(unit)
 
     def _make_ready_for_backward(self, unit: Unit) -> None:
-        """Gather it if need be, also where no output told that backward comes to it, or comes again."""
+        """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
         if not self.calls.in_microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of `with strategy.microbatch(last=...):`"
@@ -228,13 +225,13 @@ class Schedule:
         self._reductions.gradient_ready(unit, parameter)
         if use.missing:
             return
-        if unit.has_frozen:  # they may still be needed for gradients of inputs
+        if unit.has_frozen:  # gradients of inputs may still need the frozen parameters
             self._reductions.complete(unit)
         else:
             self._close(unit)
 
     def _count_inner(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """In a backward that does not close units, one that has got all its gradients makes room at least."""
+        """Count a gradient of a backward that does not close units; free the unit when all have come."""
         if self._in_step and not self._closing:
             return
         inner = self._uses[unit].inner
@@ -253,7 +250,7 @@ class Schedule:
         self._views.refuse_others()
 
     def abandon_microbatch(self) -> None:
-        """After an exception in it: nothing stays gathered. What was launched can not be taken back."""
+        """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
         self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         for unit in self._sharded:
             self._await_parameters(unit)
@@ -275,7 +272,7 @@ class Schedule:
 
     def _gather(self, unit: Unit) -> None:
         if unit.residence is not Residence.FREED:
-            return  # gathered ahead
+            return  # it was gathered ahead
         if not unit.can_gather:
             self._make_room(unit)
         pending = unit.gather()
@@ -293,13 +290,13 @@ class Schedule:
             unit.arrived()
 
     def await_published(self) -> None:
-        """Afterwards all parameters that rest replicated are there."""
+        """Wait until all parameters that rest replicated are there."""
         for unit in list(self._arriving):
             if unit not in self._sharded:
                 self._await_parameters(unit)
 
     def _make_room(self, unit: Unit) -> None:
-        """A wrong guess is evicted; a unit in use keeps its pool and this one gets memory of its own."""
+        """Evict a unit that was wrongly gathered ahead; where the tenant is in use, give `unit` memory of its own."""
         tenant = unit.pool_tenant
         assert isinstance(tenant, Unit)
         if tenant not in self._demanded:
@@ -307,16 +304,15 @@ class Schedule:
             self._free(tenant, forget=False)
             return
         if self._reductions.is_complete(tenant) and not self._uses[tenant].running:
-            self._set_aside(tenant)  # only its frozen parameters kept it
+            self._set_aside(tenant)  # only frozen parameters kept the tenant gathered
             return
         if self._uses[unit].recomputed:
             raise RuntimeError(
                 f"{unit} was recomputed for backward and {tenant} uses its memory now: set strategy.unit=model, or "
                 "prefetch=1 or more"
             )
-        if (
-            _task() == NO_TASK
-        ):  # recomputation always runs units inside the one whose backward asks for it
+        # Recomputation always runs units inside the one whose backward asks for it, so it gets no warning.
+        if _task() == NO_TASK:
             warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
         with self._views.moving(unit):
             unit.reside_in(Private(unit.full_bytes, self._device))
@@ -324,7 +320,7 @@ class Schedule:
         self.num_private += 1
 
     def publish(self, unit: Unit) -> None:
-        """O -> P after the optimizer; the wait is left to the next forward that needs the unit."""
+        """Start O -> P after the optimizer's step; the next forward that needs the unit waits for it."""
         pending = unit.publish()
         if unit in self._sharded:
             unit.forget()
@@ -341,7 +337,7 @@ class Schedule:
     def _close(self, unit: Unit) -> None:
         self._reductions.complete(unit)
         self._uses[unit].closed = True
-        self._set_aside(unit)  # also where a second backward has needed it again
+        self._set_aside(unit)  # a second backward may have gathered a closed unit again
 
     def _set_aside(self, unit: Unit) -> None:
         self._uses[unit].in_backward = False
@@ -349,7 +345,7 @@ class Schedule:
             self._free(unit, forget=self._keep == "none" or unit.has_private_store)
 
     def _agree_on_order(self) -> None:
-        """After the first microbatch, see `Reductions.agree`; ranks that gather in different orders guess nothing."""
+        """Agree on one order after the first microbatch, see `Reductions.agree`; without agreement do not prefetch."""
         self._agreed = True
         if not self._reductions.agree(self._gathers.order, any_order=not self._sharded):
             self._prefetch = 0
@@ -357,7 +353,7 @@ class Schedule:
     # -- at rest -----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Nothing in flight afterwards, and nothing gathered ahead; what is kept for backward stays."""
+        """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays."""
         self._reductions.finish()
         for unit in list(self._arriving):
             self._await_parameters(unit)
@@ -367,5 +363,5 @@ class Schedule:
 
 
 def _task() -> int:
-    """Autograd's number of the backward that runs in this thread."""
+    """Return autograd's task id of the backward that runs in this thread, or NO_TASK."""
     return torch._C._current_graph_task_id()

@@ -1,8 +1,8 @@
-"""Our engine's pieces as canonical tensors, and back: nothing is gathered, every rank tells what it owns.
+"""This file converts the engine's pieces to canonical tensors and back; every rank gives what it owns, ungathered.
 
-The master is the canonical weight. What every rank holds whole is told in even shares, so that each element comes
-from one rank; what is of the whole parameter (the optimizer's step, Python values) from the rank that owns its first
-element.
+The master is the canonical weight. Ranks that all hold a tensor whole give even shares of it, so that each element
+comes from one rank. Values of a whole parameter (the optimizer's step, Python values) come from the rank that owns its
+first element.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def canonical_state(
     python: PythonValues | None = None,
     buffers: Buffers | None = None,
 ) -> CanonicalState:
-    """Pieces are views of live memory: whoever keeps them past the next step copies them."""
+    """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state: CanonicalState = {} if buffers is None else buffers.canonical()
     for tensors in _chunks(units):
         sharded = _rests_sharded(tensors, stage)
         for member, shape in zip(tensors.chunk.members, tensors.shapes, strict=True):
-            if shape.numel() == 0:  # no rank owns an element of it
+            if shape.numel() == 0:  # no rank owns an element of an empty parameter
                 state[member.name] = {
                     WEIGHT: CanonicalTensor(tuple(shape), tensors.piece.dtype, [])
                 }
@@ -101,7 +101,7 @@ def _rests_sharded(tensors: ChunkTensors, stage: Stage) -> bool:
 
 
 def _weights(tensors: ChunkTensors, stage: Stage, world: World) -> Iterator[tuple[Span, Tensor]]:
-    """Masters by span; of frozen parameters what rests here."""
+    """Yield each span with its master, or for frozen parameters with the elements that rest on this rank."""
     if tensors.trainable:
         yield from zip(tensors.owned, tensors.masters, strict=True)
         return
@@ -112,7 +112,7 @@ def _weights(tensors: ChunkTensors, stage: Stage, world: World) -> Iterator[tupl
 
 
 def _share(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:
-    """What this rank tells of elements it holds: all of them, or its even share of what everyone holds."""
+    """Return the piece this rank gives: all elements it holds, or an even share where every rank holds the same."""
     flat = tensor.detach().reshape(-1)
     if sharded:
         return Piece(span.start, flat)

@@ -1,4 +1,4 @@
-"""The memory that gathered parameters lie in: one private store, or a pool that units take turns in.
+"""Gathered parameters lie in a store: a private one, or a pool that units use in turns.
 
     pool 0   | block 0 | block 2 | block 4 | ...      a unit always returns to the same pool at the same place,
     pool 1   |    block 1 | block 3 | block 5 | ...   so that the views autograd saved in forward are right again
@@ -21,10 +21,10 @@ from zeroexp.comm.stitching import Stretch, stitch
 
 
 class Store(Protocol):
-    memory: Tensor  # bytes
-    holds: object | None  # whose values lie here, still valid
-    tenant: object | None  # who may write and read here now
-    # Descriptor of the file behind the memory: tenants map it beside their own pieces (stitching.py).
+    memory: Tensor  # flat, uint8
+    holds: object | None  # the unit whose valid values lie here
+    tenant: object | None  # the unit that may write and read here now
+    # Descriptor of the file behind the memory, if any; tenants map it beside their own pieces (stitching.py).
     file: int | None
 
     def lease(self, tenant: object) -> None: ...
@@ -34,7 +34,7 @@ class Store(Protocol):
 
 
 class Pool:
-    """Memory shared by units that are never needed at the same time."""
+    """A pool is memory shared by units that are never needed at the same time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -46,7 +46,7 @@ class Pool:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def open(self, num_bytes: int) -> None:
-        """Memory behind a file."""
+        """Allocate the memory behind a file, which units can map."""
         self.file = os.memfd_create("zeroexp-pool")
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, num_bytes)
@@ -55,7 +55,7 @@ class Pool:
 
     @property
     def file_bytes(self) -> int:
-        """Memory outside of torch's allocator."""
+        """Bytes of memory outside of torch's allocator."""
         return self.memory.nbytes if self.file is not None else 0
 
     @property
@@ -74,9 +74,9 @@ class Pool:
 
 
 class Private:
-    """Memory of one unit alone, given back to the allocator while the unit is freed.
+    """A private store belongs to one unit and returns its memory to the allocator while its values are not kept.
 
-    The storage is resized, never replaced: tensors autograd saved keep pointing at it.
+    The storage is resized, never replaced: tensors that autograd saved keep pointing at it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

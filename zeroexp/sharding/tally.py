@@ -1,14 +1,14 @@
-"""What the ranks have to tell each other before the optimizer's step, in one small sum over ranks.
+"""One small sum over ranks carries what the ranks tell each other before the optimizer's step.
 
     [ sum of squares of the gradients | for each trainable parameter: how many ranks have a gradient for it
       | where parameters are gathered by the backend: how many ranks, a checksum of what they issued, its square ]
 
-A parameter for which no rank has a gradient is skipped by the optimizer, as torch skips it in one process: it does not
-decay and its momentum does not move it. A rank that has a gradient for every parameter need not hear of the others
-before it updates.
+The optimizer skips a parameter for which no rank has a gradient, as torch does in one process: the parameter does not
+decay and its momentum does not move it. A rank that has a gradient for every parameter does not wait for the sum before
+it updates.
 
 [Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
-that use blocks of one size in different orders would compute with each other's weights.
+that use blocks of one size in different orders would compute with the weights of other blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroexp.sharding.unit import HandedOver
 
 
 class Tally:
-    """One step's sum, begun at once and waited for by whoever asks for what it needs."""
+    """A tally is the sum of one step; it starts at once, and the methods that need its result wait for it."""
 
     def __init__(
         self,
@@ -34,7 +34,11 @@ class Tally:
         wire: Collectives,
         has_gradient: Sequence[bool],
     ):
-        """parameters: all trainable ones, in an order that is the same on every rank; has_gradient: here, of each."""
+        """Start the sum.
+
+        parameters: all trainable ones, in the same order on every rank.
+        has_gradient: whether this rank has a gradient, for each of them.
+        """
         self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
         self._all_here = all(has_gradient)
         issued = wire.issued if stage.gather is Move.ALL_GATHER else None
@@ -42,25 +46,25 @@ class Tally:
         checks = [] if issued is None else terms_of(issued)
         counts = torch.tensor([0.0, *has_gradient, *checks], dtype=torch.float64)
         self._sums = counts.to(wire.world.device)
-        # Where every rank holds the whole sum, one of them tells it.
+        # Where every rank holds whole gradients, only rank 0 contributes their squares.
         if stage.optimizer is Placement.SHARD or wire.world.rank == 0:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
         self._summed = wire.sum_scalar_later(self._sums, "norm")
         self._counts: list[float] = []
 
     def norm(self) -> Tensor:
-        """Of all gradients, 0-dim float32."""
+        """Return the norm of all gradients, 0-dim float32."""
         self._summed.wait()
         return self._sums[0].sqrt().float()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether any rank has one."""
+        """Tell whether any rank has a gradient for the parameter."""
         if self._all_here:
             return True
         return self._heard()[self._index[parameter]] > 0
 
     def expect_same_gathers(self) -> None:
-        """Raise on all ranks if they did not gather the same, see [Note: same gathers]."""
+        """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
         if not self._compares:
             return
         if not were_equal(self._heard()[-len(terms_of(0)) :]):
@@ -78,10 +82,10 @@ class Tally:
 
 
 def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:
-    """In float64, so that every element counts."""
+    """Sum the squares of all elements in float64, so that every element counts; 0-dim."""
     total = torch.zeros((), dtype=torch.float64, device=wire.world.device)
     if gradients:
-        # bfloat16 keeps three digits.
+        # Norms in bfloat16 would keep three digits only.
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         norms = torch._foreach_norm(list(gradients), dtype=dtype)
         total += torch.stack(list(norms)).double().square().sum()

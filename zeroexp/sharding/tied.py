@@ -1,17 +1,17 @@
-"""The gradient of a weight that is embedding and head at once, without two more dense tensors.
+"""This file sums the gradient of a weight that is embedding and head at once, without two more dense tensors.
 
-The head's gradient is dense and comes first, the embedding's comes last: a few rows, which autograd would spread over
-a dense tensor of zeros to add it. Here rows stay rows:
+The head's gradient is dense and comes first. The embedding's gradient comes last and has few rows, which autograd would
+spread over a dense tensor of zeros before it adds them. Here rows stay rows:
 
-    backward of the head         dense; autograd keeps it until every use of the weight had its backward
-    backward of the embedding    ids and rows, kept here; to autograd it gives nothing
-    then, all uses done          the dense gradient is `weight.grad`, and the rows are added to it in place
+    backward of the head         its gradient is dense; autograd keeps it until every use had its backward
+    backward of the embedding    ids and rows are kept here; autograd gets nothing
+    after all uses               the dense gradient is `weight.grad`, and the rows are added to it in place
 
-Equal to what autograd does, where one dense gradient comes before the embedding's: the rows of one id are summed by
-autograd's own kernel, then added once. `torch.autograd.grad` with respect to such a weight sees the head's part alone.
+The result equals autograd's where one dense gradient comes before the embedding's: autograd's own kernel sums the rows
+of one id, and the sum is added once. `torch.autograd.grad` with respect to such a weight sees the head's part alone.
 
-[Note: one stream] Autograd makes streams of a GPU wait for gradients that pass through it. Rows do not: forward and
-backward of a model run on one stream.
+[Note: one stream] Autograd makes the streams of a GPU wait for gradients that pass through it. Rows do not pass through
+it, so forward and backward of a model must run on one stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.functional import embedding
 
 
 def keep_rows_apart(module: nn.Module) -> list[TiedGradient]:
-    """For every trainable weight that an embedding in `module` shares with something else than embeddings."""
+    """Keep rows apart for each trainable weight that embeddings in `module` share with a module of another kind."""
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for user in module.modules():
         for parameter in user.parameters(recurse=False):
@@ -44,43 +44,46 @@ def keep_rows_apart(module: nn.Module) -> list[TiedGradient]:
             gradient = TiedGradient(weight)
             for each in lookups:
                 each.forward = partial(_look_up, each, gradient)
-            # Autograd keeps the hook as long as the weight: it holds no weight itself.
+            # Autograd keeps the hook as long as the weight, so the hook itself must hold no weight.
             weight.register_post_accumulate_grad_hook(partial(_add_rows, weakref.ref(gradient)))
             tied.append(gradient)
     return tied
 
 
 def _is_plain(lookup: nn.Embedding) -> bool:
-    """No subclass, nobody's forward but its own, and no option that changes what its backward does."""
+    """Tell whether `lookup` is no subclass, has its own forward and no option that changes its backward."""
     usual = type(lookup) is nn.Embedding and "forward" not in vars(lookup)
     return usual and lookup.max_norm is None and not (lookup.scale_grad_by_freq or lookup.sparse)
 
 
 class TiedGradient:
-    """What one weight has got in this backward beside the dense gradient."""
+    """This object keeps the rows that one weight got in this backward beside the dense gradient."""
 
     def __init__(self, weight: nn.Parameter | None):
         self.weight = weight
-        self._rows: list[tuple[Tensor, Tensor]] = []  # ids, and a row for each
+        self._rows: list[tuple[Tensor, Tensor]] = []  # pairs of ids and a row for each id
         self._earlier: Tensor | None = None  # the sum of earlier microbatches
 
     def __reduce__(self) -> tuple[Callable[..., TiedGradient], tuple[None]]:
-        """A copy of the model has no hooks: its embeddings do what they always do."""
+        """Copy as an object without weight: a copy of the model has no hooks, and its embeddings are plain ones."""
         return TiedGradient, (None,)
 
     def keep(self, ids: Tensor, sums: Tensor) -> None:
-        """Before autograd accumulates. Dense and rows of one backward come together before the earlier sum."""
+        """Keep rows before autograd accumulates, and set the earlier sum aside.
+
+        The dense gradient and the rows of one backward are thereby summed before the earlier sum is added.
+        """
         assert self.weight is not None
         if not self._rows:
             self._earlier, self.weight.grad = self.weight.grad, None
         self._rows.append((ids, sums))
 
     def add_rows(self, weight: Tensor) -> None:
-        """After it has."""
+        """Add the rows to the dense gradient that autograd accumulated, and the result to the earlier sum."""
         if not self._rows:
             return
         gradient = weight.grad
-        if gradient is None:  # the head was not used
+        if gradient is None:  # the head was not used in this backward
             gradient = torch.zeros_like(weight)
         for ids, sums in self._rows:
             gradient.index_add_(0, ids, sums)
@@ -88,7 +91,7 @@ class TiedGradient:
         self.clear()
 
     def clear(self) -> None:
-        """Also what a backward that raised has left."""
+        """Drop the rows and the earlier sum, such as a backward that raised leaves behind."""
         self._rows.clear()
         self._earlier = None
 
@@ -100,9 +103,9 @@ def _add_rows(gradient: weakref.ref[TiedGradient], weight: Tensor) -> None:
 
 
 def _look_up(module: nn.Embedding, gradient: TiedGradient, input: Tensor) -> Tensor:
-    """The forward of nn.Embedding."""
+    """Compute the forward of nn.Embedding, with rows kept apart where that saves memory."""
     replaced = module.weight is not gradient.weight
-    as_large = input.numel() >= module.num_embeddings  # rows are no less than a dense tensor
+    as_large = input.numel() >= module.num_embeddings  # rows would be as large as a dense tensor
     if replaced or as_large or torch.compiler.is_compiling():
         return embedding(input, module.weight, module.padding_idx)
     return _LookUp.apply(module.weight, input, module.padding_idx, gradient)
@@ -126,9 +129,9 @@ class _LookUp(torch.autograd.Function):
 
 
 def _sum_rows(ids: Tensor, rows: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-    """The ids sorted, and a row for each: where an id comes first its sum, where it comes again zeros.
+    """Return the ids sorted and a row for each: the sum where an id comes first, zeros where it comes again.
 
-    As many as there are tokens, so that nobody has to wait for a device to count the different ones.
+    There are as many rows as tokens, so that nobody waits for a device to count the different ids.
     """
     in_order = ids.sort().values
     first = torch.searchsorted(in_order, ids)

@@ -1,8 +1,8 @@
-"""Notices when somebody has replaced, moved or thawed a parameter behind the engine's back.
+"""This file notices when somebody has replaced, moved or thawed a parameter behind the engine.
 
-The engine trains the parameters it was given, in the memory it put them in. `model.to(...)`, `module.weight =
-nn.Parameter(...)`, `parameter.data = ...`, thawing: plain code may do all of it, and the model would go on with weights
-that nobody trains. A look at the beginning of a microbatch costs some tens of microseconds.
+The engine trains the parameters it was given, in the memory it put them in. Plain code may call `model.to(...)`, assign
+`module.weight = nn.Parameter(...)` or `parameter.data = ...`, or thaw a parameter; the model would go on with weights
+that nobody trains. The check at the beginning of a microbatch costs some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroexp.sharding.unit import Residence, Unit
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where a module holds a parameter."""
+    """A seat is where a module holds a parameter."""
 
     held: dict[str, nn.Parameter | None]
     key: str
@@ -27,7 +27,7 @@ class _Seat:
 
 
 class ParameterWatch:
-    """Remembers what `module` held when the engine was built around it."""
+    """The watch remembers what `module` held when the engine was built around it."""
 
     def __init__(self, module: nn.Module, units: Iterable[Unit], *, alone: bool):
         self._units = list(units)
@@ -44,7 +44,7 @@ class ParameterWatch:
         ]
         self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
         self._all = [p for unit in self._units for p in unit.parameters()]
-        # Alone, where the optimizer updates the parameters themselves, plain code may write them.
+        # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
         self._alone = alone and not any(unit.has_separate_masters for unit in self._units)
         self._versions: list[int] = []
         self.note_versions()
@@ -59,17 +59,17 @@ class ParameterWatch:
         ]
 
     def note_versions(self) -> None:
-        """The engine itself has changed weights: what they are now is as it should be."""
+        """Accept the weights as they are now; the engine calls this after it has changed them itself."""
         self._versions = self._read_versions()
 
     def were_written(self) -> bool:
-        """Whether parameters were written in place since `note_versions`, or the microbatch's beginning."""
+        """Tell whether parameters were written in place since `note_versions` or the microbatch's beginning."""
         return self._versions != self._read_versions()
 
     def refuse_writes(self) -> None:
-        """Raises RuntimeError where a parameter was written in place inside a microbatch.
+        """Raise RuntimeError if a parameter was written in place inside a microbatch.
 
-        Ranks may have written different values, and what was written into gathered parameters is lost.
+        Ranks may have written different values, and values written into gathered parameters are lost.
         """
         for parameter, before, now in zip(
             self._all, self._versions, self._read_versions(), strict=True
@@ -86,7 +86,7 @@ class ParameterWatch:
             return [parameter._version for parameter in self._all]
 
     def refuse_changes(self) -> None:
-        """Raises RuntimeError that names the parameter and what to do instead."""
+        """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
         versions = self._read_versions()
         if not self._alone and versions != self._versions:
             raise RuntimeError(

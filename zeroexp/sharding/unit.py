@@ -1,14 +1,15 @@
-"""Parameters that move together, and the five verbs of their step: gather, free, reduce, hand_over, publish.
+"""A unit is a set of parameters that move together; its five verbs are gather, free, reduce, hand_over, publish.
 
-What a rank holds of one chunk (N = 4, I am rank 1; '#' real memory, '.' not held):
+Rank 1 of 4 holds this of one chunk ('#' real memory, '.' not held):
 
-    parameters rest sharded     full  . . . .  (in a pool only while gathered)    piece  # (my quarter)
+    parameters rest sharded     full  . . . .  (in a pool only while gathered)    piece  # (its quarter)
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
-    master of another dtype     one flat tensor over the spans the optimizer owns here; else views of piece / full
+    master of another dtype     one flat tensor over the spans the optimizer owns here
+    master of the same dtype    views of piece / full
 
-[Note: freed parameters] While a unit is freed, its parameters have no values and say so on every use (guard.py). What
-autograd saved of them is found again in backward (saved.py). Assigning `.data` leaves the version counter alone, and
-so does writing into the pool.
+[Note: freed parameters] While a unit is freed, its parameters have no values and raise on every use (guard.py).
+Backward finds again what autograd saved of them (saved.py). Neither assigning `.data` nor writing into the pool
+advances a parameter's version counter.
 """
 
 from __future__ import annotations
@@ -30,57 +31,56 @@ from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.storage import Private, Store
 
-FROZEN = "frozen"  # the kind of chunks without gradient
+FROZEN = "frozen"  # the kind of chunks that get no gradient
 
 
 class Residence(Enum):
-    """What memory the parameters of a unit occupy."""
+    """The residence says what memory the parameters of a unit occupy."""
 
-    FREED = "freed"  # this rank's piece only
+    FREED = "freed"  # only this rank's piece exists
     GATHERING = "gathering"  # a collective is writing the full parameters
-    READY = "ready"  # full parameters, usable
+    READY = "ready"  # the full parameters can be used
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype column of the strategy's table."""
+    """The strategy's table names these three dtypes."""
 
-    compute: torch.dtype  # of parameters and of the gradients autograd makes
-    reduce: torch.dtype  # of gradients on the wire and of what reduction leaves
-    master: torch.dtype  # of the weights the optimizer updates
+    compute: torch.dtype  # dtype of parameters and of the gradients autograd makes
+    reduce: torch.dtype  # dtype of gradients on the wire and of what reduction leaves
+    master: torch.dtype  # dtype of the weights the optimizer updates
 
 
 @dataclass
 class ChunkTensors:
-    """What this rank holds of one chunk."""
+    """This rank holds these tensors of one chunk."""
 
     chunk: Chunk
     parameters: list[nn.Parameter]  # the members, in order
     shapes: list[torch.Size]
-    piece: Tensor  # my section, flat, compute dtype
-    owned: tuple[Span, ...]  # what the optimizer updates here
+    piece: Tensor  # this rank's section, flat, compute dtype
+    owned: tuple[Span, ...]  # the elements that the optimizer updates on this rank
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
-    master_flat: Tensor | None = None  # their storage, where it is not the parameters' own
+    master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
     full: Tensor | None = None  # flat and padded; None until the unit has a store
-    views: list[Tensor] = field(default_factory=list)  # of full, one for each parameter
-    pinned: Tensor | None = (
-        None  # the same in memory of its own, while somebody reads it (gathered.py)
-    )
-    in_place: bool = False  # my section of full is the piece itself
-    nothing: Tensor = field(init=False)  # what parameters show while they are freed
+    views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
+    # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
+    pinned: Tensor | None = None
+    in_place: bool = False  # whether this rank's section of full is the piece itself
+    nothing: Tensor = field(init=False)  # the empty tensor that freed parameters show
 
     def __post_init__(self) -> None:
         self.nothing = self.piece.new_empty(0)
 
     @property
     def trainable(self) -> bool:
-        """When the engine was built; one that is frozen later gets no gradient."""
+        """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
         return self.chunk.kind != FROZEN
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What the optimizer is given of one parameter."""
+    """The optimizer is given one of these for each span that this rank updates."""
 
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
@@ -88,7 +88,7 @@ class HandedOver:
 
 
 class Unit:
-    """One set of parameters under one stage. The verbs are listed in the order of the step."""
+    """A unit is one set of parameters under one stage. Its verbs are listed in the order of the step."""
 
     def __init__(
         self,
@@ -99,20 +99,20 @@ class Unit:
         wire: Collectives,
         bucket_bytes: int | None = None,
     ):
-        """`bucket_bytes`: the most that one reduction takes; None: the whole unit."""
+        """One reduction takes at most `bucket_bytes`, or the whole unit where that is None."""
         self.name = name
         self.chunks = chunks
         self.residence = Residence.READY
         self._trainable = [tensors for tensors in chunks if tensors.trainable]
         self._stage = stage
         self._wire = wire
-        self.store: Store | None = (
-            None  # the memory of the full parameters, where they rest sharded
-        )
-        self.chunk_offsets: list[int] = []  # bytes into it at which each chunk's full tensor begins
+        # The memory of the full parameters, where they rest sharded.
+        self.store: Store | None = None
+        # Bytes into the store at which each chunk's full tensor begins.
+        self.chunk_offsets: list[int] = []
         self._offer: int | None = None
         self._parts: list[GatherPart] = []
-        self.generation = 0  # of the weights: counts the optimizer's steps
+        self.generation = 0  # number of optimizer steps that the weights have taken
         self._gradients = [self._gradients_of(tensors, dtypes) for tensors in self._trainable]
         trainable = [tensors.chunk for tensors in self._trainable]
         self.buckets = cut_in_buckets(trainable, dtypes.reduce.itemsize, bucket_bytes)
@@ -128,12 +128,12 @@ class Unit:
 
     @property
     def reduces_at_hand_over(self) -> bool:
-        """Gradients rest partial: they are summed on the way to the optimizer."""
+        """Whether gradients rest partial and are summed on the way to the optimizer."""
         return self._stage.hand_over is Move.REDUCE_SCATTER
 
     @property
     def has_separate_masters(self) -> bool:
-        """The optimizer updates memory that is not the parameters' own."""
+        """Whether the optimizer updates memory that is not the parameters' own."""
         return any(tensors.master_flat is not None for tensors in self._trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -150,7 +150,7 @@ class Unit:
         return [parameter for tensors in self._trainable for parameter in tensors.parameters]
 
     def masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter with the master weights this rank updates of it."""
+        """Return each parameter with the master weights that this rank updates of it."""
         return [
             (tensors.parameters[span.member], master)
             for tensors in self._trainable
@@ -158,7 +158,7 @@ class Unit:
         ]
 
     def states(self) -> dict[str, list[Tensor]]:
-        """The tensors held now, by kind of memory."""
+        """Return the tensors that exist now, by kind of memory."""
         kinds: dict[str, list[Tensor]] = {
             "parameters": [],
             "gradients": [],
@@ -181,7 +181,7 @@ class Unit:
 
     @property
     def is_pinned(self) -> bool:
-        """Its parameters lie whole in memory of their own, see gathered.py."""
+        """Whether the parameters lie whole in memory of their own, see gathered.py."""
         return any(tensors.pinned is not None for tensors in self.chunks)
 
     @property
@@ -200,7 +200,7 @@ class Unit:
         return sum(aligned(c.chunk.padded_numel * c.piece.itemsize) for c in self.chunks)
 
     def reside_in(self, store: Store) -> None:
-        """Where the full parameters will lie from now on: views are made once. The unit is freed after it."""
+        """Make views of the full parameters in `store`, where they lie from now on, and free the unit."""
         self.store = store
         start = 0
         memory = store.memory if store.file is None else self._map_beside(store.file)
@@ -223,20 +223,20 @@ class Unit:
         self._vacate()
         if self._offer is None:
             self.offer()
-        self.gather_parts()  # now: who counts views of this memory begins to do so with these
+        self.gather_parts()  # their views must exist when views.py begins to count views of this memory
 
     def _map_beside(self, file: int) -> Tensor:
-        """The pool's file and, where it lies on pages, what this rank owns."""
+        """Map the pool's file, with the sections that this rank owns in their place where those lie on pages."""
         pieces = [(t.chunk, t.piece, self._wire.place_of(t.piece)) for t in self.chunks]
         return stitch(beside_pieces(pieces, self._wire.world.rank, file))
 
     @property
     def can_gather(self) -> bool:
-        """Freed, and the memory to gather into is not in use by another unit."""
+        """Whether the unit is freed and no other unit uses the memory it gathers into."""
         return self.residence is Residence.FREED and self.store is not None and self.store.free
 
     def gather(self) -> Pending | None:
-        """P -> replicate. None if nothing has to move; else call `arrived` after waiting for it."""
+        """Start P -> replicate. Returns None if nothing has to move; else wait for the result and call `arrived`."""
         assert self._stage.gather is Move.ALL_GATHER and self.store is not None
         _expect(self, self.residence, Residence.FREED)
         self.store.lease(self)
@@ -248,7 +248,7 @@ class Unit:
         return self._wire.all_gather(self.gather_parts(), "gather", self._offer, str(self))
 
     def arrived(self) -> None:
-        """The full parameters are in place: show them to the module."""
+        """Show the full parameters to the module, now that they are in place."""
         self.residence = Residence.READY
         if self.store is not None:
             self.store.holds = self
@@ -258,28 +258,28 @@ class Unit:
             guard.await_on_use(parameter, None)
 
     def await_on_use(self, arrive: Callable[[], None]) -> None:
-        """Parameters are on their way: whoever uses one before they have arrived calls `arrive` first."""
+        """Let any use of a parameter in flight call `arrive` first, which waits for the values."""
         for parameter in self.parameters():
             guard.await_on_use(parameter, arrive)
 
     def free(self, *, forget: bool) -> None:
-        """replicate -> P. `forget`: the values are not taken up again even if nobody overwrote them."""
+        """Carry out replicate -> P. With `forget` the next gather moves the values even if they still lie there."""
         _expect(self, self.residence, Residence.READY)
         assert self.store is not None
         self.store.release(forget=forget)
         self._vacate()
 
     def gather_into(self, parts: Sequence[GatherPart]) -> None:
-        """The full parameters in other memory, and wait for them; the unit stays as it is."""
+        """Gather the full parameters into other memory and wait for them; the unit stays as it is."""
         self._wire.all_gather(parts, "gather", self._offer, str(self)).wait()
 
     def forget(self) -> None:
-        """The weights changed: what a pool still holds of this unit is out of date."""
+        """Drop what a pool still holds of this unit, which is out of date because the weights changed."""
         if self.store is not None and self.store.holds is self:
             self.store.release(forget=True)
 
     def is_view_of_freed(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, which is no parameter, lies in the memory of this unit's freed parameters."""
+        """Tell whether `tensor` is no parameter and lies in the memory of this unit's freed parameters."""
         if self.store is None or self.residence is not Residence.FREED:
             return False
         if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -293,7 +293,7 @@ class Unit:
     # -- gradients: reduce, hand_over ----------------------------------------------------------
 
     def parameters_in(self, bucket: Bucket) -> set[nn.Parameter]:
-        """Those of which the bucket holds elements."""
+        """Return the parameters of which the bucket holds elements."""
         return {
             self._trainable[part.index].parameters[each.member]
             for part in bucket.slices
@@ -301,15 +301,15 @@ class Unit:
         }
 
     def reduce(self, bucket: Bucket) -> Pending | None:
-        """partial -> G, of the gradients autograd has left in the parameters; missing ones count as zeros."""
+        """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros."""
         return self._reduce(self._stage.reduce, bucket)
 
     def reduce_to_owner(self, bucket: Bucket) -> Pending | None:
-        """The part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
+        """Start the part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
         return self._reduce(self._stage.hand_over, bucket)
 
     def hand_over(self) -> list[HandedOver]:
-        """G -> O: each master weight with its gradient, in the master's dtype."""
+        """Carry out G -> O: return each master weight with its gradient, in the master's dtype."""
         replicated = self._stage.gradients is Placement.REPLICATE
         handed: list[HandedOver] = []
         for tensors, gradients in zip(self._trainable, self._gradients, strict=True):
@@ -321,7 +321,7 @@ class Unit:
         return handed
 
     def has_gradient(self) -> list[bool]:
-        """For each trainable parameter, whether this rank's backward has given it a gradient since `zero_grad`."""
+        """Tell for each trainable parameter whether this rank's backward gave it a gradient since `zero_grad`."""
         return [
             member in gradients.present
             for tensors, gradients in zip(self._trainable, self._gradients, strict=True)
@@ -334,7 +334,7 @@ class Unit:
         self.take_gradients(taken=False)
 
     def take_gradients(self, *, taken: bool) -> None:
-        """Whether `.grad` of the parameters is the engine's, which raises where somebody else reads it."""
+        """Mark `.grad` of the parameters as taken by the engine or not; reading a taken one raises."""
         for tensors in self._trainable:
             for parameter in tensors.parameters:
                 guard.take_gradient(parameter, taken=taken)
@@ -342,7 +342,7 @@ class Unit:
     # -- parameters again: publish -------------------------------------------------------------
 
     def publish(self) -> Pending | None:
-        """O -> P: masters become parameters everywhere. None if no rank needs another's."""
+        """Start O -> P: masters become parameters everywhere. Returns None if no rank needs another rank's masters."""
         self.generation += 1
         for tensors in self._trainable:
             if tensors.master_flat is not None:
@@ -355,13 +355,13 @@ class Unit:
         return self._wire.all_gather(self.gather_parts(trainable=True), "publish", what=str(self))
 
     def offer(self) -> None:
-        """This rank's pieces may be gathered until the next optimizer step. All ranks do it in one order."""
+        """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
         self._offer = self._wire.offer(self.gather_parts(), self._offer)
 
     # -- how --------------------------------------------------------------------------------------
 
     def gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
-        """All chunks, or the trainable ones, as they lie now; made once for as long as they lie there."""
+        """Return parts for all chunks, or for the trainable ones; they are made once per memory the unit lies in."""
         if not self._parts:
             self._parts = [
                 GatherPart(tensors.chunk, tensors.full, tensors.piece, tensors.in_place)
@@ -372,7 +372,7 @@ class Unit:
         return [part for tensors, part in pairs if tensors.trainable or not trainable]
 
     def show(self) -> None:
-        """Point the parameters at the memory that holds their values, if any does."""
+        """Point the parameters at the memory that holds their values, or at no memory where none does."""
         for tensors in self.chunks:
             if tensors.pinned is not None:
                 views = views_of(tensors.chunk, tensors.pinned, tensors.shapes)
@@ -418,7 +418,7 @@ class Unit:
         return Pending([summed], keep)
 
     def _cast_masters(self, tensors: ChunkTensors) -> None:
-        """Masters of another dtype, copied into the parameters they stand for."""
+        """Copy masters of another dtype into the parameters they stand for."""
         for master, span in zip(tensors.masters, tensors.owned, strict=True):
             if self._stage.optimizer is Placement.SHARD:
                 target = tensors.piece[span.offset : span.offset + span.numel]
@@ -429,7 +429,7 @@ class Unit:
 
 
 def views_of(chunk: Chunk, full: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The members of a flat chunk, each in its shape."""
+    """Return a view of each member of a flat chunk, in the member's shape."""
     return [
         full[member.start : member.stop].view(shape)
         for member, shape in zip(chunk.members, shapes, strict=True)

@@ -1,8 +1,8 @@
-"""Finds views of gathered parameters that somebody keeps when the parameters have been freed.
+"""This file finds views of gathered parameters that somebody keeps after the parameters were freed.
 
-Nothing can make such a view raise when it is read: it is a plain tensor over memory that holds other weights by then.
-But every tensor counts as a use of its storage, and how many uses the engine itself makes of it is known from the
-beginning. Where there are more at the end of a microbatch, somebody has kept a view.
+Nothing can make such a view raise when it is read: it is a plain tensor over memory that may hold other weights by
+then. But every tensor counts as a use of its storage, and the engine knows from the beginning how many uses are its
+own. If there are more uses at the end of a microbatch, somebody has kept a view.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from zeroexp.sharding.unit import Residence, Unit
 
 
 class OwnViews:
-    """How many tensors of the engine share each storage of gathered parameters."""
+    """This object counts the engine's own tensors over each storage of gathered parameters."""
 
     def __init__(self, units: Iterable[Unit]):
-        """The units are freed now, and nobody has seen their memory."""
+        """Count the engine's own views; the units must be freed, and nobody may have seen their memory yet."""
         self._units = list(units)
         self._own = {s: _num_uses(s) for unit in self._units for s in _storages(unit)}
 
     @contextmanager
     def moving(self, unit: Unit) -> Iterator[None]:
-        """Inside, the freed unit gets other memory."""
+        """Correct the counts for a freed unit that gets other memory inside this context."""
         before = {s: _num_uses(s) for s in _storages(unit)}
         yield
         for storage, uses in before.items():
@@ -35,7 +35,7 @@ class OwnViews:
         self._own |= {s: _num_uses(s) for s in _storages(unit)}
 
     def refuse_others(self) -> None:
-        """Raises RuntimeError where a view of parameters that are freed now is still alive."""
+        """Raise RuntimeError if a view of parameters that are freed now is still alive."""
         for unit in self._units:
             if unit.residence is not Residence.FREED or unit.store is None or not unit.store.free:
                 continue
@@ -46,7 +46,7 @@ class OwnViews:
                     self._own[storage] = uses
 
     def _refuse(self, unit: Unit, storage: int) -> None:
-        """Unless only checkpointing has such views: it lets them go with the graph they belong to."""
+        """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to."""
         known = {id(t) for each in self._units for t in _own_tensors(each)} | _of_checkpointing()
         for each in gc.get_objects():
             if isinstance(each, Tensor) and id(each) not in known and _storage_of(each) == storage:
@@ -70,7 +70,7 @@ def _own_tensors(unit: Unit) -> Iterator[Tensor]:
 
 
 def _of_checkpointing() -> set[int]:
-    """Tensors that torch.utils.checkpoint has recomputed and keeps for a backward that may not come."""
+    """Return ids of tensors that torch.utils.checkpoint recomputed and keeps for a backward that may not come."""
     from torch.utils.checkpoint import _CheckpointFrame  # pyright: ignore[reportPrivateUsage]
 
     frames = [each for each in gc.get_objects() if isinstance(each, _CheckpointFrame)]
@@ -85,7 +85,7 @@ def _storages(unit: Unit) -> set[int]:
 def _storage_of(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a tensor without storage
+    except (NotImplementedError, RuntimeError):  # the tensor has no storage
         return None
 
 
