@@ -1,4 +1,4 @@
-"""`python -m zeroexp`: one experiment or a sweep of them. The door to Hydra; behind it is zeroexp.cluster.sweep."""
+"""`python -m zeroexp` runs one experiment or a sweep: Hydra composes the points, zeroexp.cluster.sweep runs them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zeroexp.config import Config, ConfigError
 REFUSED, INTERRUPTED = 2, 130
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
-# Keys of others' vocabulary: unknown here, so that one may be added.
+# Other projects define the keys below these, so a user may add keys that our schema does not know.
 FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
 
-# Flags of Hydra that show something and run nothing; and those that can not work with sweeps of ours.
+# ONLY_SHOW are flags of Hydra that print something and run nothing; REFUSED_FLAGS can not work with our sweeps.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version")
 REFUSED_FLAGS = {
     "--experimental-rerun": "use --rerun outputs/<sweep>",
@@ -38,7 +38,7 @@ REFUSED_FLAGS = {
     "-r": "leave it out: every run is a sweep, of one point too",
 }
 
-# What OmegaConf complains of, and what to do about it.
+# Part of OmegaConf's message -> the remedy we print; the first match counts.
 HINTS = {
     "to Integer": "use a whole number",
     "to Float": "use a number",
@@ -50,7 +50,10 @@ HINTS = {
 
 
 def main() -> int:
-    """Exit codes: 0 fine, 1 something failed, 2 refused before anything ran, 130 interrupted."""
+    """Run the command line and return its exit code.
+
+    0: all went well; 1: something failed; 2: the configuration was refused; 130: the user interrupted.
+    """
     arguments = sys.argv[1:]
     output.keep_going()
     interruption.listen()
@@ -60,7 +63,7 @@ def main() -> int:
             return sweep.conclude()
         except MISTAKES as error:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
-            sweep.conclude()  # of points that a sweeper that learns had already run
+            sweep.conclude()  # a sweeper that learns may have run points already
             return REFUSED
         except KeyboardInterrupt:
             sweep.conclude()
@@ -77,22 +80,22 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
 
 
 def _compose(sweep: Sweep, arguments: list[str]) -> None:
-    """Hydra composes every point and hands them to `sweep.run` by our launcher."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised, not printed: `explain` does that
+    """Have Hydra compose every point and hand them to `sweep.run` through our launcher."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
     ConfigStore.instance().store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     words = [word for word in arguments if word not in ("-m", "--multirun")]
     _refuse_flags(words)
-    # Said aloud, or Hydra blames commas where another word is wrong: it reads hydra.mode after all words.
+    # Hydra reads hydra.mode after all words; without --multirun it would blame commas where another word is wrong.
     sys.argv[1:] = (
         words
         if any(word.partition("=")[0] in ONLY_SHOW for word in words)
         else ["--multirun", *words]
     )
 
-    raised: list[Exception] = []  # by ourselves, on the way through Hydra
+    raised: list[Exception] = []  # our own errors, which pass through Hydra
 
-    def run_points(points: Any) -> Any:  # a function: Hydra asks which module it comes from
+    def run_points(points: Any) -> Any:  # no method: Hydra asks for the function's module
         try:
             if not isinstance(points, list):
                 raise ConfigError("hydra.mode, hydra/launcher: not to be changed; leave them out")
@@ -106,12 +109,12 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
     except Exception as error:
         if error in raised or not sweep.has_failures:
             raise
-        # One that learns, and had nothing to learn from; the table will say which points failed.
+        # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {_first_line(error)}", file=sys.stderr)
 
 
 def _refuse_flags(words: list[str]) -> None:
-    """Passwords, which Hydra would write down; its own flags that end in a traceback here, groups without an option."""
+    """Refuse passwords, which Hydra would write down, flags that would end in a traceback, and empty groups."""
     for word in words:
         refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
     for flag, remedy in REFUSED_FLAGS.items():
@@ -128,13 +131,13 @@ def _refuse_flags(words: list[str]) -> None:
 
 
 def _conf() -> Path:
-    """The folder of YAML: inside the package where it is installed, beside it in a checkout."""
+    """Return the folder of YAML files: it lies inside an installed package, and beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-# ---- a user's mistake in one line: key=value: what is wrong; what to do
+# ---- explain a user's mistake in one line: key=value: what is wrong; what to do
 
 
 def explain(error: Exception) -> str:
@@ -143,7 +146,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {_first_line(error)}; write key=value, lists as key=[1,2]"
     text = str(error)
-    if isinstance(error, ConfigError):  # our own words, not to be taken for Hydra's
+    if isinstance(error, ConfigError):  # our own text must not be parsed as Hydra's
         return text
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
@@ -167,7 +170,7 @@ def _unknown_key(key: str, value: str) -> str:
 
 
 def _wrong_value(key: str, text: str, cause: BaseException) -> str:
-    """From `Error merging override key=value`, caused by what OmegaConf says of the value."""
+    """Explain Hydra's `Error merging override key=value`; its cause holds what OmegaConf says of the value."""
     override = re.search(r"override \+*(\S+=.*)", text)
     said = _first_line(cause) if override else "; ".join(text.splitlines()[:2])
     remedy = next((hint for word, hint in HINTS.items() if word in said), HINTS[""])
@@ -179,7 +182,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _keys(schema: type, parent: str = "") -> Iterator[str]:
-    """Every dotted key of the config, groups too."""
+    """Yield every dotted key of the config, groups included."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         yield parent + item.name

@@ -1,9 +1,8 @@
-"""Every word an experiment may say, as dataclasses, and how they become a run's config.yaml.
+"""Every key of an experiment, as dataclasses, and how they become a run's config.yaml.
 
-Hydra composes YAML into these schemas, so typos and wrong types fail at composition;
-`zeroexp.check` refuses combinations that have no meaning before any rank starts. Keys of one
-implementation default to None, which is "that implementation's own default"; `resolve` writes the
-default into the run's config. No torch in this file.
+Hydra composes YAML into these schemas, so typos and wrong types fail at composition. `zeroexp.check` refuses
+combinations without a meaning before any rank starts. Keys that only some implementations have default to None, which
+means the implementation's own default; `resolve` writes that default into the run's config. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ AUTO = "auto"
 
 
 class ConfigError(ValueError):
-    """A user's mistake: one line naming key, value and remedy. Never shown with a traceback."""
+    """A user's mistake. Its one line names key, value and remedy, and the user sees no traceback."""
 
 
 class UndefinedCombination(ConfigError):
-    """Every word is right, but together they mean nothing: a sweep skips such a point."""
+    """A point whose values are each valid but mean nothing together; a sweep skips it."""
 
 
 @dataclass
 class Row:
-    """Where one kind of state rests between uses, and in which dtype."""
+    """The placement of one kind of state between uses, and its dtype."""
 
     placement: str = "replicate"  # replicate | partial | shard
     dtype: str = "float32"
@@ -45,14 +44,14 @@ class ModelConfig:
     family: str = "llama"  # llama | gpt2 | mixtral | mlp | moe
     task: str = "causal"  # causal | classification | regression
     num_labels: int | None = None
-    hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # of transformers' class
+    hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
     moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
-    weights: str | None = None  # None = random from train.seed; a local folder, or a hub id
+    weights: str | None = None  # a local folder or a hub id; None = random from train.seed
 
 
 def vocabulary(model: ModelConfig) -> int | None:
-    """Number of words the config gives the model; None for vectors, or where the data decides."""
+    """Return the vocabulary size in the model's config; None for vectors, or where the data decides."""
     return (model.moe if model.family == "moe" else model.hf_config).get("vocab_size")
 
 
@@ -66,8 +65,8 @@ class DataConfig:
     micro_batch_size: int = 1  # samples per rank and forward pass
     path: str | None = None  # a local folder or file instead of the source's own
     source: str | None = None  # reviews: hub id; None = DEFAULT_REVIEWS where there is no path
-    vocab_size: int | None = None  # of the tokenizer trained on the text; None = the model's
-    limit: int | None = None  # reviews: the first so many of the source; None = all
+    vocab_size: int | None = None  # size of the tokenizer trained on the text; None = the model's
+    limit: int | None = None  # reviews: how many to read, from the first on; None = all
 
 
 @dataclass
@@ -77,16 +76,16 @@ class StrategyConfig:
     gradients: Row = field(default_factory=Row)
     optimizer: Row = field(default_factory=Row)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch
-    # Settings of our engine. None = its default.
+    # These are settings of our engine; None = its default.
     unit: str | None = None  # model | block | module: what moves together (torch: block)
     overlap: bool | None = None  # communication beside compute, or strictly after it
     owners: str | None = None  # contiguous | greedy: who owns which parameter
     prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
     keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
     reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
-    # MiB, the most that one reduction takes; None: the transport's best; auto: from the links' measured speed.
+    # The most MiB of one reduction; None: the transport's best; auto: computed from the links' measured speed.
     bucket_mb: Any = None
-    # Settings of torch's engines.
+    # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
 
 
@@ -125,15 +124,15 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Saved beside training into <run>/checkpoint, for `resume`; see docs/checkpoints.md."""
+    """Checkpoints for `resume`, saved into <run>/checkpoint while training goes on; see docs/checkpoints.md."""
 
     every: int | None = None  # steps between two checkpoints, and one at the end; None = none
-    keep: int = 2  # the newest so many stay
+    keep: int = 2  # how many of the newest checkpoints are kept
 
 
 @dataclass
 class SlurmConfig:
-    """What a site's Slurm is asked for. None: the site's own default."""
+    """What a job requests from a site's Slurm; None leaves it to the site's default."""
 
     ranks_per_node: int = 8  # most ranks of one point that share a node
     cpus_per_rank: int = 4
@@ -145,7 +144,7 @@ class SlurmConfig:
     memory_gb: float | None = None  # of one node
     max_requeues: int = 10  # times that one job may start again from its checkpoint, for any reason
     save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
-    python: str | None = None  # starts Python on a node, e.g. in a container; None = ours
+    python: str | None = None  # command that starts Python on a node; None = the running Python
     setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
     srun: list[str] = field(default_factory=list[str])  # further arguments of srun
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])  # further options of sbatch
@@ -159,7 +158,7 @@ class ClusterConfig:
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
-    # slurm: False submits and returns; `python -m zeroexp.watch` shows what became of it
+    # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later
     wait: bool = True
     heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
     # slurm: start again what Slurm ended; None = where checkpoint.every is set
@@ -178,7 +177,7 @@ class TrackingConfig:
 
 @dataclass
 class StudyConfig:
-    """A sweep that answers a question. A point runs if it matches one of the `include` rows."""
+    """A sweep that answers a question. A point runs only if it matches one of the `include` rows."""
 
     name: str | None = None
     question: str | None = None
@@ -205,7 +204,7 @@ class Config:
 
 
 def resolve(config: Config) -> Config:
-    """A copy in which every setting that has an effect and was left open holds its default."""
+    """Return a copy in which every open setting that has an effect holds its default."""
     config = deepcopy(config)
     cluster = config.cluster
     if cluster.requeue is None:
@@ -223,7 +222,10 @@ def resolve(config: Config) -> Config:
 
 
 def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
-    """`bucket_mb` and `prefetch` stay None, which is the best of the transport the ranks will find."""
+    """Return the defaults of our engine's keys for this strategy.
+
+    `bucket_mb` and `prefetch` stay None: the ranks take what is best for the transport they find.
+    """
     defaults: dict[str, Any] = {"unit": "block", "overlap": True}
     defaults["reduce_each"] = reduce_each(strategy.gradients.placement)
     if strategy.implementation == "parameter" and strategy.optimizer.placement == "shard":
@@ -234,7 +236,7 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
 
 
 def save(config: Config, path: Path) -> None:
-    """A reader sees the old content or the new one."""
+    """Write the config to `path`. A concurrent reader sees either the old content or the new one."""
     import yaml
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -243,14 +245,14 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """The config of a run as `save` wrote it; raises ConfigError for a key that no schema has."""
+    """Read the config of a run that `save` wrote. Raises ConfigError for a key that no schema has."""
     import yaml
 
     return from_mapping(Config, yaml.safe_load(path.read_text()))
 
 
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:
-    """Plain nested mappings into dataclasses; value types are the writer's promise."""
+    """Turn plain nested mappings into dataclasses. Keys are checked; the writer guarantees the types of values."""
     hints = get_type_hints(schema)
     known = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(values) - known):

@@ -4,8 +4,8 @@
     python -m zeroexp.export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
     python -m zeroexp model.weights=DIR                     start from it
 
-Tensors are read one after the other, each hash checked, and written file by file into a hidden folder beside DIR; one
-rename gives it its name when it is whole. Exit codes: 0 written, 2 not, with the reason in one line.
+It reads one tensor after the other, checks each hash and writes file by file into a hidden folder beside DIR. When all
+is written, one rename gives the folder its name. Exit codes: 0 written, 2 refused with the reason in one line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def choose(folder: Path, step: int | None = None) -> Path:
-    """The checkpoint that a run's or a checkpoint's folder means, absolute. Raises CheckpointError."""
+    """Return the absolute path of the checkpoint that a run's or a checkpoint's folder means.
+
+    Raises CheckpointError where there is no such checkpoint.
+    """
     folder = folder.resolve()
     if step is None and (folder / MANIFEST).is_file():
         return folder
@@ -67,7 +70,7 @@ def choose(folder: Path, step: int | None = None) -> Path:
 
 
 def beside(checkpoint: Path) -> Path:
-    """Where it goes when nothing is said. Raises ConfigError for a checkpoint that lies in no run."""
+    """Return the folder an export goes to without --to. Raises ConfigError for a checkpoint that lies in no run."""
     if checkpoint.parent.name != folders.FOLDER:
         raise ConfigError(f"--to=null: {checkpoint} lies in no run's folder; set --to=DIR")
     return checkpoint.parents[1] / "exported" / checkpoint.name
@@ -76,14 +79,16 @@ def beside(checkpoint: Path) -> Path:
 def export(
     checkpoint: Path, target: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
 ) -> None:
-    """Raises ConfigError: a target that exists or can not be written, a model that transformers does not have, and
-    CheckpointError for a damaged checkpoint. Nothing is left behind then.
+    """Write the weights of `checkpoint` in Hugging Face's format to `target`, which must not exist.
+
+    Raises ConfigError for a target that exists or can not be written and for a model that transformers does not have,
+    and CheckpointError for a damaged checkpoint. After an error nothing is left behind.
     """
     manifest = read_manifest(checkpoint)
     config = from_mapping(Config, manifest.config)
     if os.path.lexists(target):
         raise ConfigError(f"--to={target}: exists already; choose another folder, or remove it")
-    # Here and not above: transformers takes seconds to import, and what was refused so far needs none of it.
+    # These imports take seconds, so they come after everything that can be refused without them.
     import torch
 
     from zeroexp.checkpoint.weights import Weights
@@ -107,7 +112,7 @@ def export(
 
 
 def _tokenizer(config: Config):
-    """Of the text that was trained on; None where there was no text, or the tokenizer is not here any more."""
+    """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
     from zeroexp.data.sources import choose_words
     from zeroexp.models.huggingface_folder import Tokenizer
 
@@ -123,12 +128,12 @@ def _tokenizer(config: Config):
 
 @contextlib.contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into, that is there under its name once all of it is on the disk, or not at all."""
+    """Yield a folder to write into; it gets the name `target` once all of it is on disk, and is removed on an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield folder
-        folder.chmod(0o755)  # mkdtemp's 0700 would shut it for others
+        folder.chmod(0o755)  # mkdtemp's 0700 would lock other users out
         for path in (*folder.iterdir(), folder):
             _sync(path)
         folder.rename(target)

@@ -1,4 +1,7 @@
-"""A local folder, a cached snapshot or a download: the one place that asks whether the hub can be reached."""
+"""Where a model's weights come from: a local folder, a cached snapshot or a download.
+
+Only this file asks whether the hub can be reached.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ MODEL_FILES = ["*.safetensors", "*.json"]
 
 @functools.cache
 def online() -> bool:
-    """Whether the hub answers within seconds."""
+    """Return whether the hub answers within seconds; False in the hub's offline mode."""
     if constants.HF_HUB_OFFLINE:
         return False
     return answers(constants.ENDPOINT)
 
 
 def has_dataset(name: str) -> bool:
-    """Whether the hub, its library of data sets or zeroexp itself kept some of it here; all of it is not promised."""
+    """Return whether some part of this data set is on this machine; it may be incomplete.
+
+    The caches of the hub, of the `datasets` library and of zeroexp are searched.
+    """
     if (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}").is_dir():
         return True
     library = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
@@ -37,7 +43,7 @@ def has_dataset(name: str) -> bool:
 
 
 def require_model(name: str) -> None:
-    """Raises ConfigError where `model_folder` could not give this model."""
+    """Raise ConfigError if `model_folder` could not return this model."""
     if _model_here(name) is None and not online():
         raise ConfigError(
             f"model.weights={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
@@ -46,9 +52,9 @@ def require_model(name: str) -> None:
 
 
 def model_folder(name: str) -> Path:
-    """Folder with the weights, config and tokenizer that `model.weights=name` means.
+    """Return the folder with the weights, config and tokenizer that `model.weights=name` means.
 
-    A local folder, else the hub's cache, else a download. Raises ConfigError when there is none of them.
+    It is a local folder, else the hub's cache, else a download. Raises ConfigError if there is none of them.
     """
     if folder := _model_here(name):
         return folder

@@ -1,4 +1,4 @@
-"""The local files that a run's text is read from, and where what was made of it is kept: paths, nothing opened."""
+"""Paths of the local files that a run reads its text from, and of the cache; no file is opened here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig
 
-SHIPPED_WORDS = 2048  # of the tokenizer in data/corpus
+SHIPPED_WORDS = 2048  # vocabulary size of the tokenizer in data/corpus
 SUFFIXES = {"text": (".txt",), "reviews": (".csv", ".parquet", ".json", ".jsonl", ".arrow")}
 
 
 def data_files(config: DataConfig) -> list[Path]:
-    """What data.path means, sorted. Raises ConfigError where it means nothing."""
+    """Return the files that data.path means, sorted. Raises ConfigError if there are none."""
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
@@ -25,6 +25,6 @@ def data_files(config: DataConfig) -> list[Path]:
 
 
 def cache_root() -> Path:
-    """$ZEROEXP_CACHE, else zeroexp/ in the user's cache folder."""
+    """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ZEROEXP_CACHE") or Path(home) / "zeroexp")

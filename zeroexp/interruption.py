@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the next ends waiting for others, none says more."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the second also ends waits, further ones do nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _num_asked = 0
 
 
 def listen() -> None:
-    """The first of these signals raises KeyboardInterrupt; one that is ignored stays so, as nohup has it."""
+    """Have the first of these signals raise KeyboardInterrupt. One that is ignored, as under nohup, stays ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _ask)
 
 
 def impatient() -> bool:
-    """Whether somebody asked more than once."""
+    """Return whether more than one of the signals came."""
     return _num_asked > 1
 
 

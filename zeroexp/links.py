@@ -1,6 +1,7 @@
-"""`strategy.bucket_mb=auto`: what a cluster's links cost is measured once and kept in outputs/links, for all its runs.
+"""`strategy.bucket_mb=auto`: the first run on a cluster measures its links and keeps the result in outputs/links.
 
-The number it comes to goes into the run's config.yaml, so that what is run again, or started again, is the same.
+Later runs read that file. The bucket size that follows from it is written into the run's config.yaml, so that a rerun
+or a restart uses the same size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from zeroexp.world import World
 
 
 def settle(config: Config, folder: Path, world: World) -> Config:
-    """The config with `strategy.bucket_mb` a number, in `folder`/config.yaml too. All ranks call it together."""
+    """Replace `strategy.bucket_mb=auto` by a number, in the returned config and in `folder`/config.yaml.
+
+    All ranks call it together.
+    """
     if config.strategy.bucket_mb != AUTO:
         return config
     bucket_mb = _link(config, folder, world).bucket_mb if world.size > 1 else None
@@ -29,14 +33,18 @@ def settle(config: Config, folder: Path, world: World) -> Config:
 
 
 def _link(config: Config, folder: Path, world: World) -> Link:
-    """As a run before found it between as many ranks on as many hosts of the same cluster, else as it is now."""
+    """Return what reductions cost on these links.
+
+    The answer of an earlier run counts if it had as many ranks on as many hosts of the same cluster; else the ranks
+    measure now.
+    """
     num_hosts = len(set(worlds.gather(worlds.host_identity())))
     name = f"{config.cluster.name}-{world.backend}-{world.size}-ranks-{num_hosts}-hosts.json"
     known = folder.parent.parent / "links" / name
-    link = worlds.gather(_read(known))[0]  # as rank 0 sees it
+    link = worlds.gather(_read(known))[0]  # every rank takes what rank 0 read
     if link is None:
         link = measure(world)
-        gc.collect()  # the probe's shared memory is gone before anything is counted
+        gc.collect()  # frees the probe's shared memory before memory is counted
         if world.rank == 0:
             _keep(link, known)
     print(f"strategy.bucket_mb={link.bucket_mb:g} for {link}, kept in {known}")
@@ -44,7 +52,7 @@ def _link(config: Config, folder: Path, world: World) -> Link:
 
 
 def _read(path: Path) -> Link | None:
-    """None where there is nothing of use, so that it is measured again."""
+    """Return the link kept at `path`; None where the file is missing or unreadable, so that the ranks measure again."""
     try:
         known = read_json(path)
         return None if known is None else Link(**known)

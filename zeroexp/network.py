@@ -1,5 +1,6 @@
-"""Whether somebody is there: clients of the hub and of MLflow retry for minutes before they admit that nobody is. And
-addresses without what nobody else is to read.
+"""Whether a server answers, and addresses without their passwords.
+
+Clients of the hub and of MLflow retry for minutes before they report that no server answers, so we ask first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import urllib.request
 from urllib.parse import urlsplit, urlunsplit
 
 CONNECT_SECONDS = 3.0
-# postgresql://user:THIS@host/db, and postgresql://host/db?password=THIS
+# The patterns find THIS in postgresql://user:THIS@host/db and in postgresql://host/db?password=THIS.
 PASSWORDS = (
     re.compile(r"(?<=://)([^/@\s]*?):[^/\s]*(?=@)"),
     re.compile(r"(?<=[?&])(\w*(?:password|passwd|pwd|token|secret)\w*)=[^&\s]*", re.IGNORECASE),
@@ -20,23 +21,23 @@ PASSWORDS = (
 
 
 def answers(url: str) -> bool:
-    """True if a web server says anything at all within seconds; proxies of the environment are used."""
+    """Return whether a web server answers anything within CONNECT_SECONDS. The environment's proxies are used."""
     parts = urlsplit(url)
-    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))  # without a password
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))  # no password is sent
     try:
         question = urllib.request.Request(bare, method="HEAD")
         urllib.request.urlopen(question, timeout=CONNECT_SECONDS).close()
     except (urllib.error.HTTPError, http.client.HTTPException):
-        return True  # it answered, if not with what a browser wants
+        return True  # an error status is an answer too
     except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # whom to trust is its client's business
+        return isinstance(error.reason, ssl.SSLError)  # its client decides whom to trust
     except (TimeoutError, ConnectionError):
         return False
     return True
 
 
 def without_password(text: str) -> str:
-    """The same where there is none."""
+    """Return the text without passwords in its addresses."""
     for password in PASSWORDS:
         text = password.sub(r"\1", text)
     return text

@@ -1,8 +1,8 @@
 """The optimizer and its learning rate: parameter groups, a factory for rank-local optimizers, a schedule.
 
-An engine decides which tensors it optimizes (whole parameters, slices, flat pieces), so it is given the groups of
-the model and a factory, never a finished optimizer. The learning rate is a pure function of the step, so that a run
-resumes without any state of a scheduler.
+An engine decides which tensors it optimizes (whole parameters, slices, flat pieces), so it receives the groups of the
+model and a factory, never a finished optimizer. The learning rate is a pure function of the step, so that a run
+resumes without the state of a scheduler.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """One group with weight decay and one without (norms and biases: less than two dimensions).
+    """Return one group with weight decay and one without, in the form torch.optim takes.
 
-    Groups as torch.optim takes them. Frozen parameters are in none; a tied parameter is in one, once; without a
-    difference in decay there is one group.
+    Norms and biases, which have fewer than two dimensions, form the second group. Frozen parameters are in no group and
+    a tied parameter appears once. If all parameters decay alike, there is one group.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     if config.decay_norms_and_biases or config.weight_decay == 0:
@@ -40,7 +40,7 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
 def optimizer_factory(
     config: OptimizerConfig,
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """Makes the configured optimizer over the groups (or tensors) an engine hands in."""
+    """Return a function that makes the configured optimizer over the groups or tensors an engine hands in."""
     if config.name == "adamw":
         return lambda groups: torch.optim.AdamW(
             groups,
@@ -62,9 +62,9 @@ def optimizer_factory(
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of the 0-based `step`: up linearly over `warmup_steps`, then by the schedule.
+    """Return the rate of the 0-based `step`: it rises linearly over `warmup_steps`, then follows the schedule.
 
-    The top is reached in the last warm-up step, `lr * min_lr_ratio` in the last step of all.
+    It reaches `lr` in the last warm-up step and `lr * min_lr_ratio` in the last step of the run.
     """
     if config.schedule not in SCHEDULES:
         raise ConfigError(f"optimizer.schedule={config.schedule}: use {', '.join(SCHEDULES)}")
@@ -72,7 +72,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    first = max(config.warmup_steps - 1, 0)  # the step at the top
+    first = max(config.warmup_steps - 1, 0)  # the step whose rate is `lr`
     progress = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
     fall = progress if config.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
     return config.lr * (1 - (1 - config.min_lr_ratio) * fall)

@@ -1,4 +1,4 @@
-"""Standard output and error that no work ends for: on a full disk, into a pipe or a terminal that was closed."""
+"""Standard output and error whose failures end no work, as on a full disk or into a closed pipe or terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def keep_going() -> None:
-    """From here on what can not be written is dropped, in silence: there is nobody to tell."""
+    """Make standard output and error drop silently what can not be written, since nobody could be told."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would get what we print
+        except OSError:  # else the next file we open would receive what we print
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
         sys.stdout = sys.__stdout__ = _text(1)

@@ -1,7 +1,7 @@
-"""What one process of a run does, start to end: here everything meets.
+"""What one process of a run does from start to end: this file joins data, model, engine, loop and checkpoints.
 
-A folder with config.yaml goes in; out come records.jsonl and summary.json (rank 0), logs/rank<r>.log and, from the
-first rank that fails, failure.json.
+It reads config.yaml in the run's folder. Rank 0 writes records.jsonl and summary.json there, every rank writes
+logs/rank<r>.log, and the first rank that fails writes failure.json.
 """
 
 from __future__ import annotations
@@ -43,19 +43,22 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
 def prepare(folder: Path) -> None:
-    """Import and compile what `main` needs, in a process that forks ranks later: no thread, no model in memory."""
+    """Import and compile what `main` needs, in a process that forks ranks later.
+
+    It starts no thread and leaves no model in memory.
+    """
     compile_allocator()
-    with contextlib.suppress(Exception):  # ranks will meet it too, and report it
+    with contextlib.suppress(Exception):  # the ranks meet the same error and report it
         config = configs.load(folder / "config.yaml")
         model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
         groups = parameter_groups(model.module, config.optimizer)
-        optimizer_factory(config.optimizer)(groups)  # torch imports its compiler for the first one
+        optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
 
 
 def main(folder: Path, *, device: str | None = None) -> None:
-    """Be the rank the environment says, on `device` (cpu | cuda; None: what cluster.device says).
+    """Run as the rank that the environment names, on `device` (cpu | cuda; None takes cluster.device).
 
-    Raises SystemExit(1) after writing down what went wrong.
+    Raises SystemExit(1) after it has written down an error, and SystemExit(SAVED) when the run was asked to stop.
     """
     place = worlds.place_from_environment(os.environ)
     _send_output_to(failure.log_path(folder, place.rank))
@@ -70,7 +73,7 @@ def main(folder: Path, *, device: str | None = None) -> None:
 
 
 def _run(folder: Path, device: str | None) -> int:
-    """Returns the exit code."""
+    """Train and return the exit code."""
     config = configs.load(folder / "config.yaml")
     device, stop = device or _device(config), Stop()
     if config.cluster.requeue:
@@ -85,11 +88,11 @@ def _run(folder: Path, device: str | None) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library hand freed memory out again instead of returning it to the system.
+    """Have the C library reuse freed memory instead of returning it to the system, whatever the engine.
 
-    By default it maps large tensors one by one, and every step pays for clearing thousands of fresh pages. Kept, a
+    By default it maps large tensors one by one, and every step pays for clearing thousands of fresh pages. With reuse a
     step of 20M parameters takes 4 % less CPU time under DDP, 8 % less under our ZeRO-3 and the same under FSDP2, at
-    the same resident size. It holds for every engine alike.
+    the same resident size.
     """
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(M_MMAP_MAX, 0)
@@ -103,7 +106,7 @@ def _device(config: Config) -> str:
 
 
 def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
-    """False where it was stopped on the way, and saved."""
+    """Build everything and train; return False if the run was stopped before its last step and saved a checkpoint."""
     began = time.perf_counter()
     data = build_data(config.data, config.model, config.train.seed)
     model = build_model(
@@ -135,16 +138,16 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     over = not records or records[-1].step + 1 == num_steps
     if not over:
         saver.save_now(records[-1].step + 1)
-    elif records:  # else the run was over, but for the end of its process
+    elif records:  # without records the resumed run had no step left to do
         _summarise(folder, world, records, strategy, data.source)
-        if config.checkpoint.every is not None:  # after the summary, which a run that is over needs
+        if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
     return over
 
 
 def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
-    """Take up a checkpoint; returns the steps done."""
+    """Load the checkpoint that config.resume names, if there is one, and return the number of steps done."""
     began = time.perf_counter()
     taken = load_newest(folder, config.resume, strategy, shapes, world)
     if taken is None:
@@ -158,7 +161,10 @@ def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, wo
 def _drain(
     steps: Iterator[StepRecord], saver: Saver, world: World, folder: Path, start_step: int
 ) -> list[StepRecord]:
-    """Every record is written down before the checkpoint that follows its step can be whole."""
+    """Run all steps and return their records.
+
+    Each record is written before the checkpoint of its step can become whole.
+    """
     records: list[StepRecord] = []
     with ExitStack() as stack:
         writer = None
@@ -177,7 +183,11 @@ def _drain(
 def _summarise(
     folder: Path, world: World, records: list[StepRecord], strategy: Strategy, data_source: str
 ) -> None:
-    """Of memory and traffic since the last resume, which is all that every rank knows; of times and losses all."""
+    """Write the summary on rank 0.
+
+    Times and losses cover the whole run; memory and traffic cover the steps since the last resume, which is all that
+    every rank knows.
+    """
     num_private = strategy.model_states().num_private_units
     mine = summarise_rank(world.rank, records, num_private_units=num_private)
     all_ranks = worlds.gather(mine)
@@ -187,7 +197,7 @@ def _summarise(
 
 
 def _send_output_to(log: Path) -> None:
-    """Also what C++ prints: redirected where the descriptors are."""
+    """Redirect standard output and error to `log` by their file descriptors, so that C++ prints there too."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -195,5 +205,6 @@ def _send_output_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines: a killed rank loses none
+    # Both are line-buffered, so that a killed rank loses no line.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -1,7 +1,7 @@
 """Ending a run early at a step boundary: somebody asks one rank, and all ranks agree on the step.
 
-A batch system signals ranks at different moments, and some of them only. The wish therefore travels beside the loss, in
-the sum that every step makes anyway: a step whose sum holds a wish is the last one, on every rank.
+A batch system signals ranks at different moments, and perhaps only some of them. The request therefore travels with the
+loss, in the sum over ranks that every step makes anyway: a step whose sum contains a request is the last on every rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ SAVED = 75  # exit code of a rank that stopped as asked and left a checkpoint; E
 
 @dataclass
 class Stop:
-    asked: bool = False  # this rank
-    agreed: bool = False  # by all ranks, after the same step; only the training loop sets it
+    asked: bool = False  # this rank was asked to stop
+    agreed: bool = False  # all ranks stop after the same step; only the training loop sets it
 
     def listen(self, *numbers: signal.Signals) -> None:
-        """To signals, also to those that came while this process started, if its parent blocked them."""
+        """Set `asked` when one of these signals arrives.
+
+        Signals that arrived while this process started count too, if its parent had blocked them.
+        """
         for number in numbers:
             signal.signal(number, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)

@@ -1,7 +1,7 @@
 """`python -m zeroexp.sync outputs/<sweep>`: send MLflow what the folders of a sweep's runs hold.
 
-Compute nodes write files and nothing else: whoever sees those files and the store sends. Sending again changes
-nothing, so it may be called at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep.
+Compute nodes only write files. Any machine that reaches those files and the store can send them. Sending again changes
+nothing, so it may run at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
-    """The store of a sweep's runs; None where none is tracked by MLflow."""
+    """Return the uploads to the store of a sweep's runs; None where MLflow tracks no run of it."""
     for job in jobs:
         tracking = job.config.tracking
         if tracking.mlflow and job.state["status"] != "skipped":
@@ -47,7 +47,7 @@ def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
 
 
 def sync(jobs: Sequence[Job], uploads: Uploads | None) -> bool:
-    """Send every run that is tracked; False where the store failed."""
+    """Send every run that is tracked; return False if the store failed."""
     if uploads is None:
         return True
     for job in jobs:

@@ -1,14 +1,14 @@
 """The training loop: everything else serves these lines.
 
-A step ends when its parameters are updated and its loss and gradient norm are known; an engine may leave its last
+A step ends when its parameters are updated and its loss and gradient norm are known. An engine may leave its last
 all-gathers in flight, since the next step waits for them. At both ends of the measured window nothing is in flight: the
-last warm-up step and the last step of all drain the engine and meet at a barrier, inside their own time.
+last warm-up step and the last step of the run drain the engine and meet at a barrier, and their time includes both.
 
-[Note: reading memory] The bytes held are read at the four MOMENTS of one step: the last of warm-up, which no time
-counts. Without warm-up (or resumed behind it) that is the last step of all. In both the clock stands still meanwhile.
+[Note: reading memory] The bytes held are read at the four MOMENTS of the last warm-up step, which counts in no time.
+A run without warm-up, or one resumed after it, reads them in its last step. The clock stands still meanwhile.
 
-[Note: one step late] On a GPU the host runs ahead of the device. A step's numbers are read there when the next step has
-been launched, so that reading never lets the device wait. A wish to stop is read with them.
+[Note: one step late] On a GPU the host runs ahead of the device. The loop reads a step's numbers there when it has
+launched the next step, so that the device never waits for the read. It reads requests to stop with them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ def train(
     stop: Stop | None = None,
     pause: Callable[[int], bool] = lambda steps_done: False,
 ) -> Iterator[StepRecord]:
-    """Train to the configured number of steps, or until all ranks agree to stop: one record per step, with the same
-    loss on every rank.
+    """Train to the configured number of steps, or until all ranks agree to stop.
 
-    `pause` is asked between two steps, on every rank, with the number of steps done. Where it says yes, whoever takes
-    the records finds the engine as it is after the step of the record just taken, and may save it. So it is when the
-    last record has been taken.
+    Yields one record per step; its loss is the same on every rank. Between two steps every rank calls `pause` with the
+    number of steps done. Where it returns True, the caller receives that step's record before the next step starts, so
+    it finds the engine as that step left it and may save it. The same holds after the last record.
     """
     stop = stop or Stop()
     num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
@@ -82,7 +81,7 @@ def train(
         step.clock.enter("step")
         if stop.asked:
             step.wishes.fill_(1)
-        sums = collectives.sum_scalar_later(step.sums, "loss")  # beside the engine's step
+        sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         step.grad_norm = strategy.step()
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
@@ -107,7 +106,7 @@ def train(
 
 
 def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: str) -> Tensor:
-    """A function of its own, so that the model's output dies before backward."""
+    """Return the loss; the model's output is freed when this function returns, before backward."""
     microbatch = microbatch.to(world.device)
     return loss_sum(strategy.model(**microbatch.inputs), microbatch.labels, task)
 
@@ -117,9 +116,9 @@ class _Step:
 
     def __init__(self, world: World, index: int, *, reading_memory: bool):
         self.lr = 0.0
-        self.sums = torch.zeros(2, device=world.device)  # over ranks, in one message
+        self.sums = torch.zeros(2, device=world.device)  # one message sums both over ranks
         self.loss, self.wishes = self.sums.unbind()
-        self.num_wishes = 0.0  # of ranks, to stop
+        self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
         self._index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
@@ -128,7 +127,7 @@ class _Step:
         self.clock = StepClock(world.device)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
-        """[Note: reading memory]"""
+        """Read the bytes held now, if this is the step that [Note: reading memory] names."""
         if self._memory is not None:
             phase = self.clock.enter(None)
             self._memory[moment] = bytes_by_kind(strategy.model_states())
@@ -145,7 +144,7 @@ class _Step:
         self._traffic = added(sent)
 
     def record(self, config: Config) -> StepRecord:
-        """Waits for the device to finish the step."""
+        """Return the step's record; this waits for the device to finish the step."""
         seconds, phase_seconds = self.clock.read()
         loss, self.num_wishes = self.sums.tolist()
         return StepRecord(

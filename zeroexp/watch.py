@@ -1,4 +1,4 @@
-"""`python -m zeroexp.watch outputs/<sweep>`: what became of a sweep on Slurm, live, at any time.
+"""`python -m zeroexp.watch outputs/<sweep>`: show the state of a sweep on Slurm, live and at any time.
 
     python -m zeroexp.watch outputs/<sweep>                  follow it to its end; Ctrl-C leaves the jobs alone
     python -m zeroexp.watch outputs/<sweep> --once           show it as it is now
@@ -91,7 +91,7 @@ def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
 
 
 def jobs_of(sweep: Path) -> list[Job]:
-    """In the order in which they were submitted. Raises ConfigError."""
+    """Return the jobs of a sweep in the order in which they were submitted. Raises ConfigError if there are none."""
     jobs = [Job(path.parent) for path in sweep.glob("*/config.yaml")]
     if not jobs:
         raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")

@@ -1,7 +1,7 @@
-"""Who am I and who are we: rank, world size, device, process group. The only reader of rank variables.
+"""Rank, world size, device and process group of this process. No other file reads a rank from the environment.
 
-`join` is the same call on a laptop, under torchrun and under Slurm; a world of one joins a group of one, so that
-nothing after it asks whether it is distributed.
+`join` is the same call on a laptop, under torchrun and under Slurm. A single rank joins a group of one, so that no
+later code asks whether it is distributed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a group is there: its defaults would keep it for good
+import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class World:
     size: int
     device: torch.device
     backend: str  # gloo | nccl | fake
-    timeout_seconds: float = 600.0  # a peer silent for longer is taken for dead
+    timeout_seconds: float = 600.0  # a peer that is silent for longer counts as dead
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process among `size`, as its launcher numbered it."""
+    """The numbers that the launcher gave one process among `size`."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class Place:
 
 
 def place_from_environment(env: Mapping[str, str]) -> Place:
-    """The torchrun variables, else Slurm's, else a world of one."""
+    """Read the place from torchrun's variables, else from Slurm's, else return a world of one."""
     for rank, size, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -48,7 +48,7 @@ def place_from_environment(env: Mapping[str, str]) -> Place:
 
 
 def environment(place: Place) -> dict[str, str]:
-    """The variables in which `place_from_environment` finds this place again, for a launcher of ranks."""
+    """Return the variables from which `place_from_environment` reads this place; a launcher sets them for its ranks."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -57,10 +57,10 @@ def environment(place: Place) -> dict[str, str]:
 
 
 def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
-    """Join the process group the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
+    """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
 
-    The ranks meet at ZEROEXP_RENDEZVOUS (an init method such as `file:///path`) or at MASTER_ADDR:MASTER_PORT;
-    a world of one without either meets itself in memory.
+    The ranks meet at ZEROEXP_RENDEZVOUS (an init method such as `file:///path`) or at MASTER_ADDR:MASTER_PORT.
+    A single rank without either uses a store in its own memory.
     """
     place = place_from_environment(os.environ)
     own_device = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
@@ -82,10 +82,10 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
 
 
 def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> World:
-    """The world this process joined already by its own `init_process_group`: for use as a library.
+    """Return the world of a process that called `init_process_group` itself, as a user of the library does.
 
-    timeout_seconds: ranks of one host that wait for each other give up after it. What waits for a message gives up
-    after the `timeout` of that `init_process_group`.
+    timeout_seconds: ranks of one host give up waiting for each other after it. A wait for a message ends after the
+    `timeout` that was given to `init_process_group`.
     """
     backend = str(dist.get_backend())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -93,14 +93,19 @@ def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) 
 
 
 def host_identity() -> tuple[str, int]:
-    """Equal for processes that can share memory and sockets: same boot of a machine, same network namespace."""
+    """Return a value that is equal for processes which can share memory and sockets.
+
+    Such processes run in the same boot of one machine and in the same network namespace.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
 
 
 def leave() -> None:
-    """Nothing of ours may keep the group: its gloo threads end only with it, and one that frees a tensor while the
-    interpreter shuts down aborts the process.
+    """Destroy the process group. No object of ours may keep a reference to it.
+
+    Its gloo threads end only with the group, and such a thread aborts the process if it frees a tensor while the
+    interpreter shuts down.
     """
     dist.destroy_process_group()
 
@@ -117,7 +122,10 @@ def barrier() -> None:
 
 
 def background_group() -> dist.ProcessGroup:
-    """All ranks once more, over gloo: what a thread sends never meets what training sends. Called by all ranks."""
+    """Make a second group of all ranks, over gloo, whose messages never mix with those of training.
+
+    A background thread uses it. All ranks call this together.
+    """
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -127,17 +135,17 @@ Thing = TypeVar("Thing")
 
 
 def gather(thing: Thing) -> list[Thing]:
-    """Every rank's small picklable thing, by rank; not for a timed region."""
+    """Gather a small picklable object from every rank, in rank order. Do not call it in a timed region."""
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
 
 
 def broadcast(tensor: torch.Tensor) -> None:
-    """Rank 0's values for every rank, in place."""
+    """Copy rank 0's values into `tensor` on every rank."""
     dist.broadcast(tensor, src=0)
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> None:
-    """The sum on every rank, in place."""
+    """Replace `tensor` by its sum over ranks, on every rank."""
     dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""What a move between ranks takes and gives back, and what every transport can do.
+"""What a move between ranks takes and returns, and what every transport can do.
 
 [Note: parts] A move takes the parts of one unit or bucket together: they travel as one collective.
 """
@@ -20,16 +20,15 @@ from zeroexp.sharding.layout import Chunk
 class GatherPart:
     """One chunk whose sections become one `full` flat tensor on every rank; `piece` is this rank's section.
 
-    in_place: that section of `full` is the piece.
+    in_place: `piece` already lies in `full`, as that section.
     """
 
     chunk: Chunk
     full: Tensor
     piece: Tensor
     in_place: bool = False
-    by_rank: Tensor | None = field(
-        init=False
-    )  # `full` with a row for each rank, where it is cut evenly
+    # `full` with a row for each rank; None where the chunk is cut unevenly
+    by_rank: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         even, world_size = self.chunk.even, len(self.chunk.cuts) - 1
@@ -40,9 +39,9 @@ class GatherPart:
 class ReducePart:
     """One chunk whose gradients are summed over ranks.
 
-    gradients: a flat tensor for each member, in the dtype of the wire.
-    out: a flat tensor for each span this rank owns; may be that very span of `gradients`.
-    accumulate: add to `out` instead of overwriting it.
+    gradients: one flat tensor for each member, in the dtype that travels.
+    out: one flat tensor for each span this rank owns; it may be that very span of `gradients`.
+    accumulate: the sum is added to `out` instead of overwriting it.
     """
 
     chunk: Chunk
@@ -52,7 +51,7 @@ class ReducePart:
 
 
 class Pending:
-    """A move in flight. `wait` ends it, once: afterwards its results are where they were asked for."""
+    """A move in flight. When `wait` returns, its results are in the tensors that the caller named."""
 
     def __init__(self, works: Sequence[Any], then: Callable[[], Pending | None] | None = None):
         self._works = works
@@ -71,60 +70,63 @@ Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
 
 
 class Transport(Protocol):
-    """One way to carry the moves. `what` they are of is said in errors."""
+    """One way to carry the moves. Errors name the move by `what`."""
 
     @property
     def facts(self) -> Facts:
-        """Known after `meet`: some ranks may be on other hosts."""
+        """What the engine needs to know; final after `meet`, which tells which ranks are on other hosts."""
         ...
 
     @property
     def page_bytes(self) -> int:
-        """The largest pages among the ranks' machines, known after `meet`."""
+        """Page size in bytes, the largest among the ranks' machines; final after `meet`."""
         ...
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory of gradients on their way to neighbours."""
+        """Bytes of shared memory for gradients on their way to neighbours."""
         ...
 
     @property
     def shared_bytes(self) -> int:
-        """All memory that neighbours map: outside of torch's allocator."""
+        """Bytes of all memory that neighbours map; torch's allocator does not count it."""
         ...
 
     @property
     def issued(self) -> int | None:
-        """A checksum below 2**32 of what was issued so far; None where ranks may issue different gathers."""
+        """A checksum below 2**32 of the collectives issued so far; None where ranks may issue different gathers."""
         ...
 
     def meet(self) -> None:
-        """Find the ranks of this host. Called once, by all ranks."""
+        """Find the ranks of this host. All ranks call it once."""
         ...
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
-        """Say once how much memory `empty` will be asked for, and how much the largest reduction sends."""
+        """Announce how many bytes `empty` will be asked for, and how many the largest reduction sends. Call it once."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for parameters at rest, from where peers can take it best."""
+        """Allocate parameters at rest where peers can read them best."""
         ...
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Open file and offset in it of memory from `empty`; None where no file backs it."""
+        """Return the open file behind a tensor from `empty`, and the offset in it; None where no file backs it."""
         ...
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
-        """My pieces of these parts will not change before `quiesce`. Returns what `all_gather` knows the offer by."""
+        """Promise that this rank's pieces of these parts will not change before `quiesce`.
+
+        Returns the number by which `all_gather` knows the offer. A given `offer` is renewed under its own number.
+        """
         ...
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent: ...
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
     def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
     def sum(self, value: Tensor, what: str) -> Pending:
-        """The sum over ranks of a tiny tensor, in place."""
+        """Replace a tiny tensor by its sum over ranks."""
         ...
 
     def quiesce(self) -> None:
-        """Afterwards what was offered may be overwritten: every peer has read what it was handed."""
+        """Return when every peer has read what was offered, so that it may be overwritten."""
         ...

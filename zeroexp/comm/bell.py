@@ -1,7 +1,7 @@
-"""How ranks of one host wait for each other: each has a bell, which its neighbours ring when they wrote something.
+"""How ranks of one host wait for each other: each has a bell, which its neighbours ring when they have news.
 
-What is written lies in shared memory (board.py); a bell only says: look again. It is a counter of the kernel, so any
-number of rings are as good as one, and ringing never waits, whether anybody listens or not.
+The news itself lies in shared memory (board.py); a bell only tells a rank to look again. A bell is a counter of the
+kernel (eventfd), so many rings count as one, and a rank that rings never waits, whether anybody listens or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 
 class Bell:
-    """Mine, and those of my neighbours. The sockets say who has left: nobody sends anything over them."""
+    """The bells of this rank and its neighbours. Nobody sends anything over the sockets; they tell who has left."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float):
         self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -25,14 +25,14 @@ class Bell:
         self._theirs: dict[int, int] = {}
         self._peer_of = {each.fileno(): peer for peer, each in sockets.items()}
         self._left: set[int] = set()
-        self._poll = select.poll()  # unlike select, for file descriptors of any number
+        self._poll = select.poll()  # select.select refuses file descriptors above 1023
         self._poll.register(self.file, select.POLLIN)
         for each in sockets.values():
             self._poll.register(each, select.POLLIN)
             weakref.finalize(self, each.close)
 
     def add(self, peer: int, file: int) -> None:
-        """The bell of a neighbour, which is closed with this one."""
+        """Add a neighbour's bell, which is closed together with this one."""
         self._theirs[peer] = file
         weakref.finalize(self, os.close, file)
 
@@ -40,7 +40,10 @@ class Bell:
         os.eventfd_write(self._theirs[peer], 1)
 
     def wait_until(self, done: Callable[[], bool], peer: int, what: str) -> None:
-        """Return when `done`, which `peer` brings about; raise when that takes longer than the world's limit."""
+        """Wait until `done()`, which `peer` brings about by what it writes.
+
+        Raises ConnectionError if the peer has left, and TimeoutError after the time limit of the world.
+        """
         deadline = None
         while not done():
             if peer in self._left:

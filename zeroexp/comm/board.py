@@ -1,17 +1,17 @@
-"""What a rank tells its neighbours, in shared memory: written by it alone, read by all at any time.
+"""What a rank tells its neighbours in shared memory: only this rank writes its board, and all may read it at any time.
 
     steps ended | for each rank and slot: tag staged, where, tag read | for each offer: step, entry | entries
 
     staged     the data for that rank under this tag begin here in a slot of my arena
     read       I have read your slot of this tag: it may be written again
     offers     these tensors at rest in my arena may be read during this step; an entry lists where they lie
-    ended      I read none of your offers of this many steps any more
+    ended      I no longer read your offers of this many steps
 
-A board is state and no stream: whoever looks late sees the last word, and nothing can overflow. Its file is sparse:
-only pages that were written take memory.
+A board holds state and is no stream: a rank that looks late sees the latest words, and nothing can overflow. Its file
+is sparse: only written pages take memory.
 
-[Note: order of memory] A word is written after the data it tells of, and data are read after the word, also on
-processors that reorder either: a lock taken and given back twice lets nothing pass.
+[Note: order of memory] A rank writes a word after the data the word describes, and reads data after their word, even on
+processors that reorder memory accesses: no access moves across a lock that is taken and released twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from threading import Lock
 
 MOST_SLOTS = 8
 MOST_OFFERS = 1 << 17
-MOST_ENTRIES = 1 << 22  # words
+MOST_ENTRIES = 1 << 22  # words of all entries together
 WORD_BYTES = 8
 _STAGED, _WHERE, _READ = range(3)
 _lock = Lock()
@@ -39,7 +39,7 @@ def order_memory() -> None:
 
 
 class Layout:
-    """Where the words lie, for a world of this size."""
+    """Where the words of a board lie, for a world of this size."""
 
     def __init__(self, world_size: int):
         self.offers = 1 + 3 * MOST_SLOTS * world_size
@@ -51,7 +51,7 @@ class Layout:
 
 
 class Board:
-    """A neighbour's, as it is read."""
+    """A neighbour's board, which this rank reads."""
 
     def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
         self._layout = Layout(world_size)
@@ -63,7 +63,7 @@ class Board:
         return self._words[0]
 
     def staged(self, rank: int, tag: int) -> tuple[int, int] | None:
-        """(slot, offset) of the data for `rank` under this tag."""
+        """Return (slot, offset) of the data for `rank` under this tag; None as long as they are not staged."""
         for slot in range(MOST_SLOTS):
             if self._words[self._layout.slot(_STAGED, rank, slot)] == tag:
                 order_memory()
@@ -71,11 +71,11 @@ class Board:
         return None
 
     def read(self, rank: int, slot: int) -> int:
-        """The tag of the data in this slot of `rank` that were read last."""
+        """Return the tag of the last data that the neighbour read in this slot of `rank`."""
         return self._words[self._layout.slot(_READ, rank, slot)]
 
     def offered(self, offer: int, step: int) -> Sequence[int] | None:
-        """Where the tensors of this offer lie, once they are those of this step."""
+        """Return the offsets of this offer's tensors; None as long as the offer is not one of this step."""
         start = self._layout.offers + 2 * offer
         if self._words[start] != step:
             return None
@@ -85,7 +85,7 @@ class Board:
 
 
 class OwnBoard(Board):
-    """Mine, as it is written."""
+    """This rank's board, which it writes."""
 
     def __init__(self, world_size: int):
         self.file = os.memfd_create("zeroexp-board")
@@ -93,7 +93,7 @@ class OwnBoard(Board):
         os.ftruncate(self.file, Layout(world_size).num_bytes)
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
         self._top = self._layout.entries
-        self._said: dict[int, list[int]] = {}  # the entry of each offer
+        self._said: dict[int, list[int]] = {}  # offer -> the offsets in its entry
 
     def say_ended(self, num_steps: int) -> None:
         order_memory()

@@ -1,7 +1,7 @@
-"""The moves between ranks, each once, and the bytes they send: the only door to the transports that carry them.
+"""The moves between ranks and the bytes they send: the engine reaches the transports only through this file.
 
-Which transport carries them: on CPU `direct` (direct.py), over shared memory where ranks share a host and by messages
-elsewhere, or `gloo`, always by messages; `native` (native.py), the backend's own collectives.
+`direct` (direct.py, on CPU) uses shared memory where ranks share a host and messages elsewhere. `gloo` is the same with
+messages only. `native` (native.py) uses the backend's own collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from zeroexp.world import World
 
 
 def choose(world: World, transport: str) -> Transport:
-    """transport: direct | gloo | native | auto, which is direct on CPU and native elsewhere."""
+    """Return a new transport.
+
+    transport: direct | gloo | native | auto, which is direct on CPU and native elsewhere.
+    """
     if transport == "auto":
         transport = "direct" if world.backend == "gloo" else "native"
     if transport == "native":
@@ -29,17 +32,17 @@ def choose(world: World, transport: str) -> Transport:
 
 
 def terms_of(number: int) -> list[float]:
-    """What each rank adds of a number below 2**32, so that the sums tell whether all ranks had the same.
+    """Return the terms that a rank adds for a number below 2**32; their sums tell whether all ranks had the same one.
 
-    N numbers are equal if and only if N times the sum of their squares is the square of their sum; halves of 16 bits
-    keep float64 exact. In a world of one real rank the terms add up to one rank.
+    N numbers are equal if and only if N times the sum of their squares is the square of their sum. Halves of 16 bits
+    keep float64 exact. The first term counts the ranks that really took part.
     """
     high, low = divmod(number, 1 << 16)
     return [1.0, float(high), float(high * high), float(low), float(low * low)]
 
 
 def were_equal(sums: Sequence[float]) -> bool:
-    """sums: of what every rank got from `terms_of`."""
+    """Tell from the sums over ranks of `terms_of` whether all ranks had the same number."""
     ranks, high, high_squares, low, low_squares = map(int, sums)
     return ranks * high_squares == high * high and ranks * low_squares == low * low
 
@@ -70,7 +73,7 @@ class Collectives:
 
     @property
     def maps_memory(self) -> bool:
-        """Whether memory from `empty` is backed by a file, see `place_of`."""
+        """Whether a file backs the memory from `empty`, see `place_of`."""
         return self._transport.shared_bytes > 0
 
     @property
@@ -93,7 +96,10 @@ class Collectives:
         self._transport.quiesce()
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None = None) -> int:
-        """offer: the one that this one follows, of the same parts. Ranks make their first offers in one order."""
+        """Offer this rank's pieces of these parts, see `Transport.offer`.
+
+        offer: number of an earlier offer of the same parts. Ranks make their first offers in the same order.
+        """
         return self._transport.offer(parts, offer)
 
     def all_gather(
@@ -103,28 +109,28 @@ class Collectives:
         offer: int | None = None,
         what: str = "parameters",
     ) -> Pending:
-        """sharded -> replicated, of parts that were offered, now if not before."""
+        """Start sharded -> replicated. Parts without an `offer` are offered now."""
         return self._count(kind, self._transport.all_gather(parts, offer, f"the {kind} of {what}"))
 
     def reduce_scatter(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
-        """partial -> sharded"""
+        """Start partial -> sharded."""
         return self._count(kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"))
 
     def all_reduce(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
-        """partial -> replicated; the sum replaces `gradients` in place."""
+        """Start partial -> replicated; the sum replaces `gradients` in place."""
         return self._count(kind, self._transport.all_reduce(parts, f"the {kind} of {what}"))
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
-        """The sum over ranks of a tiny tensor, in place."""
+        """Replace a tiny tensor by its sum over ranks, and return it."""
         self.sum_scalar_later(value, kind).wait()
         return value
 
     def sum_scalar_later(self, value: Tensor, kind: str) -> Pending:
-        """The same in the background: `value` is the sum once this is waited for."""
+        """Start the sum of a tiny tensor over ranks; `value` holds it once the returned `Pending` was waited for."""
         if self.world.size == 1:
             return Pending([])
         num_bytes = 2 * value.nbytes * (self.world.size - 1) // self.world.size
@@ -138,7 +144,7 @@ class Collectives:
         return were_equal(terms.tolist())
 
     def take_traffic(self) -> Traffic:
-        """What was sent since the last call."""
+        """Return what this rank sent since the last call."""
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 

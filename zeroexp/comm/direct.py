@@ -1,7 +1,7 @@
 """Every rank hands each peer exactly the spans that peer owns, straight from the tensors they lie in.
 
-It sums what it is handed in rank order: bit-equal to one process that adds the ranks one after the other. gloo's own
-reduce-scatter is an all-reduce inside, with twice the bytes.
+The owner sums the terms in rank order, so that the result is bit-equal to one process that adds the ranks one after the
+other. gloo's own reduce-scatter is an all-reduce inside, which sends twice the bytes.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from zeroexp.comm.watch import Watch
 from zeroexp.sharding.layout import PAGE_BYTES
 from zeroexp.world import World
 
-PASSING = MOST_OFFERS // 2  # from here on offers count that nobody named: for one gather
-# Engines of one process have tags apart, so that they do not take each other's messages. A tag is a C int.
-MOST_ENGINES = 1 << 7  # whose tags are apart; then they begin again
-NUM_TAGS = 1 << 24  # of one engine
-GATHERS_APART = 16  # of one unit, that may be on their way at once
+PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
+# Each engine of a process has a range of tags, so that none takes another's messages. A tag is a C int.
+MOST_ENGINES = 1 << 7  # engines with ranges of their own; after that the ranges begin again
+NUM_TAGS = 1 << 24  # tags of one engine
+GATHERS_APART = 16  # gathers of one unit that may be in flight at once
 _engines = itertools.count()
 
 
 class Direct:
-    """Every rank hands each peer what that peer is to have, over the best channel between the two."""
+    """Every rank hands each peer what that peer needs, over the best channel between the two."""
 
-    issued = None  # nothing to compare: a gather takes what it names, or waits
+    issued = None  # no comparison is needed: a gather receives the unit that it names, or waits
 
     def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank
         self._ranks = range(world.size)
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-        # [Note: two counts] Ranks issue reductions in one agreed order, so that equal counts mean the same one on every
-        # rank. Gathers are counted apart: over shared memory a rank may gather what the others do not.
+        # [Note: two counts] Ranks issue reductions in one agreed order, so that an equal count means the same reduction
+        # on every rank. Gathers have counts of their own: over shared memory a rank may gather what others do not.
         self._num_offers = self._num_reductions = 0
-        self._num_gathers: dict[int, int] = {}  # by offer
-        self._num_passing = PASSING  # in this step
+        self._num_gathers: dict[int, int] = {}  # offer -> gathers of it
+        self._num_passing = PASSING  # the last of this step's offers for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
         self._channels: dict[int, Channel] = {}
         self._world = world
@@ -60,7 +60,7 @@ class Direct:
 
     @property
     def facts(self) -> Facts:
-        """Those of shared memory where all peers are neighbours, else those of messages."""
+        """The facts of shared memory where all peers are neighbours, else those of messages."""
         neighbours = self._neighbours.peers if self._neighbours is not None else []
         return TRANSPORTS["direct" if len(neighbours) == len(self._peers) else "gloo"]
 
@@ -112,7 +112,7 @@ class Direct:
     def all_gather(
         self, parts: Sequence[GatherPart], offer: int | None, what: str
     ) -> tuple[Pending, int]:
-        """Neighbours' pieces are copied where they lie; from other hosts they are received."""
+        """Copy neighbours' pieces from their memory, and receive those of other hosts."""
         if offer is None:
             offer = self._num_passing = self._num_passing + 1
             self._offer(parts, offer)
@@ -135,7 +135,10 @@ class Direct:
         return Pending([received], copy), len(self._peers) * sum(piece.nbytes for piece in mine)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
-        """My own term stays where autograd left it until the others' arrive: copying it away would cost a tenth."""
+        """Leave this rank's own term where autograd put it until the others arrive.
+
+        Copying it away would take a tenth longer.
+        """
         tag = self._reduction_tag()
         outs = [(out, part.accumulate) for part in parts for out in part.out]
         like = [out for out, _ in outs]
@@ -159,7 +162,7 @@ class Direct:
         return Pending(works, add_in_rank_order), num_bytes
 
     def all_reduce(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
-        """A reduce-scatter in place, then every owner hands its sums to everyone."""
+        """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
             part.out = self._spans([part], self._rank)
         reduced, num_bytes = self.reduce_scatter(parts, what)
@@ -178,7 +181,7 @@ class Direct:
             self._arena.end_offers()
 
     def _send_messages(self) -> None:
-        """To all peers, until memory is shared with some."""
+        """Reach all peers by messages; `reserve` replaces the channels to those that share memory."""
         watch = Watch(self._rank, len(self._ranks), str(self._first_tag))
         self._channels |= {peer: GlooChannel(peer, watch) for peer in self._peers}
 
@@ -187,13 +190,16 @@ class Direct:
             self._arena.offer(offer, self._pieces(parts))
 
     def _pieces(self, parts: Sequence[GatherPart]) -> list[Tensor]:
-        """My section of each part, padding left out."""
+        """Return this rank's section of each part, without padding."""
         return [part.piece[: _length(part.chunk.real_section(self._rank))] for part in parts]
 
     def _hand_out(
         self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int, what: str
     ) -> Pending:
-        """Mine to these peers, theirs into place. Receives first: a send that meets one saves a round trip."""
+        """Send `mine` to each peer in `theirs` and receive that peer's tensors into `theirs`.
+
+        Receives are posted first, since a send that meets one saves a round trip.
+        """
         arrivals = [self._channels[p].receive(tag, theirs[p], what, into=True) for p in theirs]
         works = [work for p in theirs for work in self._channels[p].send(tag, mine, what)]
 
@@ -205,7 +211,7 @@ class Direct:
         return Pending(works, arrive)
 
     def _spans(self, parts: Sequence[ReducePart], owner: int) -> list[Tensor]:
-        """The gradients `owner` is to sum, as views."""
+        """Return views of the gradients that `owner` sums."""
         return [
             part.gradients[span.member][span.start : span.stop]
             for part in parts
@@ -213,7 +219,10 @@ class Direct:
         ]
 
     def _gather_tag(self, offer: int) -> int:
-        """See [Note: two counts]. By what is gathered: where ranks differ they wait, and never get something else."""
+        """Return a tag that depends on the offer, see [Note: two counts].
+
+        Ranks that gather different offers therefore wait for each other, and never receive the wrong unit.
+        """
         self._num_gathers[offer] = time = self._num_gathers.get(offer, 0) + 1
         return self._first_tag + 2 * (offer * GATHERS_APART + time % GATHERS_APART)
 
@@ -227,12 +236,15 @@ def _length(section: slice) -> int:
 
 
 def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
-    """out (+)= ((terms[0] + terms[1]) + terms[2]) + ...; `out` may be one of the terms, no other is written."""
+    """Compute out (+)= ((terms[0] + terms[1]) + terms[2]) + ...
+
+    `out` may be one of the terms; the other terms are not written.
+    """
     total = terms[0]
     own = next((i for i, term in enumerate(terms) if term.data_ptr() == out.data_ptr()), -1)
     scratch: Tensor | None = None
     for index, term in enumerate(terms[1:], 1):
-        if accumulate or index < own:  # `out` still holds a value that is needed
+        if accumulate or index < own:  # a later addition still needs the value in `out`
             scratch = total = torch.add(total, term, out=scratch)
         else:
             total = torch.add(total, term, out=out)

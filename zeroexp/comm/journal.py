@@ -1,13 +1,13 @@
-"""Ends the wait of ranks that do not issue the same collectives, with an error that names ranks and units.
+"""The journal ends waits of ranks that issued different collectives, with an error that names ranks and units.
 
 The backend pairs collectives by the order in which they are issued. A rank that skips one waits in the next for a peer
-that waits in another, and the backend says so after minutes, or never. So every rank counts what it issues and
-remembers the last words. When it has issued nothing for some seconds, a thread shows them in the store of the process
-group and reads the others'. Two ranks whose collectives of one number differ will never meet: that is certain, however
-slow a rank is. A rank that only is slow is accused of nothing.
+that waits in another, and the backend reports this after minutes, or never. So every rank numbers the collectives it
+issues and remembers the last ones in words. When a rank has issued nothing for some seconds, a thread writes them to
+the store of the process group and reads those of the others. If two ranks issued different collectives under one
+number, they can never meet, however slow a rank is. A rank that is merely slow never causes an error.
 
-[Note: ending a wait] A wait for gloo is cut in short ones, between which the error is raised. A wait for a GPU can not
-be: there the error is printed, and the process group is aborted.
+[Note: ending a wait] A wait for gloo is cut into short waits, between which the error can be raised. A wait for a GPU
+can not be cut: there the thread prints the error and aborts the process group.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ NUM_REMEMBERED = 256
 
 
 class Journal:
-    """What one engine of this rank has issued."""
+    """The collectives that one engine of this rank has issued."""
 
     def __init__(self, world: World):
         self.checksum = 0
-        self.last: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # each with its number
+        self.last: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # (number, what)
         self.error: str | None = None
-        self.changed = time.monotonic()  # when something was issued last
+        self.changed = time.monotonic()  # when the last collective was issued
         self._world = world
         self._num_issued = 0
         self._watches = world.size > 1 and world.backend != "fake"
         self._cuts_waits = world.backend == "gloo"
 
     def meet(self) -> None:
-        """Agree on a name among the ranks, which make their engines together, and begin to look."""
+        """Agree with the other ranks on a name for this engine's journals, and start the thread."""
         if self._watches:
             name = worlds.gather(uuid.uuid4().hex)[0]
             looker = Looker(weakref.ref(self), self._world, name)
             threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
 
     def note(self, what: str) -> None:
-        """This rank is about to issue its next collective."""
+        """Record the collective that this rank is about to issue. Raises RuntimeError if the ranks differ already."""
         if self.error is not None:
             raise RuntimeError(self.error)
         self.checksum = zlib.crc32(what.encode(), self.checksum)
@@ -66,7 +66,7 @@ class Journal:
         return CutWait(work, self) if self._watches and self._cuts_waits else work
 
     def differ(self, error: str, group: dist.ProcessGroup) -> None:
-        """See [Note: ending a wait]."""
+        """Report that the ranks differ, see [Note: ending a wait]."""
         self.error = error
         if not self._cuts_waits:
             print(error, file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ class Journal:
 
 
 class CutWait:
-    """A work of gloo whose wait ends when the ranks were found to differ."""
+    """A work of gloo whose wait ends when the ranks are found to differ."""
 
     def __init__(self, work: Any, journal: Journal):
         self._work = work
@@ -87,7 +87,8 @@ class CutWait:
                 self._work.wait(timedelta(seconds=LOOK_SECONDS))
                 return
             except RuntimeError as error:
-                # One that comes at once is no time-out: it failed, and peers that differ are told apart first.
+                # An error that comes at once is no time-out: the collective failed. If the ranks differ, that is the
+                # cause, so the thread gets time to find it first.
                 failed = time.monotonic() - began < LOOK_SECONDS / 2
                 if failed:
                     self._await_verdict()
@@ -103,7 +104,7 @@ class CutWait:
 
 
 class Looker:
-    """What the thread does; it ends with the engine, or with the process group."""
+    """The work of the thread, which ends with the engine or with the process group."""
 
     def __init__(self, journal: weakref.ref[Journal], world: World, name: str):
         self._journal = journal
@@ -111,7 +112,7 @@ class Looker:
         self._size = world.size
         self._name = name
         self._group = weakref.ref(_group())
-        self._shown = 0  # the last number that was shown
+        self._shown = 0  # the last number that this rank wrote to the store
 
     def run(self) -> None:
         while (journal := self._journal()) is not None and journal.error is None:
@@ -125,7 +126,7 @@ class Looker:
 
     def _look(self, journal: Journal, group: dist.ProcessGroup) -> None:
         store: Any = group.get_group_store()
-        words = list(journal.last)  # once: more may be issued meanwhile
+        words = list(journal.last)  # a copy: another thread may issue more meanwhile
         if not words:
             return
         if self._shown != words[-1][0]:
@@ -142,7 +143,10 @@ class Looker:
 
 
 def difference(rank: int, mine: dict[int, str], peer: int, theirs: dict[int, str]) -> str | None:
-    """What the two ranks did at the first number at which their words differ; None if none is known to both."""
+    """Describe the first number under which the two ranks issued different collectives.
+
+    Returns None if they agree on every number that both remember.
+    """
     for number in sorted(mine.keys() & theirs.keys()):
         if mine[number] != theirs[number]:
             pairs = sorted([(rank, mine[number]), (peer, theirs[number])])

@@ -1,7 +1,7 @@
-"""How the ranks of one host find each other: one Unix socket for each pair, and nobody else on it.
+"""How the ranks of one host find each other: each pair of ranks gets one Unix socket, and nobody else gets one.
 
-Anybody in the same network namespace may call an abstract address. So a caller says a token that travelled over the
-process group and its rank, and its user is this one; whoever does not is put down, and holds up nobody.
+Any process in the same network namespace may connect to an abstract address. So a caller must send its rank and a token
+that travelled over the process group, and must run as the same user. Any other caller is closed and delays nobody.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Door = tuple[str, bytes]  # the address of a listener, and its token
 
 
 class Listener:
-    """Where the neighbours of this rank call."""
+    """The socket to which the neighbours of this rank connect."""
 
     def __init__(self) -> None:
-        self.address = f"\0zeroexp-{uuid.uuid4()}"  # abstract: no file to leave behind
+        self.address = f"\0zeroexp-{uuid.uuid4()}"  # an abstract address leaves no file behind
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.bind(self.address)
@@ -51,21 +51,27 @@ def connect(
     listener: Listener,
     timeout_seconds: float,
 ) -> dict[int, socket.socket]:
-    """A socket for each peer: the higher rank calls. `doors`: of every rank."""
+    """Return a connected socket for each peer; of each pair, the higher rank calls the lower one.
+
+    doors: the door of every rank, by rank.
+    """
     deadline = time.monotonic() + timeout_seconds
     with ExitStack() as opened:
         sockets: dict[int, socket.socket] = {}
         for peer in (p for p in peers if p < rank):
             sockets[peer] = opened.enter_context(_call(rank, peer, *doors[peer], deadline))
         sockets |= _answer(rank, {p for p in peers if p > rank}, listener, deadline, opened)
-        opened.pop_all()  # all are there: they stay open
+        opened.pop_all()  # every peer is connected, so the sockets stay open
     return sockets
 
 
 def swap_files(
     rank: int, sockets: Mapping[int, socket.socket], files: Sequence[int], seconds: float
 ) -> dict[int, list[int]]:
-    """Show these files to every peer, and get as many of each: descriptors of mine, to be closed here."""
+    """Send these files to every peer and receive as many from each.
+
+    The returned descriptors belong to this process, which must close them.
+    """
     deadline = time.monotonic() + seconds
     for line in sockets.values():
         socket.send_fds(line, [b"."], files)
@@ -101,7 +107,7 @@ def _call(rank: int, peer: int, address: str, token: bytes, deadline: float) -> 
             try:
                 line.connect(address)
                 break
-            except BlockingIOError:  # others fill its queue
+            except BlockingIOError:  # other callers fill the listener's queue
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} could not call rank {peer}") from None
                 time.sleep(AGAIN_SECONDS)
@@ -116,7 +122,7 @@ def _answer(
     rank: int, callers: set[int], listener: Listener, deadline: float, opened: ExitStack
 ) -> dict[int, socket.socket]:
     met: dict[int, socket.socket] = {}
-    strangers: dict[int, socket.socket] = {}  # who has not said yet who it is, by file
+    strangers: dict[int, socket.socket] = {}  # by file; they have not said who they are
     poll = select.poll()
     poll.register(listener.socket, select.POLLIN)
     try:
@@ -150,7 +156,7 @@ def _ready(poll: select.poll, deadline: float, rank: int, missing: set[int]) -> 
 
 
 def _introduced(caller: socket.socket, token: bytes) -> int:
-    """The rank that calls; -1 for anybody else."""
+    """Return the rank that calls, or -1 for any caller that is no rank of this run."""
     _, user, _ = _PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     try:
         hello = caller.recv(_HELLO.size)

@@ -1,8 +1,8 @@
-"""How tensors travel from one rank to one peer: the two roads of the direct transport.
+"""How tensors travel from one rank to one peer: the two channels of the direct transport.
 
 GlooChannel       messages over the process group, for peers on other hosts
-SharedChannel     (shared_memory.py) memory both processes map, for peers on the same host: nothing is sent,
-                  the peer reads what it needs where it lies
+SharedChannel     (shared_memory.py) memory that both processes map, for peers on the same host: nothing is sent,
+                  the peer reads the tensors in the sender's memory
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import Tensor
 
 from zeroexp.comm.watch import Message, Watch, Watched
 
-SEGMENT_BYTES = 4 << 20  # longer messages travel in segments: 200 MB take half the time
-PACK_BELOW_BYTES = 32 << 10  # shorter ones are packed together: gloo costs ~40 us a message
+SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
+PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~40 us a message
 
 
 @dataclass
 class Arrival:
-    """Tensors of one peer on their way. After `wait` they may be read until `release`."""
+    """Tensors on their way from one peer. They may be read after `wait` and until `release`."""
 
     wait: Callable[[], list[Tensor]]
     release: Callable[[], None]
 
 
 class Channel(Protocol):
-    """One-dimensional tensors to and from one peer. Both sides list the same sizes under the same tag."""
+    """Carries one-dimensional tensors to and from one peer. Both sides list the same sizes under the same tag."""
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
-        """Returns works to wait for before the tensors may change. `what` they are, for errors."""
+        """Send the tensors, and return works to wait for before they may change. Errors name them by `what`."""
         ...
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
-        """Tensors of these sizes; `into`: in the very memory of `like`."""
+        """Receive tensors as large as those in `like`; with `into` they are written to the memory of `like`."""
         ...
 
 
 class GlooChannel:
-    """Point-to-point messages: what a move needs, no more, straight from and into the tensors."""
+    """Point-to-point messages of gloo, straight from and into the tensors."""
 
     def __init__(self, peer: int, watch: Watch):
         self._peer = peer
@@ -81,13 +81,13 @@ class GlooChannel:
 
 
 def _group() -> dist.ProcessGroup:
-    """Asked for at each message: the threads of a group that something keeps outlive `world.leave`."""
+    """Return the process group. A channel does not keep it: a group that is kept outlives `world.leave`."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Long tensors cut in segments, short ones packed together at the end: the same on both sides."""
+    """Cut long tensors in segments and put all short ones in one last message, alike on both sides."""
     messages: list[list[Tensor]] = []
     short: list[Tensor] = []
     for tensor in tensors:

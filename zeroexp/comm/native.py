@@ -1,7 +1,7 @@
 """The backend's own collectives (NCCL; in tests gloo and the fake group): one for each move, whatever the layout.
 
-Where every rank's part of the message is as large they are the even all-gather and reduce-scatter, else those of
-a list of parts, which NCCL launches as one group. Sums run in the backend's order.
+Where all ranks' parts of the message have one size, a move is the even all-gather or reduce-scatter. Else it is the
+variant for a list of parts, which NCCL launches as one group. The backend decides the order of sums.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Native:
     """Every move is one collective of the backend."""
 
     staging_bytes = shared_bytes = 0
-    page_bytes = 4096  # nothing is mapped: machines of any pages cut alike
+    page_bytes = 4096  # nothing is mapped, so machines with any page size cut alike
     facts = TRANSPORTS["native"]
 
     def __init__(self, world: World):
         self._rank = world.rank
         self._size = world.size
-        # Other backends gather parts of one size only; there smaller ones are padded.
+        # Other backends gather parts of one size only, so smaller parts are padded there.
         self._gathers_uneven = world.backend == "nccl"
         self._journal = Journal(world)
 
@@ -40,23 +40,23 @@ class Native:
         return self._journal.checksum
 
     def meet(self) -> None:
-        """The backend knows its own ways; the journals of the ranks need a common name."""
+        """Give the ranks' journals a common name; the backend finds its peers itself."""
         self._journal.meet()
 
     def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
-        """Any memory will do."""
+        """Do nothing: the backend sends from any memory."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def quiesce(self) -> None:
-        """The backend has read a tensor when the move that sends it was waited for."""
+        """Do nothing: whoever waited for a move knows that the backend has read its tensors."""
 
     def place_of(self, tensor: Tensor) -> None:
         return None
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
-        return 0  # the backend reads a piece when it is gathered
+        return 0  # no offer is needed: the backend reads a piece when it is gathered
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
         self._journal.note(what)
@@ -77,9 +77,8 @@ class Native:
         own = message.new_empty(packing.sizes[self._rank])
         work = self._reduce(packing, own, message)
 
-        outs = [
-            (part.out, part.accumulate) for part in parts
-        ]  # and not the gradients: they are packed
+        # `hand_out` must not keep the gradients alive: the message holds copies of them.
+        outs = [(part.out, part.accumulate) for part in parts]
 
         def hand_out() -> None:
             sums = iter(packing.spans_of(self._rank, own))
@@ -116,7 +115,7 @@ class Native:
         return Pending([self._journal.watched(work)], then)
 
     def _gather(self, packing: Packing, message: Tensor, mine: Tensor) -> Pending:
-        """mine: this rank's part of the message; may lie in it."""
+        """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
         if packing.is_even:
             return self._pending(_all_gather(message, mine))
         if self._gathers_uneven:
@@ -133,12 +132,12 @@ class Native:
 
 
 def _all_gather(full: Tensor, piece: Tensor) -> Any:
-    # renamed in torch 2.13
+    # torch 2.13 renamed it.
     op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return op(full, piece, async_op=True)
 
 
 def _reduce_scatter(own: Tensor, message: Tensor) -> Any:
-    # renamed in torch 2.13
+    # torch 2.13 renamed it.
     op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return op(own, message, async_op=True)

@@ -1,9 +1,9 @@
-"""Several chunks in one message, rank by rank: what a rank owns of each of them follows one another.
+"""Several chunks in one message, rank by rank: the sections that one rank owns lie side by side.
 
     chunks cut for two ranks    a: a0 a1      b: b0 b1
     message                     | a0 b0 | a1 b1 |            rank 0's part, rank 1's part
 
-The message of one chunk is the chunk itself. Pure but for views: nothing here communicates.
+The message of one chunk is the chunk itself. Nothing in this file communicates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zeroexp.comm.base import GatherPart
 from zeroexp.sharding.layout import Chunk
 
 PADDING = -1
-NUM_REMEMBERED = 4096  # packings; each unit and bucket of a model has one
+NUM_REMEMBERED = 4096  # packings kept; each unit and bucket of a model has one
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of one member that follow one another in a message, or padding."""
+    """A run of elements in a message that belong to one member, or that are padding."""
 
     chunk: int
     member: int
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Packing:
-    """The message of these chunks, which are cut for the same ranks."""
+    """How the message of these chunks is laid out; all of them are cut for the same ranks."""
 
     chunks: tuple[Chunk, ...]
 
@@ -59,18 +59,18 @@ class Packing:
 
     @property
     def is_even(self) -> bool:
-        """Every rank's part is as large, so that the even primitives apply."""
+        """Whether all ranks' parts have one size, so that the even primitives apply."""
         return len(set(self.sizes)) == 1
 
     @cached_property
     def _sections(self) -> list[int]:
-        """Lengths of the sections as they follow one another in the message."""
+        """Lengths of the sections, in the order of the message."""
         ranks = range(self.world_size)
         return [_length(chunk.section(rank)) for rank in ranks for chunk in self.chunks]
 
     @cached_property
     def _pieces_by_rank(self) -> list[list[Piece]]:
-        """What each rank's part of the message is made of, in order."""
+        """For each rank, the pieces of its part of the message, in order."""
         return [list(_pieces_of(self.chunks, rank)) for rank in range(self.world_size)]
 
     @cached_property
@@ -87,7 +87,7 @@ class Packing:
         return lengths
 
     def pack_gradients(self, message: Tensor, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Copy the flat gradients of each chunk's members into the message; padding stays as it is."""
+        """Copy the flat gradients of each chunk's members into the message; padding is not written."""
         cut = [
             [list(g.split(lengths)) for g, lengths in zip(each, members, strict=True)]
             for each, members in zip(gradients, self._cuts_of_members, strict=True)
@@ -97,17 +97,17 @@ class Packing:
         torch._foreach_copy_(_real_parts(message, self._pieces), sources)
 
     def spans_of(self, rank: int, own: Tensor) -> list[Tensor]:
-        """What `rank` owns of the chunks, span by span, out of its part of the message."""
+        """Return views of the spans that `rank` owns; `own` is its part of the message."""
         return _real_parts(own, self._pieces_by_rank[rank])
 
     def padded(self, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for parts that are all as long as the longest, and `mine` as one of them."""
+        """Return memory for the ranks' parts, all as long as the longest, and `mine` padded to that length."""
         longest = max(self.sizes)
         sent = torch.cat([mine, mine.new_empty(longest - mine.numel())])
         return mine.new_empty(longest * self.world_size), sent
 
     def unpad(self, padded: Tensor, message: Tensor) -> None:
-        """Copy the parts out of what `padded` gave room for."""
+        """Copy the ranks' parts from the padded memory into the message."""
         longest = max(self.sizes)
         lengths = [length for size in self.sizes for length in (size, longest - size)]
         torch._foreach_copy_(list(message.split(self.sizes)), list(padded.split(lengths)[::2]))
@@ -139,7 +139,7 @@ def _pieces_of(chunks: Sequence[Chunk], rank: int) -> Iterator[Piece]:
 
 
 def _real_parts(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The pieces of `flat` that are more than padding."""
+    """Return the parts of `flat` that are not padding."""
     parts = flat.split([piece.numel for piece in pieces])
     return [part for part, piece in zip(parts, pieces, strict=True) if not piece.is_padding]
 

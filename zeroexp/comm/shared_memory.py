@@ -5,13 +5,13 @@ Every rank owns one arena, mapped by all its neighbours:
     | parameters at rest ...                          | slot 0 | slot 1 |
       offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
-Where the data lie is written on the sender's board (board.py), and the reader's bell is rung (bell.py). What lies in a
-slot is answered when it has been read, and only then is the slot written again. What is *offered* may be read as often
-as wanted, without a word, until both sides say that they are done with this step's offers: only then is it overwritten.
-No rank ever waits for another to read what it says, so any number of units may be offered.
+The sender writes on its board where the data lie (board.py) and rings the reader's bell (bell.py). The reader of a slot
+says on its own board that it has read it, and only then does the sender write the slot again. What is *offered* may be
+read any number of times without an answer; it is overwritten only when both sides have said that they are done with
+this step's offers. A rank that writes to its board never waits for readers, so any number of units may be offered.
 
 Loopback TCP would copy everything twice through the kernel and wake a thread for each message, on cores that are
-busy computing: at two ranks on two cores it costs a fifth of the step, this a twentieth.
+busy computing. With two ranks on two cores TCP costs a fifth of the step, shared memory a twentieth.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ NO_TAG = 0
 
 
 def neighbour_identity() -> tuple[Any, ...]:
-    """Equal for processes that can map each other's memory and trust each other: one host, one user."""
+    """Return a value that is equal for processes of one host and one user, which may map each other's memory."""
     return host_identity(), os.geteuid(), os.stat("/proc/self/ns/user").st_ino
 
 
 class Neighbourhood:
-    """The ranks of one host: their bells, their arenas, and mine."""
+    """The connections of this rank to the other ranks of its host."""
 
     def __init__(self, world: World, hosts: Sequence[Any], doors: Sequence[Door], own: Listener):
-        """`hosts`: of every rank, equal where ranks can be neighbours; `doors`: where it can be called."""
+        """Connect to all neighbours.
+
+        hosts: one value for each rank, equal where ranks can be neighbours; doors: where each rank can be called.
+        """
         self._world = world
         self.peers = [r for r, host in enumerate(hosts) if host == hosts[world.rank]]
         self.peers.remove(world.rank)
@@ -55,13 +58,16 @@ class Neighbourhood:
         self._bell = Bell(world.rank, self._sockets, seconds)
 
     def open(self, arena: Arena) -> dict[int, SharedChannel]:
-        """Show my arena, map everybody else's: a channel for each neighbour. All neighbours call it together."""
+        """Show `arena` to the neighbours, map theirs, and return a channel for each.
+
+        All neighbours call it together.
+        """
         world = self._world
         files = [arena.file, arena.board.file, self._bell.file]
         theirs = swap_files(world.rank, self._sockets, files, world.timeout_seconds)
         with ExitStack() as received:
             for memory, board, _ in theirs.values():
-                received.callback(os.close, memory)  # the mappings hold them
+                received.callback(os.close, memory)  # the mappings keep the files open
                 received.callback(os.close, board)
             for peer, (_, _, bell) in theirs.items():
                 self._bell.add(peer, bell)
@@ -75,7 +81,7 @@ class Neighbourhood:
 
 
 class Arena:
-    """Anonymous shared memory of one rank: a stack of resting tensors, then slots in turn."""
+    """Anonymous shared memory of one rank: a stack of resting tensors, followed by slots for reductions."""
 
     def __init__(
         self, world_size: int, rest_bytes: int, slot_bytes: int, num_slots: int, page_bytes: int
@@ -92,15 +98,15 @@ class Arena:
         self.channels: list[SharedChannel] = []
         self.board = OwnBoard(world_size)
         self.bell: Bell
-        self.step = 1  # counted by ends of offers, on every rank alike
+        self.step = 1  # 1 + calls of `end_offers`, the same on every rank
         self._top = 0
         self._slots = [rest_bytes + i * slot_bytes for i in range(num_slots)]
-        self._tags = [NO_TAG] * num_slots  # whose data each slot holds
+        self._tags = [NO_TAG] * num_slots  # slot -> tag of the data in it
         self._slot = 0
         self._written = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A resting tensor with a storage and pages of its own; an arena's memory is never given back piecewise."""
+        """Return a resting tensor with its own storage and pages. It is freed only with the whole arena."""
         start = self._top
         self._top += pages(numel * dtype.itemsize, self._page_bytes)
         assert self._top <= self._slots[0], "the arena was opened for fewer bytes"
@@ -109,13 +115,13 @@ class Arena:
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
     def offer(self, offer: int, tensors: Sequence[Tensor]) -> None:
-        """Tensors at rest will not change before `end_offers`; replaces the last offer of this name."""
+        """Promise that these resting tensors will not change before `end_offers`; replaces the offer of this number."""
         self.board.say_offered(offer, self.step, [self.offset_of(t) for t in tensors])
         for channel in self.channels:
             channel.ring()
 
     def end_offers(self) -> None:
-        """Return when no neighbour reads what was offered here, and read none of theirs any more."""
+        """Return when no neighbour reads this rank's offers any more; this rank reads none of theirs from now on."""
         self.board.say_ended(self.step)
         self.step += 1
         for channel in self.channels:
@@ -124,15 +130,15 @@ class Arena:
             channel.await_end()
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Where a resting tensor lies."""
+        """Return the offset in bytes of a resting tensor in the arena; 0 for an empty one."""
         offset = tensor.data_ptr() - self.memory.data_ptr() if tensor.numel() else 0
         assert 0 <= offset < self.num_bytes, "only what lies in the arena can be offered"
         return offset
 
     def stage(self, tag: int, tensors: Sequence[Tensor], what: str) -> tuple[int, int]:
-        """Copy tensors into the slot of this tag; the first call of a tag waits for a slot nobody reads.
+        """Copy tensors into the slot of this tag; the first call for a tag waits for a slot that nobody reads.
 
-        Returns the slot and where the first one lies; the others follow it, aligned.
+        Returns the slot and the offset of the first tensor; the others follow it, each aligned.
         """
         if self._tags[self._slot] != tag:
             self._slot, self._written = self._free_slot(what), 0
@@ -148,19 +154,19 @@ class Arena:
         def free() -> list[int]:
             return [slot for slot, tag in enumerate(self._tags) if not self._readers(slot, tag)]
 
-        slot, tag = min(enumerate(self._tags), key=lambda each: each[1])  # the oldest
+        slot, tag = min(enumerate(self._tags), key=lambda each: each[1])  # the oldest data
         for reader in self._readers(slot, tag)[:1]:
             before = f"it to read what was sent before {what}"
             self.bell.wait_until(lambda: bool(free()), reader, before)
         return free()[0]
 
     def _readers(self, slot: int, tag: int) -> list[int]:
-        """Neighbours that have not read the data of this tag yet."""
+        """Return the neighbours that have not read the data of this tag yet."""
         return [channel.peer for channel in self.channels if channel.is_unread(slot, tag)]
 
 
 class SharedChannel:
-    """To one neighbour: where my data lies; from it: where its data lies."""
+    """The channel to one neighbour: each side tells where its data lie, and the other side reads them there."""
 
     def __init__(
         self, rank: int, peer: int, arena: Arena, bell: Bell, theirs: Tensor, board: Board
@@ -171,7 +177,7 @@ class SharedChannel:
         self._bell = bell
         self._theirs = theirs
         self._board = board
-        self._sent: dict[int, int] = {}  # by slot: the tag of what the peer is to read there
+        self._sent: dict[int, int] = {}  # slot -> tag of the data that the peer is to read there
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         slot, offset = self._arena.stage(tag, tensors, what)
@@ -213,11 +219,11 @@ class SharedChannel:
             target.copy_(view)
 
     def ring(self) -> None:
-        """The neighbour is to look at my board."""
+        """Tell the neighbour to look at this rank's board."""
         self._bell.ring(self.peer)
 
     def await_end(self) -> None:
-        """The peer reads none of what I offered in steps that I have ended."""
+        """Wait until the peer no longer reads offers of steps that this rank has ended."""
         ended = self._arena.step - 1
         what = "it to be done with this step's parameters"
         self._bell.wait_until(lambda: self._board.num_ended >= ended, self.peer, what)
@@ -226,7 +232,7 @@ class SharedChannel:
         return self._sent.get(slot) == tag != self._board.read(self._rank, slot)
 
     def _views(self, offsets: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of these sizes in the peer's arena."""
+        """Return views of the peer's arena at these offsets, as large as the tensors in `like`."""
         return [
             self._theirs[start : start + tensor.nbytes].view(tensor.dtype)
             for start, tensor in zip(offsets, like, strict=True)
@@ -234,7 +240,7 @@ class SharedChannel:
 
 
 def _side_by_side(offset: int, like: Sequence[Tensor]) -> list[int]:
-    """Where tensors of these sizes begin that follow one another, aligned."""
+    """Return the offsets of tensors as large as those in `like`, one after the other from `offset`, each aligned."""
     offsets: list[int] = []
     for tensor in like:
         offsets.append(offset)
@@ -243,8 +249,8 @@ def _side_by_side(offset: int, like: Sequence[Tensor]) -> list[int]:
 
 
 def _map(file: int) -> Tensor:
-    """A neighbour's arena, for reading."""
+    """Map a neighbour's arena for reading."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes there
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # we only read
         mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         return torch.frombuffer(mapping, dtype=torch.uint8)

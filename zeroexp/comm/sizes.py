@@ -1,4 +1,4 @@
-"""How much shared memory ranks of one host need: slots for reductions, and pools of gathered parameters. Pure."""
+"""Pure functions: how much shared memory ranks of one host need for slots of reductions and pools of parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zeroexp.sharding.placement import Move, Stage
 
 
 def num_slots(transport: str) -> int:
-    """Reductions that may lie in a rank's shared memory at once: one more than may be under way.
+    """Return how many reductions may lie in a rank's shared memory at once: one more than may be in flight.
 
-    With fewer, neighbours would wait for each other for ever: a rank reads a reduction when it has launched as many
-    more as may be under way. `transport`: gloo where some peers are on other hosts.
+    With fewer slots neighbours would wait for each other forever, since a rank reads a reduction only when it has
+    launched as many more as may be in flight. `transport` is gloo where some peers are on other hosts.
     """
     return TRANSPORTS[transport].reductions_in_flight + 1
 
@@ -26,7 +26,10 @@ def slot_bytes(
     itemsize: int,
     bucket_bytes: int | None = None,
 ) -> int:
-    """The most that one reduction lays out for the others to read; `units`: the trainable chunks of each."""
+    """Return the most bytes that one reduction of `rank` lays out for others to read.
+
+    units: the trainable chunks of each unit.
+    """
     handed = (
         _handed_bytes([part.chunk for part in bucket.slices], stage, rank, itemsize)
         for chunks in units
@@ -36,7 +39,10 @@ def slot_bytes(
 
 
 def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
-    """What a unit takes of a pool behind a file: its chunks in whole pages, without this rank's mapped sections."""
+    """Return the bytes that a unit takes of a pool backed by a file.
+
+    They are its chunks in whole pages, without the sections that `rank` maps from its arena.
+    """
     num_bytes = 0
     for chunk in chunks:
         section = chunk.section(rank)
@@ -47,7 +53,7 @@ def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
 
 
 def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:
-    """Every span is aligned."""
+    """Return the bytes that one reduction of these chunks lays out for others; every span is aligned."""
     num_bytes = 0
     for chunk in chunks:
         size = len(chunk.cuts) - 1

@@ -1,11 +1,11 @@
-"""A gathered chunk whose own section is this rank's piece itself: pages of two files under one range of addresses.
+"""A gathered chunk in which this rank's section is its resting piece: one address range maps pages of two files.
 
     file of the pool     | section 0 | section 2 | section 3 |        others' sections, copied when gathered
     arena of rank 1      ... |  piece  | ...                          section 1, where it rests
     addresses            | section 0 |  piece  | section 2 | section 3 |
 
-So a rank neither copies its own section to gather nor holds it twice. The mapping is made once and stays, so that
-views of it are permanent. It takes sections that begin and end on pages (layout.py cuts large chunks so).
+So a rank neither copies its own section when it gathers, nor holds it twice. The mapping is made once and stays, so
+views of it remain valid. Sections must begin and end on pages; layout.py cuts large chunks so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True)
 class Stretch:
-    """Whole pages of a file."""
+    """A run of whole pages in a file."""
 
     file: int
     offset: int
@@ -36,7 +36,10 @@ class Stretch:
 
 
 def stitch(stretches: Sequence[Stretch]) -> Tensor:
-    """The stretches side by side, as bytes that are read and written in place. The files may be closed afterwards."""
+    """Map the stretches side by side, and return them as one uint8 tensor that reads and writes the files in place.
+
+    The files may be closed afterwards.
+    """
     total = sum(stretch.num_bytes for stretch in stretches)
     start = _map(None, total, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     memory = (ctypes.c_uint8 * total).from_address(start)
@@ -52,9 +55,9 @@ def stitch(stretches: Sequence[Stretch]) -> Tensor:
 def beside_pieces(
     pieces: Sequence[tuple[Chunk, Tensor, tuple[int, int] | None]], rank: int, pool: int
 ) -> list[Stretch]:
-    """Chunk by chunk, each on pages of its own: others' sections in the pool's file, mine where it rests.
+    """Return the stretches of these chunks: other ranks' sections in the pool's file, this rank's where it rests.
 
-    pieces: each chunk, what this rank owns of it, and the file and offset at which that rests.
+    Each chunk begins on a new page. pieces: each chunk, this rank's piece of it, and the file and offset of that piece.
     """
     stretches: list[Stretch] = []
     taken = 0
@@ -76,7 +79,7 @@ def _map(
 ) -> int:
     function = _c_library().mmap
     number = ctypes.c_int
-    # The last is off_t: a file of many gigabytes would be mapped at a wrong place by a shorter number.
+    # The last argument is off_t: a shorter integer would map a file of many gigabytes at a wrong place.
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
     function.restype = ctypes.c_void_p
     mapped = function(address, num_bytes, protection, flags, file, offset)

@@ -1,9 +1,9 @@
-"""How large a reduction should be, from what one costs here: latency and bandwidth measured, the rest arithmetic.
+"""How large a reduction should be on these links: latency and bandwidth are measured, the rest is arithmetic.
 
     seconds of a reduction of b bytes  =  latency + b / bandwidth
 
-Small buckets keep little memory waiting and leave little for the end of backward; but every one pays the latency. A
-bucket of 9 x latency x bandwidth pays a tenth of its time for it: from there on a larger one gains nearly nothing.
+Small buckets hold little memory and leave little to reduce after backward, but each pays the latency. A bucket of
+9 x latency x bandwidth bytes spends a tenth of its time on latency, and a larger one gains nearly nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World
 
-LATENCY_SHARE = 0.1  # of the time of a reduction of the size chosen
+LATENCY_SHARE = 0.1  # share of latency in the time of a reduction of the chosen size
 MIB = 1 << 20
-LEAST_MB, MOST_MB = 0.25, 64.0  # of a choice
-PROBED_BYTES = (128 << 10, MIB, 16 * MIB)  # the last is in no cache of one core
+LEAST_MB, MOST_MB = 0.25, 64.0  # bounds of the choice
+PROBED_BYTES = (128 << 10, MIB, 16 * MIB)  # the last exceeds the caches of one core
 NUM_REPEATS = 9
 
 
 @dataclass(frozen=True)
 class Link:
-    """What reductions cost between the ranks of one world, at the slowest rank."""
+    """What a reduction costs the slowest rank of one world."""
 
     latency_seconds: float
     bytes_per_second: float  # of gradient on each rank, whatever part of it travels
 
     @property
     def bucket_mb(self) -> float:
-        """MiB, a power of two."""
+        """The bucket size in MiB, a power of two."""
         worth = self.latency_seconds * self.bytes_per_second * (1 - LATENCY_SHARE) / LATENCY_SHARE
         size = LEAST_MB
         while size < MOST_MB and size * MIB < worth:
@@ -48,7 +48,7 @@ class Link:
 
 
 def fit(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The line through these points, each weighted so that a relative error counts alike at every size."""
+    """Fit a line through these points, weighted so that a relative error counts alike at every size."""
     weights = [1 / s**2 for s in seconds]
     total = sum(weights)
     mean_bytes = sum(w * b for w, b in zip(weights, num_bytes, strict=True)) / total
@@ -61,7 +61,10 @@ def fit(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def measure(world: World, *, transport: str = "auto") -> Link:
-    """Time reductions of a few sizes between all ranks of `world`, which call it together. Some tenths of a second."""
+    """Time reductions of a few sizes between all ranks of `world`, which call it together.
+
+    This takes some tenths of a second.
+    """
     if world.size == 1:
         return Link(0.0, float("inf"))
     chunks = [_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
@@ -77,7 +80,7 @@ def _chunk(numel: int, world_size: int) -> Chunk:
 
 
 def _seconds_of(chunk: Chunk, wire: Collectives) -> float:
-    """Median over repeats of the slowest rank's time; the first, which finds nothing warm, does not count."""
+    """Return the median over repeats of the slowest rank's time, without the first repeat, which runs cold."""
     device = wire.world.device
     gradient = torch.zeros(chunk.numel, device=device)
     out = [torch.empty(span.numel, device=device) for span in chunk.spans(wire.world.rank)]

@@ -1,15 +1,17 @@
-"""Finds out when messages can not come any more, since ranks do not do the same, and ends the wait with an error.
+"""The watch finds waits for messages that can never come, since ranks do different things, and ends them with an error.
 
-gloo waits for a message until its time is up, and says neither for whom nor for what. So a thread looks once a second
-whether this rank has been in one wait for long; only then it says so in the store of the process group, and reads what
-the others say. A rank is accused of nothing as long as it computes. Ranks will wait for ever if
+gloo waits for a message until its time-out, and then names neither the peer nor the move. So a thread checks once a
+second whether this rank has been in one wait for long. Only then does it write this to the store of the process group
+and read what the others wrote. A rank that computes never causes an error. Ranks will wait forever if
 
-    rank 0 waits for a message of rank 1, which rank 1 has not sent and which waits for rank 0, which has not sent that
+    rank 0 waits for a message that rank 1 has not sent, and rank 1 waits for a message that rank 0 has not sent
 
-or in a longer ring. [Note: both looks] What a rank says counts if it said so twice, of the same wait.
+or if more ranks form such a ring.
 
-[Note: let go] A thread in gloo's wait hears nothing. It is woken by the very message it waits for: the peer's thread
-sends zeros of that size, after both have found that the move is lost.
+[Note: both looks] The word of a rank counts if it was written at two looks during the same wait.
+
+[Note: let go] A thread in gloo's wait can not be interrupted. Only the message it waits for wakes it: when both ranks
+have found that the move is lost, the peer's thread sends zeros of that size.
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ import torch.distributed as dist
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-GRACE_LOOKS = 600  # after the error was found: peers that find it later have to be let go
-NUM_REMEMBERED = 256  # messages sent: far more than may be under way
+GRACE_LOOKS = 600  # looks after the error was found, to release peers that find it later
+NUM_REMEMBERED = 256  # sent messages that are remembered: far more than may be in flight
 
 
 @dataclass(frozen=True)
 class Message:
-    """One that this rank takes from or gives to `peer`. what: in words."""
+    """A message that this rank receives from or sends to `peer`; `what` describes its content."""
 
     peer: int
     tag: int
     num_bytes: int
     what: str
-    given: bool  # to the peer
+    given: bool  # this rank sends it
 
 
 class Watch:
-    """Of the messages of one engine. `name` is the same on all ranks, and another one for each engine."""
+    """Watches the messages of one engine. All ranks give the same `name`, and each engine has its own."""
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank = rank
@@ -87,7 +89,7 @@ class Watched:
 
 
 class Looker:
-    """What the thread does; it ends with the engine."""
+    """The work of the thread, which ends with the engine."""
 
     def __init__(self, watch: weakref.ref[Watch], rank: int, size: int, name: str):
         self._watch = watch
@@ -95,8 +97,8 @@ class Looker:
         self._size = size
         self._name = name
         self._looks = 0
-        self._before: dict[int, Any] = {}  # what each rank said at the last look
-        self._let_go: list[Any] = []  # works, with their tensors
+        self._before: dict[int, Any] = {}  # rank -> its word at the last look
+        self._let_go: list[Any] = []  # works that release peers, with their tensors
 
     def run(self) -> None:
         while (watch := self._watch()) is not None:
@@ -139,7 +141,7 @@ class Looker:
         return f"zeroexp/waits/{self._name}/{rank}"
 
     def _let_peers_go(self) -> None:
-        """See [Note: let go]."""
+        """Wake peers that wait for this rank, see [Note: let go]."""
         done: set[tuple[int, float]] = set()
         for _ in range(GRACE_LOOKS):
             if not dist.is_initialized():
@@ -157,9 +159,10 @@ class Looker:
 
 
 def lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
-    """From `rank` on, who waits for whom; empty unless it ends in a ring of messages that nobody has sent.
+    """Return the chain of ranks from `rank` on, in which each waits for the next.
 
-    said: of each rank that waits, the message, and what it has sent as (peer, tag).
+    The chain is empty unless it ends in a ring of messages that nobody has sent. said: for each rank that waits, its
+    message and what it has sent, as (peer, tag).
     """
     chain: list[int] = []
     while rank not in chain:
@@ -173,7 +176,7 @@ def lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
 
 
 def _again(before: Any, word: Any) -> bool:
-    """See [Note: both looks]."""
+    """Whether a rank wrote its word at two looks of the same wait, see [Note: both looks]."""
     return before is not None and before["since"] == word["since"] and before["look"] < word["look"]
 
 

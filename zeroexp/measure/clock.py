@@ -1,7 +1,7 @@
-"""Where the seconds of a step go.
+"""How the seconds of a step divide into phases.
 
-Marks are `time.perf_counter` on the CPU and events in the current stream on CUDA. An event costs the host nothing
-until it is read: `read` waits for the step's end, so it is called when the next step is already in flight.
+A mark is `time.perf_counter` on the CPU and an event in the current stream on CUDA. An event costs the host nothing
+until it is read. `read` waits for the end of the step, so the loop calls it when the next step is already in flight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Mark = float | torch.cuda.Event
 
 
 class StepClock:
-    """Runs in phase "forward" from its making until `stop`; a phase lasts until the next is entered."""
+    """Times the phases of one step. It starts in "forward"; a phase lasts until the next one or `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,7 +24,7 @@ class StepClock:
         self.enter("forward")
 
     def enter(self, phase: str | None) -> str | None:
-        """Go on in this phase, one of PHASES; None: what follows counts nowhere. Returns the phase before."""
+        """Enter one of PHASES and return the phase before. In None the clock stands still."""
         before = self._marks[-1][0] if self._marks else None
         self._marks.append((phase, self._mark()))
         return before
@@ -33,7 +33,7 @@ class StepClock:
         self.enter(None)
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """(seconds of the step, seconds of each of PHASES, which add up to the step)."""
+        """Return (seconds of the step, seconds of each of PHASES); the phases add up to the step."""
         last = self._marks[-1][1]
         if isinstance(last, torch.cuda.Event):
             last.synchronize()

@@ -1,8 +1,8 @@
-"""Bytes of memory: what a rank's model states hold, and what was allocated meanwhile.
+"""Bytes of memory: what a rank's model states hold, and what torch allocated during a step.
 
-Resident set size tells neither: the C library keeps what was freed, which ranks engines wrongly. So states are counted
-by storage, and allocations where torch makes them: by the CUDA caching allocator's own statistics, on the CPU by
-`allocator.cpp`, compiled on first use.
+Resident set size shows neither: the C library keeps freed memory, so engines would be ranked wrongly. So states are
+counted by storage, and allocations where torch makes them: on CUDA by the caching allocator's own statistics, on the
+CPU by `allocator.cpp`, which is compiled on first use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SOURCE = Path(__file__).with_name("allocator.cpp")
 
 
 def bytes_by_kind(states: ModelStates) -> dict[str, int]:
-    """Bytes of the storages behind the tensors, each storage once, under the first of KINDS that shows it.
+    """Return the bytes of the storages behind the tensors; each storage counts once, under the first of KINDS it is in.
 
-    A view counts as the whole storage it keeps alive; a storage resized to zero counts as nothing; of a DTensor the
-    local part counts. `hidden_bytes` belong to the buffers.
+    A view counts as the whole storage it keeps alive, a storage resized to zero as nothing, and a DTensor as its local
+    part. `hidden_bytes` count as buffers.
     """
     seen: set[int] = set()
     held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
@@ -51,14 +51,17 @@ def _unseen_bytes(tensors: Sequence[Tensor], seen: set[int]) -> int:
 
 
 def most_held_bytes() -> int:
-    """By this process, for the story of a failure: on its GPU since the last step began, else what was resident."""
+    """Return the most bytes this process held, for the report of a failure.
+
+    With a GPU these are bytes allocated there since the last step began, else the peak of resident memory.
+    """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class AllocationMeter:
-    """What torch allocated on one device in this process since this meter was made; one at a time."""
+    """Counts what torch allocates on one device in this process from now on. Only one meter works at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._source = _CudaAllocations(device) if device.type == "cuda" else _installed
@@ -68,11 +71,11 @@ class AllocationMeter:
             self._before = self._source.total()
 
     def peak_bytes(self) -> int | None:
-        """Most bytes held at once since then, what was held then included; None where nobody counts."""
+        """Return the most bytes held at once since the meter was made, older ones included; None without a counter."""
         return None if self._source is None else self._source.peak()
 
     def allocated_bytes(self) -> int | None:
-        """Sum of all allocations since then, whether freed or not; None where nobody counts."""
+        """Return the sum of all allocations since the meter was made, freed or not; None without a counter."""
         return None if self._source is None else self._source.total() - self._before
 
 
@@ -91,7 +94,7 @@ class _CudaAllocations:
 
 
 class _CpuAllocations:
-    """The counters of allocator.cpp, which count from the moment `install` was called in this process."""
+    """The counters of allocator.cpp, which count from the call of `install` in this process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.install = _counter(library, "install", None)
@@ -110,9 +113,9 @@ _installed: _CpuAllocations | None = None
 
 
 def count_cpu_allocations() -> str | None:
-    """From now on count what torch allocates on the CPU in this process; exact, about 20 ns per allocation.
+    """Start to count what torch allocates on the CPU in this process, exactly and at about 20 ns per allocation.
 
-    Call it before the tensors that should count exist. Returns None, or in one line why nothing can be counted.
+    Call it before the tensors exist that should count. Returns None, or one line that tells why it can not count.
     """
     global _installed
     library = compile_allocator()
@@ -124,9 +127,10 @@ def count_cpu_allocations() -> str | None:
 
 
 def compile_allocator() -> Path | str:
-    """The compiled counting allocator, made once per user, torch version and source; or why there is none.
+    """Return the compiled counting allocator, or one line that tells why there is none.
 
-    Safe to call from several processes at once. Creates no thread, so that a process may fork afterwards.
+    It is compiled once per user, torch version and source. Several processes may call this at once. It creates no
+    thread, so that the process may fork afterwards.
     """
     library = _cache_folder() / f"allocator-{_fingerprint()}.so"
     if library.exists():

@@ -1,4 +1,4 @@
-"""From the records of every step to the numbers of a run. Pure functions, no torch.
+"""Pure functions that turn the records of all steps into the numbers of a run, without torch.
 
 Every rank calls `summarise_rank` on its own records; rank 0 gathers the results and calls `summarise`.
 """
@@ -24,7 +24,10 @@ LOSS = "loss"  # the kind of message that the training loop sends, whatever the 
 def summarise_rank(
     rank: int, records: Sequence[StepRecord], *, num_private_units: int = 0
 ) -> RankSummary:
-    """`records` are all steps of this rank in order, warm-up included. Raises ValueError as `measured` does."""
+    """Summarise one rank. `records` are all its steps in order, warm-up included.
+
+    Raises ValueError if no step is measured.
+    """
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
     steps = measured(records)
@@ -45,7 +48,7 @@ def summarise_rank(
 def summarise(
     records: Sequence[StepRecord], per_rank: Sequence[RankSummary], *, data_source: str = ""
 ) -> RunSummary:
-    """`records` are rank 0's, `per_rank` one entry of every rank in any order."""
+    """Summarise the run. `records` are those of rank 0; `per_rank` holds one entry of every rank, in any order."""
     steps = measured(records)
     seconds = [r.step_seconds for r in steps]
     saving_seconds = sum(r.saving_seconds for r in steps)
@@ -78,13 +81,13 @@ def summarise(
 
 
 def diverged_at(records: Sequence[StepRecord]) -> int | None:
-    """The first step whose loss or gradient norm is not a number; None where all are."""
+    """Return the first step whose loss or gradient norm is not finite, or None."""
     broken = (r.step for r in records if not (isfinite(r.loss) and isfinite(r.grad_norm)))
     return next(broken, None)
 
 
 def measured(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The steps that count in times. Raises ValueError if there is none."""
+    """Return the steps that count in times. Raises ValueError if there is none."""
     steps = [r for r in records if not r.warmup]
     if not steps:
         raise ValueError(
@@ -98,7 +101,10 @@ def spread(per_rank: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Linear between the two closest ranks, as numpy's default: 0 is the least, 1 the greatest."""
+    """Interpolate linearly between the two closest values, as numpy does by default.
+
+    Fraction 0 is the least value and 1 the greatest.
+    """
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     low = int(position)
@@ -116,7 +122,7 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
 
 
 def _fullest_at(readings: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
-    """For each moment, the reading that holds most in all: its bytes by kind."""
+    """Return, for each moment, the bytes by kind of the reading with the largest total."""
     fullest: dict[str, dict[str, int]] = {}
     for reading in readings:
         for moment, kinds in reading.items():
@@ -132,10 +138,10 @@ def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:
 
 
 def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
-    """What an engine says of itself, or more if the wire carried more.
+    """Return the bytes that the engine counted, or those on the wire if they are more; None if both are unknown.
 
-    An engine that shares memory with its neighbours sends little over the wire; one that sends from C++ says nothing,
-    and the loop's own loss is then all that was counted.
+    An engine that shares memory with its neighbours sends little over the wire. An engine that sends from C++ counts
+    nothing itself, and then only the loss of the training loop is counted.
     """
     told = world_size == 1 or rank.sent_bytes_by_kind.keys() - {LOSS}
     if rank.wire_bytes is None and not told:

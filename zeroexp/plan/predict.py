@@ -1,18 +1,19 @@
-"""What a step sends and what a rank holds, as arithmetic: closed forms of layout, stage row and schedule.
+"""Closed forms of what a step sends and what a rank holds, from layout, stage row and schedule.
 
     form = Form(units, stage, world_size=8)
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
-    form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` hands out at that moment, by kind
+    form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
-Pure: no torch, microseconds for a thousand ranks. For evenly cut chunks and the plain schedule (nothing kept, one
-microbatch) the bytes are the architecture's table: 2P, or 3P for ZeRO-3 and the lazy ZeRO-1, times (N-1)/N.
+The arithmetic uses no torch and takes microseconds for a thousand ranks. For evenly cut chunks and the plain schedule
+(nothing kept, one microbatch) the bytes are those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and
+zero1_allreduce.
 
-[Note: one step] Of a step in the middle of a run: what it gathers ahead for the next one it was given by the one
-before. Units run in the order given, once in forward and once, in the opposite order, in backward.
+[Note: one step] The forms describe a step in the middle of a run: it gathers ahead as much for the next step as the
+step before gathered for it. Units run in the given order in forward and in the opposite order in backward.
 
-[Note: what is still there] With keep=last a unit that comes back to its pool before any other needs no gather.
-Units take turns in pools in order, so of every pool it is the last unit whose values survive from forward to
-backward, and the first whose values survive from one microbatch to the next; after the step all are out of date.
+[Note: what is still there] With keep=last a unit needs no gather if no other unit has used its pool since. Units take
+turns in pools in order. So in every pool the values of the last unit survive from forward to backward, and those of the
+first survive from one microbatch to the next. After the optimizer's step all values are out of date.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ from zeroexp.sharding.layout import Chunk, Span, aligned
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-TALLY_BYTES = (
-    8  # of each number before a step, see tally.py: the sum of squares, and one for each parameter
-)
-NUM_CHECKS = 5  # numbers that say whether ranks gathered the same, where the backend gathers
+# Size of each number that ranks sum before a step, see tally.py: the sum of squares, and one for each parameter.
+TALLY_BYTES = 8
+NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 
 
 @dataclass(frozen=True)
 class UnitForm:
-    """The chunks of one unit; `private`: it has memory of its own while gathered, see housing.py."""
+    """The chunks of one unit. A `private` unit has its own memory while it is gathered, see housing.py."""
 
     chunks: tuple[Chunk, ...]
     private: bool = False
@@ -49,13 +49,13 @@ class UnitForm:
 
 @dataclass(frozen=True)
 class ScheduleForm:
-    """What decides how often a unit moves; the same words as `Options` of the engine, settled."""
+    """The settings that decide how often a unit moves: the engine's `Options`, with every default filled in."""
 
-    accumulation: int = 1  # microbatches a step
+    accumulation: int = 1  # microbatches in a step
     keep: str = "last"  # none | last | all
-    num_pools: int = 2  # 1 + units gathered ahead
+    num_pools: int = 2  # 1 + number of units gathered ahead
     reduce_each: str = "step"  # microbatch | step
-    bucket_bytes: int | None = None  # the most that one reduction takes; None: a unit
+    bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
     transport: str = "gloo"  # direct (ranks of one host) | gloo | native
 
     @property
@@ -72,7 +72,7 @@ class PrecisionForm:
 
 @dataclass(frozen=True)
 class OptimizerForm:
-    """What the optimizer keeps: AdamW two moments and a 4-byte step for each tensor, SGD with momentum one moment."""
+    """The optimizer's state: AdamW keeps two moments and a 4-byte step per tensor, SGD with momentum one moment."""
 
     num_moments: int = 2  # each as large as its master weight, in the master's dtype
     bytes_per_tensor: int = 4
@@ -80,7 +80,10 @@ class OptimizerForm:
 
 @dataclass(frozen=True)
 class Form:
-    """`units`: the root first, then in the order they run. `stage`: the row as so many ranks carry it out."""
+    """The traffic and memory of one model, stage and world size.
+
+    units: the root first, then the others in the order they run. stage: the row as `world_size` ranks carry it out.
+    """
 
     units: Sequence[UnitForm]
     stage: Stage
@@ -92,7 +95,7 @@ class Form:
     # -- bytes sent --------------------------------------------------------------------------------
 
     def traffic(self, rank: int) -> Traffic:
-        """Bytes `rank` sends in one step and how many collectives it takes part in, by kind."""
+        """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         traffic = Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         for index, unit in enumerate(self.units):
@@ -119,25 +122,27 @@ class Form:
         return traffic
 
     def _gather(self, chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
-        """Every peer gets this rank's section."""
+        """Return the bytes `rank` sends in an all-gather: its section, to every peer."""
         own = sum(self._section(chunk, rank) for chunk in chunks)
         return (self.world_size - 1) * own * itemsize
 
     def _reduce(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
-        """Every peer gets what it is to sum; an all-reduce hands the sums out as well."""
+        """Return the bytes `rank` sends in a reduction.
+
+        Each peer gets the terms that it sums; in an all-reduce it also gets the sums of `rank`.
+        """
         own = sum(self._section(chunk, rank) for chunk in chunks)
         total = sum(self._moved(chunk) for chunk in chunks)
         if self._reduction is not Move.ALL_REDUCE:
             return (total - own) * itemsize
-        if (
-            self.schedule.transport == "native"
-        ):  # the backend's ring: every rank sends the same, and no padding
+        if self.schedule.transport == "native":
+            # In the backend's ring every rank sends as much, without padding.
             total = sum(chunk.numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
         return (total - own) * itemsize + self._gather(chunks, rank, itemsize)
 
     def _moved(self, chunk: Chunk) -> int:
-        """Padding travels with the backend's even primitives only."""
+        """Return the elements of a chunk that travel; only the backend's collectives send padding."""
         return chunk.padded_numel if self.schedule.facts.sends_padding else chunk.numel
 
     def _section(self, chunk: Chunk, rank: int) -> int:
@@ -148,7 +153,7 @@ class Form:
 
     @property
     def _reduction(self) -> Move:
-        """The communication that takes gradients from partial to where the optimizer needs them."""
+        """The move that takes partial gradients to where the optimizer needs them."""
         return self.stage.reduce if self.stage.reduce is not Move.NOTHING else self.stage.hand_over
 
     @property
@@ -157,7 +162,7 @@ class Form:
 
     @cached_property
     def _num_gathers(self) -> list[int]:
-        """For each unit: forward and backward of every microbatch, less what is still there."""
+        """Gathers of each unit: forward and backward of every microbatch, less those of [Note: what is still there]."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
         times = self.schedule.accumulation
@@ -173,16 +178,16 @@ class Form:
 
     @property
     def _pools(self) -> list[list[int]]:
-        """Which units take turns in which pool."""
+        """For each pool, the indices of the units that take turns in it."""
         sharing = [index for index, unit in enumerate(self.units) if not unit.private]
         return [sharing[i :: self.schedule.num_pools] for i in range(self.schedule.num_pools)]
 
     # -- bytes held --------------------------------------------------------------------------------
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
+        """Return the bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
 
-        Every trainable parameter is taken to have got a gradient.
+        This assumes that every trainable parameter has got a gradient.
         """
         assert moment in MOMENTS, moment
         compute, master = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.master]
@@ -208,12 +213,12 @@ class Form:
         return [chunk for unit in self.units for chunk in unit.trainable]
 
     def _owned(self, chunk: Chunk, rank: int) -> tuple[Span, ...]:
-        """What the optimizer updates on `rank`."""
+        """Return the spans of a chunk that the optimizer updates on `rank`."""
         sharded = self.stage.optimizer is Placement.SHARD
         return chunk.spans(rank) if sharded else chunk.whole()
 
     def _resting(self, chunk: Chunk, rank: int) -> int:
-        """Elements of parameters that rest on `rank`, padding included."""
+        """Return the number of elements of a chunk that rest on `rank`, padding included."""
         sharded = self.stage.parameters is Placement.SHARD
         return _length(chunk.section(rank)) if sharded else chunk.padded_numel
 
@@ -223,30 +228,30 @@ class Form:
         if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
             return 0
         if moment == "after_forward" and self.schedule.reduce_each == "step":
-            return whole * ITEMSIZE[self.precision.compute]  # accumulated by autograd
+            return whole * ITEMSIZE[self.precision.compute]  # autograd accumulates them
         if self.stage.gradients is Placement.REPLICATE:
             return whole * reduce
         if self.stage.gradients is Placement.SHARD:
             return owned_numel * reduce
-        # Where the dtype is the same the sum lies in the partial gradient.
+        # If both dtypes are the same, the sum lies in the partial gradient.
         in_place = self.precision.reduce == self.precision.compute
         return (whole + (0 if in_place else owned_numel)) * reduce
 
     def _pool_bytes(self, rank: int) -> int:
-        """Each pool is as large as its largest unit."""
+        """Return the bytes of all pools; each pool is as large as its largest unit."""
         if self.stage.gather is not Move.ALL_GATHER:
             return 0
         return sum(max((self._pooled(i, rank) for i in pool), default=0) for pool in self._pools)
 
     def _pooled(self, index: int, rank: int) -> int:
-        """On one host a rank maps its own section beside the pool's memory."""
+        """Return the bytes a unit takes of its pool. On one host a rank's own section is mapped and takes none."""
         if not self.schedule.facts.shares_memory or self.world_size == 1:
             return self._full_bytes(index)
         return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
 
     @property
     def _kept_bytes(self) -> int:
-        """What stays gathered outside of pools between forward and backward."""
+        """Bytes that stay gathered outside of pools between forward and backward."""
         if self.stage.gather is not Move.ALL_GATHER or self.schedule.keep == "none":
             return 0
         kept = range(len(self.units)) if self.schedule.keep == "all" else range(1)
@@ -266,7 +271,7 @@ class Form:
 
 
 def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:
-    """`calls` collectives of `num_bytes` each; a kind that does not happen is not named."""
+    """Add `calls` collectives of `num_bytes` each; a kind without collectives gets no entry."""
     if calls:
         sums, counts = traffic.bytes_by_kind, traffic.calls_by_kind
         sums[kind] = sums.get(kind, 0) + calls * num_bytes
