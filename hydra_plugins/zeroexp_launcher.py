@@ -1,7 +1,7 @@
-"""Hydra loads launchers from here alone. Ours composes the points of a sweep and hands them to it.
+"""Hydra finds launchers only in this package. Ours composes the points of a sweep and hands them to it.
 
-`task_function` is what `zeroexp.__main__` gave to Hydra: not the body of one job, as usual, but of
-the whole sweep, since only that knows which points are defined and what may run beside what.
+`task_function` is what `zeroexp.__main__` gave to Hydra. Usually that is the body of one job; here it is the body of
+the whole sweep, since only the sweep knows which points are defined and which may run side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ZeroexpLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
-        # Before a sweeper writes there. Imported here: Hydra loads this file for every app.
+        # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
         from zeroexp.check.outputs import require_writable
         from zeroexp.check.refusal import refuse_password
         from zeroexp.config import ConfigError
@@ -42,12 +42,12 @@ class ZeroexpLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """One return per point, as sweepers want it: its final loss, None where it has none."""
+        """Return one result per point for the sweeper: its final loss, or None if it has none."""
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 
     def _compose(self, overrides: list[str]) -> tuple[list[str], Any]:
-        """What makes this point differ from the sweep, and its config as plain values."""
+        """Return the overrides that distinguish this point within the sweep, and its config as plain values."""
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         keys = [str(key) for key in composed if key != "hydra"]
         values = OmegaConf.to_container(OmegaConf.masked_copy(composed, keys), resolve=True)

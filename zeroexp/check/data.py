@@ -15,7 +15,7 @@ TASKS = {
 
 
 def task(config: Config) -> None:
-    """The data can be asked what the model answers."""
+    """Require data that can train the model's task."""
     model, data = config.model, config.data
     if (model.family == "mlp") != (model.task == "regression"):
         problem = f"model.family={model.family} can not be trained for it"

@@ -1,4 +1,4 @@
-"""Rules about what else must fit together: batch, optimizer, tracking, machine."""
+"""Rules about other settings that must fit together: batch, optimizer, tracking, machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroexp.config import Config, resolve
 
 
 def batch(config: Config) -> None:
-    """Accumulation = global / (micro x world) is a whole number of microbatches."""
+    """Require that accumulation = global / (micro x world) is a whole number of microbatches."""
     micro, world = config.data.micro_batch_size, config.world_size
     below, rest = divmod(config.data.global_batch_size, micro * world)
     if rest:
@@ -46,7 +46,7 @@ def device(config: Config) -> None:
 
 @cache
 def num_gpus() -> int:
-    """GPUs this process may use. Asked of the driver's tool, since a process that forks ranks may not start CUDA."""
+    """Count the GPUs that this process may use, by nvidia-smi: a process that forks ranks must not start CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -58,7 +58,7 @@ def num_gpus() -> int:
 
 
 def slurms_own(config: Config) -> None:
-    """What says how jobs are submitted does nothing where none is."""
+    """Refuse settings of job submission if nothing is submitted to Slurm."""
     cluster = config.cluster
     if cluster.kind == "slurm":
         return
@@ -75,7 +75,7 @@ def warmup(config: Config) -> None:
 
 
 def requeue(config: Config) -> None:
-    """Slurm may start a run again only where it goes on from what it saved, and has the time to save."""
+    """Allow a requeue in Slurm only if the run saves checkpoints and has the time to save."""
     cluster = config.cluster
     if cluster.requeue:
         if cluster.kind != "slurm":

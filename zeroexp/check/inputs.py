@@ -1,9 +1,9 @@
-"""What a point reads from outside: looked at once per sweep, before a rank starts, and not with the other rules, since
-it costs looks at disk and network.
+"""Check what a point reads from outside, once per sweep and before a rank starts.
 
-Ranks of this machine see what we see. Slurm's nodes may see other folders and another network, so that of theirs only
-what is here too can be wrong; and of the hub's, what is not, where our environment, which jobs inherit, keeps them off
-the network.
+These checks are apart from the other rules, because they access disk and network. Ranks of this machine see what we
+see. Slurm's nodes may see other folders and another network. For them, we refuse a folder only if it exists here and is
+wrong, and a name on the hub only if it is not in our cache and our environment, which jobs inherit, forbids the
+network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_inputs(config: Config) -> None:
-    """Raises ConfigError for data or weights that its ranks could not read."""
+    """Raise ConfigError for data or weights that the ranks could not read."""
     here, like_here = config.cluster.kind == "local", _reaches_what_we_reach(config)
     data, weights = config.data, config.model.weights
     if data.path:
@@ -33,7 +33,7 @@ def check_inputs(config: Config) -> None:
 
 
 def _reaches_what_we_reach(config: Config) -> bool:
-    """Whether the ranks find of the hub what we find: they are here, or as offline as we, with nothing to change it."""
+    """Do the ranks see the hub as we do? They do if they run here, or if they inherit our offline setting unchanged."""
     cluster = config.cluster
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     changed = cluster.slurm.setup or cluster.slurm.python
@@ -58,14 +58,14 @@ def _data(path: str, kind: str, here: bool) -> None:
 
 
 def _open_folder(path: Path) -> None:
-    """A search through a folder that is shut finds nothing and says nothing."""
+    """Raise OSError for an unreadable folder: glob would silently find nothing in it."""
     if path.is_dir():
         os.scandir(path).close()
 
 
 @cache
 def _source(source: str) -> None:
-    # Here and not above: the hub's client takes half a second to import, and most points need none of it.
+    # The hub's client takes half a second to import, and most points do not need it.
     from zeroexp import hub
 
     if not Path(source).exists() and not hub.has_dataset(source) and not hub.online():

@@ -1,4 +1,4 @@
-"""That a folder takes results, found out by writing: quotas, full disks and read-only mounts are seen no other way."""
+"""Test by writing that a folder takes results: only that reveals quotas, full disks and read-only mounts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from zeroexp.config import ConfigError
 
-ENOUGH_BYTES = 4096  # for the kernel to look for a block
+ENOUGH_BYTES = 4096  # enough that the kernel allocates a block
 
 
 def require_writable(named: str, folder: str | Path, remedy: str) -> None:
-    """Make the folder and write something into it that is gone again. Raises ConfigError.
+    """Make the folder and write a temporary file into it. Raises ConfigError.
 
-    named: how it was asked for, `outputs=/scratch/me`.
+    named: the setting as the user gave it, `outputs=/scratch/me`.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

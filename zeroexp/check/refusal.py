@@ -1,4 +1,4 @@
-"""How a point is refused: one line, key=value: what is wrong; what to do."""
+"""Refuse a point in one line, key=value: what is wrong; what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroexp.network import without_password
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key; of a group its name. Raises ConfigError for a key that is not there."""
+    """Return the value of a dotted key; a group's value is its name. Raises ConfigError for an unknown key."""
     value: Any = config
     for part in key.split("."):
         if not hasattr(value, part):
@@ -21,37 +21,37 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def wrong(key: str, value: object, problem: str, remedy: str) -> NoReturn:
-    """A key that is wrong by itself: ends a whole sweep before anything runs."""
+    """Refuse a key that is wrong by itself: this ends a whole sweep before anything runs."""
     raise ConfigError(f"{key}={shown(value)}: {problem}; {remedy}")
 
 
 def undefined(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
-    """Keys that are right by themselves and mean nothing together: a sweep skips the point."""
+    """Refuse keys that are valid alone but mean nothing together: a sweep skips the point."""
     raise UndefinedCombination(f"{key}={shown(value_of(config, key))}: {problem}; {remedy}")
 
 
 def without_effect(config: Config, key: str, why: str) -> None:
-    """Refuses an explicit setting that the chosen path would ignore."""
+    """Refuse an explicit setting that the chosen path would ignore."""
     if value_of(config, key) is not None:
         undefined(config, key, f"no effect, {why}", "leave it null")
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
-    """What was probably meant, then all there is."""
+    """Return the probably intended word, then all known words."""
     words = list(words)
     close = get_close_matches(str(word), words, n=1, cutoff=0.5)
     return (f"did you mean {close[0]}? " if close else "") + f"use one of {', '.join(words)}"
 
 
 def shown(value: object) -> str:
-    """As it would be typed on the command line."""
+    """Return the value as the user would type it on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
 def refuse_password(key: str, text: str) -> None:
-    """Raises ConfigError, which does not show it, where `text` holds an address with a password."""
+    """Raise ConfigError, without showing the password, if `text` holds an address with one."""
     if without_password(text) != text:
         problem = "holds a password, which would stand in files, logs and the store"
         remedy = "give it in the environment: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -1,4 +1,4 @@
-"""Rules about one key at a time: words, ranges. Breaking one is a ConfigError."""
+"""Rules about one key at a time: words and ranges. Breaking one is a ConfigError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPLEMENTATIONS = ("parameter", "tensor", "buffer", "torch")
 PLACEMENTS = tuple(placement.value for placement in Placement)
 TASKS = ("causal", "classification", "regression")
 
-# None stands for "left to the default", where a key allows it.
+# None means "left to the default", for keys that allow it.
 WORDS: dict[str, tuple[str | None, ...]] = {
     "model.family": ("llama", "gpt2", "mixtral", "mlp", "moe"),
     "model.task": TASKS,
@@ -43,7 +43,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 
-# Words with a meaning that is still to come, and what to use until then.
+# Planned words that are not available yet, and what to use instead.
 PLANNED = {
     ("strategy.implementation", "deepspeed"): "use torch for a native engine",
 }
@@ -78,13 +78,12 @@ ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study
 AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
 
 
-NAME = re.compile(
-    r"[\w][\w .+-]{0,99}"
-)  # of a folder: it leads nowhere else, and file systems take it
+# The name of a folder contains no path separator, and file systems accept it.
+NAME = re.compile(r"[\w][\w .+-]{0,99}")
 
 
 def given(config: Config) -> None:
-    """No value is left out, and no number is nan or infinite, which every comparison lets through."""
+    """Require that no value is missing and no number is nan or infinite, because comparisons would accept those."""
     for key, value in _values(asdict(config)):
         if value == "???":
             wrong(key, value, "no value", "give it one")
@@ -104,7 +103,7 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def names(config: Config) -> None:
-    """What becomes the name of a folder or of something in MLflow."""
+    """Require valid names for folders and for objects in MLflow."""
     for key in ("study.name", "model.name", "tracking.experiment"):
         if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
             remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
@@ -160,7 +159,7 @@ def bucket(config: Config) -> None:
 
 
 def study(config: Config) -> None:
-    """Every key of an include row exists."""
+    """Require that every key of an include row exists."""
     for row in config.study.include:
         for key in row:
             value_of(config, key)

@@ -10,7 +10,7 @@ ENGINE_SETTINGS = ("overlap", "owners", "prefetch", "keep", "reduce_each", "buck
 
 
 def rows(config: Config) -> None:
-    """The three rows are one of the known stages, and the one the name promises."""
+    """Require that the three rows form a known stage, and the stage that the strategy's name promises."""
     strategy = config.strategy
     kinds = (strategy.parameters, strategy.gradients, strategy.optimizer)
     row = ",".join(kind.placement for kind in kinds)
@@ -56,7 +56,7 @@ def precision(config: Config) -> None:
 
 
 def dtypes_of_torch(config: Config) -> None:
-    """Torch's engines read the precision group alone."""
+    """Require that a torch engine's dtypes come from the precision group, the only one that it reads."""
     strategy, mode = config.strategy, config.precision
     wanted = {"parameters": mode.compute, "gradients": mode.reduce, "optimizer": mode.master}
     for kind, dtype in wanted.items():
@@ -79,7 +79,7 @@ def settings_of_torch(config: Config) -> None:
 
 
 def skipped_experts(config: Config) -> None:
-    """FSDP2 reduces in one collective what has a gradient here: ranks that skip other experts offer other sizes."""
+    """Refuse FSDP2 where ranks skip different experts: it reduces present gradients together, so sizes would differ."""
     strategy, family = config.strategy, config.model.family
     if _is_torch(strategy) and not _is_ddp(strategy) and family == "moe" and config.world_size > 1:
         problem = (
@@ -117,7 +117,7 @@ def _is_torch(strategy: StrategyConfig) -> bool:
 
 
 def _is_ddp(strategy: StrategyConfig) -> bool:
-    """What torch builds on DistributedDataParallel; the rest is FSDP2."""
+    """Does torch build this stage on DistributedDataParallel? All others use FSDP2."""
     return strategy.name in ("ddp", "zero1")
 
 

@@ -1,22 +1,24 @@
-"""Checkpoints: what a run needs to go on, by parameter name, so that any engine and world size can take it up.
+"""Checkpoints hold what a run needs to continue, by parameter name, so that any engine and world size can load them.
 
-    <run>/checkpoint/step-000020/     after 20 steps; the folder has this name when it is whole, never before
-        manifest.json                 what it is: versions, config, step, shapes, where each piece lies, its hash
-        rank0.bin .. rank<N-1>.bin    what each rank contributed: raw numbers, one piece behind the other
-    <run>/checkpoint/.step-000040.0/  being written, by attempt 0 of the run: never read, removed at the next start
+    <run>/checkpoint/step-000020/     after 20 steps; the folder gets this name only when it is complete
+        manifest.json                 versions, config, step, shapes, and the place and hash of each piece
+        rank0.bin .. rank<N-1>.bin    the contribution of each rank: raw numbers, one piece after the other
+    <run>/checkpoint/.step-000040.0/  attempt 0 of the run is writing it: never read, removed at the next start
 
-A piece is a contiguous range of one flattened tensor: all that an engine's layout can be (`strategies/base.py`). No
-tensor is ever put together: ranks write what they hold, and read the ranges they need out of files mapped into memory.
-There is no pickle in it: JSON and raw numbers.
+A piece is a contiguous range of one flattened tensor, which is general enough for every engine's layout
+(`strategies/base.py`). No tensor is ever assembled: ranks write what they hold, and read the ranges they need from
+files mapped into memory. There is no pickle: files are JSON and raw numbers.
 
-    manifest.py   what is said about a checkpoint, and its hashes                                        no torch
-    folders.py    names, one rename that makes it whole, what is kept, what an older attempt may not do  no torch
-    resume.py     which checkpoint `resume` means, and whether it fits                                   no torch
-    staging.py    copies of this rank's pieces, so that training goes on while they are written
-    planner.py    what each rank writes, in the words of torch.distributed.checkpoint; storage.py how
-    save.py       when: copy, then write in a thread
-    load.py       check every hash, then fill the engine from mapped files
-    rng.py        random states as plain numbers
+    manifest.py   describes a checkpoint and its hashes                                                  no torch
+    folders.py    names, the rename that completes one, which ones are kept, outdated attempts           no torch
+    resume.py     finds the checkpoint that `resume` means and checks that it fits                       no torch
+    verify.py     checks the hash of every piece                                                         no torch
+    staging.py    copies this rank's pieces, so that training goes on while they are written
+    planner.py    tells torch.distributed.checkpoint what each rank writes; storage.py how
+    save.py       decides when: it copies, then writes in a thread
+    load.py       checks every hash, then fills the engine from mapped files
+    weights.py    reads whole weights for the export
+    rng.py        converts random states to plain numbers
 
-docs/checkpoints.md says what equals what after a resume.
+docs/checkpoints.md says what is equal to what after a resume.
 """

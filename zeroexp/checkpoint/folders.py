@@ -1,8 +1,9 @@
-"""The folders of checkpoints on disk: names, the rename that makes one whole, and what may be removed. No torch.
+"""The folders of checkpoints on disk: their names, the rename that completes one, and what may be removed. No torch.
 
 [Note: attempts] A run may be tried again while ranks of an earlier attempt still live, on a node that was given up as
-lost. The newer attempt registers, then removes whatever is being written, then looks for the newest whole checkpoint.
-An older one finds at the rename either that it is outdated, or that its folder is gone: it can not commit any more.
+lost. The newer attempt registers itself, then removes all unfinished folders, then looks for the newest complete
+checkpoint. At its rename, an older attempt finds either that it is outdated or that its folder is gone, so it cannot
+commit any more.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, has
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import settled
 
-FOLDER = "checkpoint"  # inside of a run's
-LOG = "checkpoints.jsonl"  # beside it: a line for each save, and for each checkpoint that was passed over
+FOLDER = "checkpoint"  # inside the run's folder
+# This file in the run's folder has one line for each save and for each checkpoint that was passed over.
+LOG = "checkpoints.jsonl"
 ATTEMPT = ".attempt"
 PIN = ".pin"
 WHOLE = re.compile(r"step-(\d{6,})")
-UNFINISHED = ".step-"  # how names of folders begin that are being written, or removed
+UNFINISHED = ".step-"  # prefix of folders that are being written or removed
 
 
 def newest(run: Path) -> Path | None:
-    """The whole checkpoint of most steps in a run folder."""
+    """Return the complete checkpoint with the most steps in a run folder."""
     folders = whole(run)
     return folders[-1] if folders else None
 
 
 def whole(run: Path) -> list[Path]:
-    """By steps. A folder without manifest is none of ours."""
+    """Return the complete checkpoints, sorted by steps. A folder without a manifest is ignored."""
     found = [path for path in (run / FOLDER).glob("step-*") if WHOLE.fullmatch(path.name)]
     return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
 
@@ -46,7 +48,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def missing(checkpoint: Path, manifest: Manifest) -> str | None:
-    """The first file that is not there or too short, in words with a remedy; what is in them only hashes tell."""
+    """Return a message about the first file that is missing or too short, with a remedy; contents are not checked."""
     for file, num_bytes in manifest.file_bytes().items():
         path = checkpoint / file
         if not path.is_file():
@@ -58,23 +60,23 @@ def missing(checkpoint: Path, manifest: Manifest) -> str | None:
 
 
 def remedy(checkpoint: Path) -> str:
-    """An older checkpoint of the same run, if there is one."""
+    """Suggest an older checkpoint of the same run, if there is one."""
     there = whole(checkpoint.parent.parent)
     older = [path for path in there if checkpoint in there and step_of(path) < step_of(checkpoint)]
     return f"; use resume={older[-1]}" if older else "; give another checkpoint"
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a damaged one a name under which nobody takes it for whole, and the run saves after the same step again."""
+    """Rename a damaged checkpoint, so that nobody takes it for complete and the run can save this step again."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
 
 
 def prepare(run: Path, attempt: int) -> None:
-    """Make this attempt the only one that may commit, and remove what earlier ones left unfinished.
+    """Make this attempt the only one that may commit, and remove the unfinished folders of earlier attempts.
 
-    Raises CheckpointError where a newer attempt is registered or the folder can not be written.
+    Raises CheckpointError if a newer attempt is registered or the folder cannot be written.
     """
     folder = run / FOLDER
     try:
@@ -91,18 +93,16 @@ def prepare(run: Path, attempt: int) -> None:
 
 
 def unfinished(run: Path, step: int, attempt: int) -> Path:
-    """Where this attempt writes; its ranks share the folder."""
+    """Return the folder in which all ranks of this attempt write."""
     return run / FOLDER / f"{UNFINISHED}{step:06d}.{attempt}"
 
 
 def commit(run: Path, step: int, attempt: int) -> Path:
-    """One rename: from here on it is whole. Raises CheckpointError for an outdated attempt, OSError."""
+    """Complete the checkpoint by one rename. Raises OSError, and CheckpointError for an outdated attempt."""
     source, target = unfinished(run, step, attempt), run / FOLDER / f"step-{step:06d}"
     _sync(source)
     _refuse_outdated(run, attempt)
-    if (
-        target / MANIFEST
-    ).is_file():  # this run was resumed from it and asked to save before any step
+    if (target / MANIFEST).is_file():  # the run resumed from this step and saved before any other
         shutil.rmtree(source)
     else:
         source.rename(target)
@@ -111,19 +111,22 @@ def commit(run: Path, step: int, attempt: int) -> Path:
 
 
 def discard(run: Path, step: int, attempt: int) -> None:
-    """Of a save that failed: gives back its room on the disk."""
+    """Remove the folder of a failed save, to free its space on the disk."""
     shutil.rmtree(unfinished(run, step, attempt), ignore_errors=True)
 
 
 def pin(checkpoint: Path, run: Path) -> None:
-    """Keep it until `run`, which begins with it and may wait for long, has ended: its own run thins the others."""
+    """Keep the checkpoint until `run`, which may wait long before it starts from it, has ended.
+
+    Without a pin, the run that saved the checkpoint removes it once it has newer ones.
+    """
     name = f"{PIN}.{checkpoint.name}.{hash_of([os.fsencode(run)])}"
-    with contextlib.suppress(OSError):  # in a folder of somebody else's nothing can be kept
+    with contextlib.suppress(OSError):  # another user's folder may not be writable
         write_durably(checkpoint.with_name(name), os.fsencode(run))
 
 
 def _pinned(checkpoint: Path) -> bool:
-    """Pins of runs that have ended are removed."""
+    """Is a run that has not ended waiting for this checkpoint? Pins of ended runs are removed."""
     for path in checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*"):
         run = Path(os.fsdecode(path.read_bytes()))
         if run.exists() and settled(run)["status"] in GOES_ON:
@@ -133,18 +136,19 @@ def _pinned(checkpoint: Path) -> bool:
 
 
 def keep_newest(run: Path, count: int) -> None:
-    """Remove older ones that nobody waits for. First renamed, so that nobody takes what is half removed for whole."""
+    """Remove older checkpoints without pins; the rename comes first, so that no half-removed folder looks complete."""
     for path in whole(run)[:-count]:
         if _pinned(path):
             continue
         leaving = path.with_name(f".{path.name}.leaving")
-        with contextlib.suppress(OSError):  # it is in nobody's way; the next start tries again
+        # The remains disturb nobody, and the next start removes them.
+        with contextlib.suppress(OSError):
             path.rename(leaving)
             shutil.rmtree(leaving)
 
 
 def log(run: Path, line: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # a full disk
+    with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # the disk may be full
         file.write(json.dumps(line) + "\n")
 
 
@@ -164,7 +168,7 @@ def _refuse_outdated(run: Path, attempt: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """What was created or renamed in a folder survives a power cut only then."""
+    """Sync a folder: without this, a power cut may undo creations and renames in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""From a checkpoint into an engine: every hash is checked, then each rank reads the ranges it needs.
+"""Load a checkpoint into an engine: check every hash, then let each rank read the ranges it needs.
 
-Files are mapped into memory, and the pieces handed to the engine are views of them: an engine that copies a range of a
-piece reads that range and nothing else, whatever world size and layout wrote it. What is read for checking goes through
-one small buffer. Each piece is checked by one rank, and all ranks hear of damage before anything is changed.
+Files are mapped into memory, and the pieces handed to the engine are views of them. An engine that copies a range of a
+piece reads only that range, whatever world size and layout wrote it. The hash check reads through one small buffer.
+Each piece is checked by one rank, and all ranks learn of any damage before anything is changed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> Manifest:
-    """Fill the engine; `shapes` are those of the model's parameters by name, each once.
+    """Fill the engine; `shapes` holds the shape of each model parameter by name.
 
-    Random states are taken up where the world is as large as the one that saved. Raises, on all ranks alike and before
-    anything is changed, Damaged, or CheckpointError for another model.
+    Random states are restored only if the world size is that of the save. Raises Damaged, or CheckpointError for
+    another model, on all ranks alike and before anything is changed.
     """
     manifest = _verified(checkpoint, world)
     _require_same_model(checkpoint, manifest, shapes)
     files = _Mapped(checkpoint)
     try:
         strategy.load_state_dict(files.state(manifest.state))
-    except ValueError as error:  # the same on every rank: buffers or groups of another model
+    except ValueError as error:  # all ranks fail alike: the buffers or groups are another model's
         raise CheckpointError(f"{checkpoint}: {error}") from error
     if manifest.world_size == world.size:
         own = files.state({"": manifest.rng[str(world.rank)]})[""]
@@ -54,12 +54,12 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
 def load_newest(
     run: Path, named: str | None, strategy: Strategy, shapes: Shapes, world: World
 ) -> tuple[Path, int] | None:
-    """Fill the engine from the newest whole checkpoint of this very run, else from the one it was told to begin with;
-    returns which, and the steps done, None where it begins anew.
+    """Fill the engine from this run's newest complete checkpoint, else from `named`.
 
-    A damaged one of the run is set aside and told. Raises CheckpointError, on all ranks alike.
+    Returns the checkpoint and its number of steps, or None if the run starts from the beginning. A damaged checkpoint
+    of the run is set aside with a message. Raises CheckpointError, on all ranks alike.
     """
-    # As rank 0 sees it: on a network's file system another rank may see it later.
+    # Rank 0's view decides: on a network file system another rank may see a new folder later.
     own = worlds.gather(folders.whole(run))[0]
     for checkpoint in reversed(own):
         try:
@@ -74,7 +74,7 @@ def load_newest(
 
 def _pass_over(run: Path, checkpoint: Path, error: Damaged) -> None:
     told = str(error).partition(";")[0]
-    with contextlib.suppress(OSError):  # where nothing can be written it will be told when it saves
+    with contextlib.suppress(OSError):  # if the folder cannot be written, the next save reports it
         told += f"; now {folders.set_aside(checkpoint).name}, the run goes on from before it"
         folders.log(run, {"step": folders.step_of(checkpoint), "error": told})
     print(told, file=sys.stderr)
@@ -97,7 +97,7 @@ def _shape(shapes: Shapes, name: str) -> str:
 
 
 def _verified(checkpoint: Path, world: World) -> Manifest:
-    """Its manifest, once every rank has found it and its share of the pieces whole."""
+    """Return the manifest once every rank has verified it and its share of the pieces."""
     manifest, problem = None, None
     try:
         manifest = read_manifest(checkpoint)
@@ -115,7 +115,7 @@ def _verified(checkpoint: Path, world: World) -> Manifest:
 
 
 class _Mapped:
-    """The files of a checkpoint, each mapped when first asked for. Never written to: a private mapping."""
+    """The files of a checkpoint, each mapped privately at its first use, so that they are never written to."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint

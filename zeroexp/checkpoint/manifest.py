@@ -1,8 +1,9 @@
-"""manifest.json: what a checkpoint is. Plain data, no torch; reading it tells whether a checkpoint fits.
+"""manifest.json describes a checkpoint. It is plain data without torch; reading it shows whether the checkpoint fits.
 
-[Note: hashes] XXH3 with 128 bits: it finds any damage of a disk or a copy, and runs at the speed of memory (20 GB/s of
-one core, with Python's lock released), so that checking never becomes the slow part; blake2b would, at 1 GB/s. It is no
-signature: who can write the files can write the manifest. Reading is safe all the same, for nothing in it is executed.
+[Note: hashes] XXH3 with 128 bits finds any damage of a disk or a copy. It runs at the speed of memory (20 GB/s on one
+core, with Python's lock released), so checking never becomes the slow part; blake2b, at 1 GB/s, would. It is not a
+signature: whoever can write the files can write the manifest. Reading is safe all the same, because nothing in a
+checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import xxhash
 
 from zeroexp.config import ConfigError
 
-FORMAT = 2  # 1 had neither Python values nor buffers; it is still read
+FORMAT = 2  # format 1 had neither Python values nor buffers; it is still read
 MANIFEST = "manifest.json"
 ITEM_BYTES = {
     **{
@@ -36,16 +37,16 @@ FILE_NAME = re.compile(r"rank\d+\.bin")
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that can not be written or taken up: one line with the file and the remedy."""
+    """The error of a checkpoint that cannot be written or loaded: one line with the file and the remedy."""
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that is not what was written: an older one of the same run will do."""
+    """The error of a checkpoint that differs from what was written; an older one of the same run can replace it."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements `start` to `start + numel` of a flattened tensor: so many bytes of `file` from `offset` on."""
+    """Elements `start` to `start + numel` of a flattened tensor, stored in `file` from byte `offset` on."""
 
     file: str
     offset: int
@@ -58,13 +59,13 @@ class StoredPiece:
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # a key of ITEM_BYTES
-    pieces: tuple[StoredPiece, ...]  # by start; together every element once
+    pieces: tuple[StoredPiece, ...]  # sorted by start; together they hold every element once
 
     def num_bytes(self, piece: StoredPiece) -> int:
         return piece.numel * ITEM_BYTES[self.dtype]
 
 
-# Parameter name -> "weight" and each optimizer moment; of random states rank -> whose.
+# Maps parameter name -> "weight" and each optimizer moment; for random states rank -> kind of generator.
 Stored = dict[str, dict[str, StoredTensor]]
 
 
@@ -72,9 +73,9 @@ Stored = dict[str, dict[str, StoredTensor]]
 class Manifest:
     versions: dict[str, str]
     saved_at: float  # Unix seconds
-    config: dict[str, Any]  # resolved, of the run that saved
-    step: int  # steps done
-    samples_seen: int  # position in the data: the next batch begins here
+    config: dict[str, Any]  # resolved config of the run that saved
+    step: int  # number of steps done
+    samples_seen: int  # position in the data, where the next batch begins
     world_size: int
     state: Stored
     rng: Stored  # by rank: "torch", "cuda", "python", "numpy"
@@ -85,7 +86,7 @@ class Manifest:
                 yield from ((f"{name}/{key}", tensor) for key, tensor in entry.items())
 
     def file_bytes(self) -> dict[str, int]:
-        """The least size of each file: where its last piece ends."""
+        """Return the minimum size of each file: the end of its last piece."""
         ends: dict[str, int] = {}
         for _, tensor in self.tensors():
             for piece in tensor.pieces:
@@ -102,14 +103,14 @@ def hash_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """With the hash of the rest, and pieces as rows: there are many."""
+    """Serialize the manifest with the hash of its content; pieces are rows to save space, since there are many."""
     content = {"format": FORMAT, **asdict(manifest)}
     content["state"], content["rng"] = _rows(manifest.state), _rows(manifest.rng)
     return json.dumps({"hash": hash_of([_canonical(content)]), **content}).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises Damaged: missing, damaged or no manifest at all; CheckpointError: of a newer format."""
+    """Read the manifest. Raises Damaged if it is missing or damaged, CheckpointError if its format is newer."""
     path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -177,7 +178,7 @@ def _tensor(name: str, row: dict[str, Any]) -> StoredTensor:
 
 
 def require_whole(name: str, tensor: StoredTensor) -> None:
-    """Raises ValueError unless the pieces, by start, are every element once."""
+    """Raise ValueError unless the pieces, sorted by start, hold every element exactly once."""
     stop, numel = 0, 1
     for size in tensor.shape:
         numel *= size

@@ -1,7 +1,7 @@
-"""What each rank writes, in the words of torch.distributed.checkpoint.
+"""Tell torch.distributed.checkpoint what each rank writes.
 
-DCP's own planner knows tensors and boxes of them. A piece of a flat buffer is no box of its parameter, so every tensor
-is told as one-dimensional, its pieces as the chunks of it, and its real shape beside them.
+DCP's own planner knows tensors and boxes of them. A piece of a flat buffer is not a box of its parameter, so every
+tensor is described as one-dimensional, with its pieces as chunks, and its real shape is passed separately.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.futures import Future
 
 from zeroexp.checkpoint.staging import Flat
 
-# Name -> (shape, dtype), as every rank tells it that knows the tensor, also without a piece of it.
+# Maps name -> (shape, dtype). Every rank that knows the tensor reports this, even without a piece of it.
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 class PiecePlanner(SavePlanner):
-    """Every rank writes what it holds; nothing moves between ranks, so the global plan is the local ones."""
+    """Every rank writes what it holds; nothing moves between ranks, so the global plan is the list of local plans."""
 
     def set_up_planner(
         self,
@@ -48,7 +48,8 @@ class PiecePlanner(SavePlanner):
             for name, shape in plan.planner_data.items():
                 known = shapes.setdefault(name, shape)
                 assert known == shape, f"ranks disagree about {name}: {known} and {shape}"
-        plans = [replace(plan, planner_data=None) for plan in all_plans]  # sent back to the ranks
+        # The plans are sent back to the ranks, which do not need the shapes.
+        plans = [replace(plan, planner_data=None) for plan in all_plans]
         return plans, Metadata(state_dict_metadata={}, planner_data=shapes)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -1,7 +1,7 @@
-"""Which checkpoint `resume` means, and whether it fits: asked by the submitter, before a rank starts. No torch.
+"""Find the checkpoint that `resume` means and check that it fits, in the submitter, before a rank starts. No torch.
 
-Any strategy, implementation, world size and precision takes up any checkpoint of the same model that was trained on
-the same samples in the same order by the same kind of optimizer. What else differs is the new run's own choice.
+A checkpoint fits any strategy, implementation, world size and precision, if it is of the same model and was trained on
+the same samples in the same order by the same kind of optimizer. Everything else is the new run's own choice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from zeroexp.checkpoint.verify import damage, signature
 from zeroexp.config import Config, UndefinedCombination
 
 LATEST = "latest"
-_damages: dict[tuple[Path | int, ...], str | None] = {}  # what is known of which files
-MOST_LOOKS = 20  # at runs that save and remove faster than they are looked at
-# What makes weights, moments or the next samples mean something else.
+# Results of earlier checks are kept by the files' signature.
+_damages: dict[tuple[Path | int, ...], str | None] = {}
+MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
+# These keys decide what weights, moments and the next samples mean.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
-# Of these what does not: names, where first weights came from, and how a batch is cut for ranks.
+# Among them, these are exceptions: names, the source of the first weights, and how a batch is divided.
 INDIFFERENT = ("model.name", "model.weights", "data.name", "data.micro_batch_size")
 
 
 def resolve_resume(config: Config) -> str | None:
-    """The folder of the checkpoint that `config.resume` means, absolute; None where nothing is resumed.
+    """Return the absolute folder of the checkpoint that `config.resume` means; None if nothing is resumed.
 
-    Where a run or `latest` is asked for, a damaged checkpoint is passed over for an older one of the same run, and one
-    line says so. Raises CheckpointError for what is missing, foreign, damaged or of a newer format, and
-    UndefinedCombination where it is whole but does not fit this run.
+    If `resume` names a run or `latest`, a damaged checkpoint is passed over for an older one of the same run, and one
+    line reports it. Raises CheckpointError if the checkpoint is missing, foreign, damaged or of a newer format, and
+    UndefinedCombination if it is complete but does not fit this run.
     """
     if config.resume is None:
         return None
@@ -64,7 +65,7 @@ def _newest_of(config: Config, run: Path) -> Path:
 
 
 def _latest(config: Config) -> Path:
-    """The newest that fits, of any run under outputs."""
+    """Return the newest fitting checkpoint of any run under outputs."""
     outputs = Path(config.outputs).resolve()
     found, checkpoint = _first_whole(
         config, lambda: [_Found(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")]
@@ -80,7 +81,7 @@ def _latest(config: Config) -> Path:
 def _first_whole(
     config: Config, look: Callable[[], list[_Found]]
 ) -> tuple[list[_Found], Path | None]:
-    """Of the run that saved last. Looks again where a run that goes on has removed what was just found."""
+    """Return the first complete checkpoint, newest run first; retry if a running run removed what was found."""
     found: list[_Found] = []
     for _ in range(MOST_LOOKS):
         found = sorted(look(), key=lambda one: one.saved_at, reverse=True)
@@ -92,7 +93,7 @@ def _first_whole(
 
 
 class _Found:
-    """The checkpoints of one run, the one of most steps first: as their manifests say, whatever times files have."""
+    """The checkpoints of one run, sorted by the steps in their manifests, most first; file times are ignored."""
 
     def __init__(self, run: Path) -> None:
         self.readable: list[tuple[Manifest, Path]] = []
@@ -109,7 +110,10 @@ class _Found:
         self.saved_at = max((manifest.saved_at for manifest, _ in self.readable), default=0.0)
 
     def first_whole(self, config: Config) -> Path | None:
-        """None where none is whole, or the newest is another model's or at the end: then the older ones are no help."""
+        """Return the newest complete checkpoint; None if there is none.
+
+        If the newest one is of another model or has no steps left, older ones do not help, and the result is None.
+        """
         for manifest, checkpoint in self.readable:
             if misfit := _misfit(config, manifest):
                 self.misfits.append(misfit)
@@ -125,11 +129,11 @@ class _Found:
         return None
 
     def _note(self, checkpoint: Path, told: str) -> None:
-        if checkpoint.exists():  # else its run has just removed it
+        if checkpoint.exists():  # otherwise its run has just removed it
             self.damaged.append(told)
 
     def changed(self) -> bool:
-        """Whether the run saved or removed one meanwhile."""
+        """Has the run saved or removed a checkpoint meanwhile?"""
         return self._look() != self._seen
 
     def _look(self) -> tuple[int, set[str]] | None:
@@ -140,7 +144,7 @@ class _Found:
 
 
 def _damage_of(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Asked once for all points of a sweep, since it reads every byte."""
+    """Check for damage, once for all points of a sweep, since the check reads every byte."""
     try:
         files = (checkpoint, *signature(checkpoint, manifest))
     except OSError:
@@ -156,7 +160,7 @@ def _say(line: str) -> None:
 
 
 def _misfit(config: Config, manifest: Manifest) -> str | None:
-    """The first thing in which the checkpoint is none of this run's, in words with a remedy."""
+    """Return a message about the first difference that keeps the checkpoint from fitting this run, with a remedy."""
     ours, theirs = dict(_decisive(asdict(config))), dict(_decisive(manifest.config))
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):

@@ -1,6 +1,6 @@
-"""The random states of this process as one-dimensional tensors of bytes, and back: no pickle.
+"""Convert the random states of this process to one-dimensional tensors of bytes, and back, without pickle.
 
-torch's are bytes already; those of Python and numpy are numbers, written as JSON.
+torch's states are bytes already; those of Python and numpy are numbers, written as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroexp.world import World
 
 
 def random_states(world: World) -> dict[str, Tensor]:
-    """uint8, on the CPU: "torch", "python", "numpy", and of a GPU "cuda"."""
+    """Return the states as uint8 on the CPU: "torch", "python", "numpy", and "cuda" if the device is a GPU."""
     _, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state(),
@@ -31,7 +31,7 @@ def random_states(world: World) -> dict[str, Tensor]:
 
 
 def restore(states: Mapping[str, Tensor], world: World) -> None:
-    """What was saved on another kind of device leaves this one's as it is."""
+    """Restore the states; without a saved state for this kind of device, the device's state does not change."""
     torch.set_rng_state(states["torch"].clone())
     version, numbers, gauss = _from_bytes(states["python"])
     random.setstate((version, tuple(numbers), gauss))

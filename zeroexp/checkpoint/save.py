@@ -1,14 +1,14 @@
-"""When a checkpoint is written: copied at the boundary between two steps, then written by a thread.
+"""Save checkpoints: copy the state at the boundary between two steps, then write it in a thread.
 
-    step k ── boundary: wait for the save before ─▶ copy pieces ── step k+1, k+2, ...
-                                                        └─▶ thread: write, hash, sync ─▶ rank 0: manifest, rename
+    step k ── boundary: wait for the previous save ─▶ copy pieces ── step k+1, k+2, ...
+                                                          └─▶ thread: write, hash, sync ─▶ rank 0: manifest, rename
 
-All ranks call the same verbs at the same boundaries. The thread's messages (plans and hashes, no tensor) go through a
-gloo group of their own, so that they never meet those of training.
+All ranks call the same methods at the same boundaries. The thread's messages (plans and hashes, no tensor) use their
+own gloo group, so that they never mix with those of training.
 
-[Note: failed saves] A save that fails is told at once, in one line of the log and of checkpoints.jsonl, gives back its
-room on the disk, and leaves the older checkpoints as they are. Training goes on, since its state in memory is worth
-more than ever, and the next save tries again; a run whose last save failed ends as failed.
+[Note: failed saves] A save that fails is reported at once, in one line of the log and of checkpoints.jsonl; it frees
+its space on the disk and leaves the older checkpoints unchanged. Training goes on, since its state in memory is now
+worth more than ever, and the next save tries again. A run whose last save failed ends as failed.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ class Saved:
     """A line of checkpoints.jsonl: one save as rank 0 saw it."""
 
     step: int
-    num_bytes: int = 0  # of all ranks
-    blocked_seconds: float = 0.0  # training stood still: waiting for the save before, and copying
-    write_seconds: float = 0.0  # in the thread, beside training
-    error: str | None = None  # None: it is whole
+    num_bytes: int = 0  # sum over all ranks
+    blocked_seconds: float = 0.0  # training waited: for the previous save, and for the copy
+    write_seconds: float = 0.0  # in the thread, while training goes on
+    error: str | None = None  # None: the checkpoint is complete
 
 
 class Saver:
-    """Saves one run. Its thread is a daemon: a rank that fails does not wait for it."""
+    """Saves one run. Its thread is a daemon, so a rank that fails does not wait for it."""
 
     def __init__(
         self, run: Path, strategy: Strategy, config: Config, world: World, *, attempt: int = 0
     ) -> None:
-        """Raises CheckpointError, on all ranks, where the folder can not be written or `attempt` is outdated."""
+        """Raises CheckpointError, on all ranks, if the folder cannot be written or `attempt` is outdated."""
         self._run, self._strategy, self._config, self._world = run, strategy, config, world
         self._attempt = attempt
         self._staging = Staging(world.device)
-        self._group: dist.ProcessGroup | None = None  # made for the first save
+        self._group: dist.ProcessGroup | None = None  # created at the first save
         self._writing: Future[Saved] | None = None
         self._last: Saved | None = None
         self._blocked_seconds = 0.0
         self._prepared = False
         if config.checkpoint.every is not None:
-            self._prepare()  # now, and not after the first steps
+            self._prepare()  # fail now, not after the first steps
 
     def due(self, steps_done: int) -> bool:
-        """Whether `checkpoint.every` asks for a save after so many steps; the end of training is not among them."""
+        """Does `checkpoint.every` ask for a save after this many steps? The end of training does not count."""
         every, train = self._config.checkpoint.every, self._config.train
         last = train.warmup_steps + train.steps
         return every is not None and steps_done % every == 0 and steps_done < last
 
     def save(self, steps_done: int) -> None:
-        """Copy the state as it is after so many steps; returns when training may change it."""
+        """Copy the state after `steps_done` steps; training may change the state once this returns."""
         began = time.perf_counter()
         self._settle()
         if self._last and self._last.step == steps_done and self._last.error is None:
@@ -94,12 +94,12 @@ class Saver:
         self._writing = _in_background(lambda: self._write(staged, saved))
 
     def save_now(self, steps_done: int) -> None:
-        """The same, but returns when it is whole on the disk. Raises CheckpointError where it is not."""
+        """Save and return when the checkpoint is complete on the disk. Raises CheckpointError if the save failed."""
         self.save(steps_done)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what is being written. Raises CheckpointError where the last save failed."""
+        """Wait for the save in progress. Raises CheckpointError if the last save failed."""
         self._settle()
         if self._last is not None and self._last.error is not None:
             newest = folders.newest(self._run)
@@ -107,14 +107,14 @@ class Saver:
             raise CheckpointError(f"{self._last.error}; {stands}")
 
     def close(self) -> None:
-        """Every rank alike, when nothing is being written."""
+        """Destroy the process group; all ranks call this together, with no save in progress."""
         assert self._writing is None, "finish first"
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def take_blocked_seconds(self) -> float:
-        """For how long training stood still since the last call."""
+        """Return how long training has stood still since the last call."""
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
@@ -143,14 +143,14 @@ class Saver:
         return flat
 
     def _settle(self) -> None:
-        """Wait for the save before."""
+        """Wait for the previous save."""
         if self._writing is not None:
             self._last, self._writing = self._writing.result(), None
 
     # -- in the thread ----------------------------------------------------------------------------
 
     def _write(self, staged: Flat, saved: Saved) -> Saved:
-        """Never raises: what went wrong is in `error`, the same on every rank."""
+        """Write the copies without ever raising: `error` holds the failure, the same on every rank."""
         began = time.perf_counter()
         target = Target(self._run, saved.step, self._attempt, self._config.checkpoint.keep)
         writer = PieceWriter(target, lambda state, rng: self._manifest(saved.step, state, rng))
@@ -159,7 +159,7 @@ class Saver:
             dcp.save(
                 state, storage_writer=writer, planner=PiecePlanner(), process_group=self._group
             )
-        except BaseException as error:  # DCP's own is no Exception
+        except BaseException as error:  # DCP's own error is not an Exception
             saved.error = f"checkpoint of step {saved.step} failed: {_first(error)}"
         saved.num_bytes, saved.write_seconds = writer.num_bytes, time.perf_counter() - began
         if self._world.rank == 0:
@@ -193,7 +193,7 @@ def _in_background(action: Callable[[], Saved]) -> Future[Saved]:
 
 
 def _first(error: BaseException) -> str:
-    """The first cause in one line, with its rank."""
+    """Return the first cause in one line, with its rank."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])

@@ -1,7 +1,7 @@
-"""Copies of this rank's pieces in host memory, so that training changes the originals while the copies are written.
+"""Copy this rank's pieces to host memory, so that training can change the originals while the copies are written.
 
-The memory is taken once and used by every save: as much as the rank's share of weights and moments. On a machine with
-a GPU it is pinned, so that the copy runs at the speed of the bus.
+The memory is allocated once and reused by every save; its size is the rank's share of weights and moments. On a machine
+with a GPU it is pinned, so that the copy runs at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from zeroexp.strategies.base import CanonicalTensor, Piece
 
-ALIGNMENT = 64  # bytes; also in the files, so that any dtype can be viewed in a mapped one
+ALIGNMENT = 64  # bytes; files are aligned too, so that any dtype can be viewed in a mapped file
 
-# Name in the checkpoint -> what this rank holds of it.
+# Maps name in the checkpoint -> what this rank holds of it.
 Flat = dict[str, CanonicalTensor]
 
 
@@ -23,10 +23,10 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Flat) -> Flat:
-        """The same with every piece copied. Valid until the next call, which overwrites the copies."""
+        """Return the tensors with every piece copied; the next call overwrites the copies."""
         sizes = [aligned(p.tensor.nbytes) for t in tensors.values() for p in t.pieces]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before, not beside, the larger one
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             pinned = self._device.type == "cuda"
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         rooms = iter(self._memory[: sum(sizes)].split(sizes) if sizes else ())

@@ -1,6 +1,6 @@
-"""How a checkpoint is written, in the words of torch.distributed.checkpoint: a file per rank, the manifest, one rename.
+"""Write a checkpoint through torch.distributed.checkpoint: a file per rank, the manifest, one rename.
 
-DCP's own writer puts each tensor into a zip with a pickle and its index into another pickle. Raw numbers need neither,
+DCP's own writer puts each tensor into a zip with a pickle, and its index into another pickle. Raw numbers need neither,
 and a range of a piece can be read without the rest.
 """
 
@@ -34,12 +34,12 @@ from zeroexp.checkpoint.manifest import (
 from zeroexp.checkpoint.planner import Shapes, done
 from zeroexp.checkpoint.staging import aligned
 
-STATE, RNG = "state", "rng"  # how names in the flat state begin
+STATE, RNG = "state", "rng"  # prefixes of names in the flat state
 
 
 @dataclass(frozen=True)
 class Target:
-    """Which checkpoint of which run is written, and how many stay."""
+    """Which checkpoint of which run is written, and how many are kept."""
 
     run: Path
     step: int
@@ -53,12 +53,12 @@ class Target:
 
 class PieceWriter(StorageWriter):
     def __init__(self, target: Target, describe: Callable[[Stored, Stored], Manifest]) -> None:
-        """`describe` makes the manifest from what was stored of the state and of random states."""
+        """`describe` makes the manifest from the stored state and the stored random states."""
         self._target, self._describe = target, describe
-        self.num_bytes = 0  # of the whole checkpoint; known where it is finished
+        self.num_bytes = 0  # of the whole checkpoint; known on the rank that finishes it
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer is made for one checkpoint."""
+        """Do nothing: a writer is used for one checkpoint only."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._file = f"rank{kwargs['rank']}.bin"
@@ -92,9 +92,9 @@ class PieceWriter(StorageWriter):
         return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, when all have written: the manifest last, then the rename, then the older ones go."""
+        """Write the manifest, rename the folder, remove older checkpoints; rank 0 does this once all have written."""
         stored = _stored(metadata.planner_data, [one for rank in results for one in rank])
-        metadata.planner_data = None  # what is left is sent to all ranks
+        metadata.planner_data = None  # the remaining metadata is sent to all ranks
         manifest = self._describe(stored[STATE], stored[RNG])
         self._require_files(manifest)
         folders.write_durably(self._target.folder / MANIFEST, to_json(manifest))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, byte by byte: the submitter asks of all of it, each rank of its share. No torch."""
+"""Check a checkpoint byte by byte: the submitter checks all of it, each rank checks its share. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BUFFER_BYTES = 4 << 20
 
 
 def damage(checkpoint: Path, manifest: Manifest, *, rank: int = 0, size: int = 1) -> str | None:
-    """The first thing wrong with this rank's share of the pieces, in words with a remedy."""
+    """Return a message about the first damage in this rank's share of the pieces, with a remedy; else None."""
     try:
         return folders.missing(checkpoint, manifest) or _damage(checkpoint, manifest, rank, size)
-    except OSError as error:  # a broken disk, or a folder that is just thinned away
+    except OSError as error:  # a broken disk, or a folder that is being removed
         told = f"can not be read ({error.strerror})"
         return f"{error.filename or checkpoint}: {told}{folders.remedy(checkpoint)}"
 
@@ -31,14 +31,14 @@ def _damage(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str |
 
 
 def signature(checkpoint: Path, manifest: Manifest) -> tuple[int, ...]:
-    """What changes when somebody writes to its files. Raises OSError."""
+    """Return the files' modification times, which change with every write. Raises OSError."""
     return tuple(os.stat(checkpoint / file).st_mtime_ns for file in manifest.file_bytes())
 
 
 def _share(
     manifest: Manifest, rank: int, size: int
 ) -> Iterator[tuple[str, StoredTensor, StoredPiece]]:
-    """An even part of all bytes, in the order in which they lie."""
+    """Yield this rank's even share of all bytes, in file order."""
     pieces = [(name, t, piece) for name, t in manifest.tensors() for piece in t.pieces]
     pieces.sort(key=lambda row: (row[2].file, row[2].offset))
     total = sum(tensor.num_bytes(piece) for _, tensor, piece in pieces)
@@ -52,7 +52,7 @@ def _share(
 def _read(
     checkpoint: Path, piece: StoredPiece, num_bytes: int, buffer: memoryview
 ) -> Iterator[memoryview]:
-    """The bytes of a piece, one bufferful after the other."""
+    """Yield the bytes of a piece, one buffer at a time."""
     with (checkpoint / piece.file).open("rb", buffering=0) as file:
         file.seek(piece.offset)
         while num_bytes and (count := file.readinto(buffer[: min(num_bytes, BUFFER_BYTES)])):

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint one after the other, whole and checked: for whoever is no engine."""
+"""Read the weights of a checkpoint one by one, whole and verified, without an engine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ REMEDY = "give another checkpoint"
 
 
 class Weights:
-    """Reads what was asked for and nothing else; a tensor is in memory once, and nothing of it stays here."""
+    """Reads only the requested tensor, once, and keeps no reference to it."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
-        # Buffers have none; a model of transformers makes its own again.
+        # Buffers have no "weight"; a model of transformers recreates its own.
         self._stored = {n: e["weight"] for n, e in manifest.state.items() if "weight" in e}
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """In the dtype it was saved in. Raises CheckpointError where a piece is missing, truncated or damaged."""
+        """Return a weight in its saved dtype. Raises CheckpointError if a piece is missing, truncated or damaged."""
         stored = self._stored[name]
         flat = torch.empty(torch.Size(stored.shape).numel(), dtype=getattr(torch, stored.dtype))
         self._fill(flat.view(torch.uint8).numpy().data, stored, name)

@@ -1,4 +1,4 @@
-"""What a run's numbers depend on besides its config: versions, code, machine, command line."""
+"""Record the influences on a run's numbers besides its config: versions, code, machine, command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = ("zeroexp", "torch", "transformers", "datasets", "hydra-core", "mlfl
 
 
 def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
-    """Content of environment.json; `device` is what was asked for (auto, cpu, cuda)."""
+    """Return the content of environment.json; `device` is the requested one (auto, cpu, cuda)."""
     return {
         "command": shlex.join(["python", "-m", "zeroexp", *arguments]),
         "folder": os.getcwd(),
@@ -35,7 +35,7 @@ def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The model of this machine's processor; its architecture where the kernel names no model."""
+    """Return the model of this machine's processor; its architecture if the kernel names no model."""
     with contextlib.suppress(FileNotFoundError):  # no /proc
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -48,14 +48,14 @@ def _versions() -> dict[str, str]:
     for library in LIBRARIES:
         try:
             found[library] = version(library)
-        except PackageNotFoundError:  # zeroexp runs from a checkout without being installed
+        except PackageNotFoundError:  # zeroexp may run from a checkout
             found[library] = "not installed"
     return found
 
 
 @cache
 def _git() -> dict[str, Any] | None:
-    """Commit of the code that runs, and whether files differ from it; None where it is no checkout."""
+    """Return the commit of the running code, and whether files differ from it; None outside of a checkout."""
     if _ask_git("ls-files", "--error-unmatch", __file__) is None:
         return None
     dirty = bool(_ask_git("status", "--porcelain"))
@@ -63,7 +63,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _ask_git(*words: str) -> str | None:
-    """What git prints; None where it refuses or is not there."""
+    """Return git's output; None if the command fails or git is missing."""
     code = Path(__file__).resolve().parents[2]
     try:
         answer = subprocess.run(["git", "-C", code, *words], capture_output=True, text=True)

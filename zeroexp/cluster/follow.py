@@ -1,4 +1,4 @@
-"""Follow Slurm jobs until each has ended: their state from Slurm, their steps from the files of their folders."""
+"""Follow Slurm jobs until each has ended: Slurm tells their state, and the files of their folders their steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 from zeroexp.tracking.json_files import loads
 from zeroexp.tracking.run import SLURM, UNFINISHED, settled
 
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two questions to Slurm
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
-SECONDS_BETWEEN_LOOKS = 0.2  # at the files
+SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
 
 
 def slurm_id(job: Job) -> str | None:
-    """None where the run was never given to Slurm."""
+    """Return Slurm's id of the job; None if the run was never submitted to Slurm."""
     submitted = read_json(job.folder / SLURM)
     return submitted["job_id"] if submitted else None
 
 
 def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Those that were given to Slurm and have not ended for all we know, by Slurm's id."""
+    """Return the submitted jobs that are not known to have ended, by Slurm's id."""
     return {
         job_id: job
         for job in jobs
@@ -35,7 +35,7 @@ def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
 
 
 def refresh(jobs: Iterable[Job]) -> None:
-    """Bring state.json of these runs up to date, once. Raises SlurmSilent."""
+    """Bring the state.json of these runs up to date, once. Raises SlurmSilent."""
     jobs = list(jobs)
     for job in jobs:
         if (state := settled(job.folder))["status"] != job.state["status"]:
@@ -48,7 +48,7 @@ def refresh(jobs: Iterable[Job]) -> None:
 
 
 def cancel(jobs: Iterable[Job], reason: str) -> list[Job]:
-    """End what has not ended; returns what that was."""
+    """Cancel the unfinished jobs and return them."""
     open_jobs = unfinished(jobs)
     slurm_state.cancel(open_jobs)
     for job in open_jobs.values():
@@ -63,7 +63,7 @@ def follow(
     on_step: Callable[[Job], None],
     on_end: Callable[[Job], None],
 ) -> None:
-    """Return when all have ended. Keys are the points' numbers in `progress`; `on_end` comes once per run."""
+    """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run."""
     followed = [_Followed(number, job, progress, on_step) for number, job in jobs.items()]
     pause, silent = FIRST_PAUSE_SECONDS, False
     while followed:
@@ -96,7 +96,7 @@ class _Followed:
         self._status = job.state["status"]
 
     def advance(self, seen: Sighting | None) -> bool:
-        """Take in what Slurm says; True if the job has ended."""
+        """Take in Slurm's answer; return True if the job has ended."""
         status, reason = _settle(self.job, seen)
         if status == "pending" and reason not in (None, "None", self._waits_for):
             self._progress.note(f"{self.job.name}: waits in Slurm ({reason})")
@@ -135,14 +135,14 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
 
 
 def _note_nodes(job: Job, node_list: str) -> None:
-    """Which nodes it had, in slurm.json: a slow one is found by comparing runs."""
+    """Record the job's nodes in slurm.json: comparing runs by node reveals a slow one."""
     submitted = read_json(job.folder / SLURM)
     if submitted and submitted.get("node_list") != node_list:
         write_json(job.folder / SLURM, {**submitted, "node_list": node_list})
 
 
 def _show_steps(followed: list[_Followed], seconds: float) -> None:
-    """For this long; a question to Slurm costs all its users, a look at our files costs nobody."""
+    """Show new steps for this many seconds; reading our files, unlike a query to Slurm, burdens no other user."""
     deadline = time.monotonic() + seconds
     while followed and time.monotonic() < deadline:
         for each in followed:

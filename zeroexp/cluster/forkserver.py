@@ -1,11 +1,12 @@
-"""A process that imports what ranks need once, then forks the ranks of every run from itself.
+"""A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
     sweep  ── {"folder", "world_size", "device", "timeout_seconds"} ──▶  server  ── fork ──▶  rank 0 .. N-1
            ◀────────────────────── {"ended"} ──────────────────────           ◀─ pidfds ──
 
-The server never makes a thread, a process group or a CUDA context, which do not survive a fork: a rank starts as if it
-had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the socket closes,
-the server ends its ranks and itself; when the server dies, the kernel kills its ranks. No orphan either way.
+The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
+as if it had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the
+socket closes, the server ends its ranks and itself; when the server dies, the kernel kills its ranks. So neither case
+leaves an orphan.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class RankCode:
-    """What ranks run: that of `zeroexp.rank`, or a test's own."""
+    """The code that ranks run: that of `zeroexp.rank`, or a test's own."""
 
-    prepare: Callable[[Path], None]  # (folder), in the server: imports whatever `main` will
-    main: Callable[..., None]  # (folder, *, device), in every rank
+    # The server calls prepare(folder), which imports all that `main` will import.
+    prepare: Callable[[Path], None]
+    main: Callable[..., None]  # called with (folder, *, device) in every rank
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class Request:
 
 
 def serve(control: socket.socket, code: RankCode) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the other side closes the socket."""
     while packet := control.recv(PACKET_BYTES):
         request = Request(**json.loads(packet))
         ended = _run(request, control, code)
-        with contextlib.suppress(BrokenPipeError):  # cancelled: nobody waits for the answer
+        # A cancelled sweep waits for no answer.
+        with contextlib.suppress(BrokenPipeError):
             control.send(json.dumps({"ended": ended}).encode())
 
 
@@ -67,12 +70,12 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.forget(folder)
     code.prepare(folder)
-    gc.freeze()  # else a rank's first collection copies the page of every object imported here
+    gc.freeze()  # otherwise a rank's first collection copies the pages of all imported objects
     device = _device(request)
     if device is None:
         failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
         return "failed"
-    # Ranks meet in a file: nobody can take it between choosing and using it, as happens to free ports.
+    # Ranks meet in a file: unlike a free port, nobody can take it between its choice and its use.
     with tempfile.TemporaryDirectory(prefix="zeroexp-") as meeting:
         server, rendezvous = os.getpid(), f"file://{meeting}/ranks"
         ranks: list[Rank] = []
@@ -82,7 +85,7 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
             if pid == 0:
                 control.close()
                 _be_rank(server, place, rendezvous, lambda: code.main(folder, device=device))
-            os.setpgid(pid, pid)  # the child does it too: whoever comes first
+            os.setpgid(pid, pid)  # the child does it too; the first call counts
             ranks.append(Rank(rank, pid, os.pidfd_open(pid)))
         try:
             return supervise(ranks, folder, control, request.timeout_seconds)
@@ -91,7 +94,7 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
 
 
 def _device(request: Request) -> str | None:
-    """cpu or cuda; None where there are too few GPUs. Counting them makes no CUDA context."""
+    """Return cpu or cuda; None if there are too few GPUs. Counting them makes no CUDA context."""
     if request.device == "cpu":
         return "cpu"
     if torch.cuda.device_count() >= request.world_size:
@@ -107,14 +110,14 @@ def _too_few_gpus(world_size: int) -> str:
 
 
 def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]) -> NoReturn:
-    """In the child: never comes back into the server's code, whatever happens."""
+    """Run a rank in the child, which never returns into the server's code."""
 
     def begin() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # it died before the kernel knew that we want to die with it
+        if os.getppid() != server:  # the server died before prctl took effect
             raise SystemExit(1)
         os.setpgid(0, 0)
-        # Short of memory, the kernel is to take a rank, of which the server can tell.
+        # When memory is short, the kernel should kill a rank, since the server can report that.
         Path("/proc/self/oom_score_adj").write_text("500")
         os.environ.update(environment(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -124,7 +127,7 @@ def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]
 
 
 def main() -> None:
-    """`python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`"""
+    """Run `python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`."""
     control = socket.socket(fileno=int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
     module = importlib.import_module(module_name)

@@ -1,13 +1,14 @@
-"""The tasks of one Slurm job notice the loss of each other: a crashed node says nothing, and its peers would wait.
+"""Let the tasks of a Slurm job notice each other's loss: a crashed node sends nothing, and its peers would wait.
 
     task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1
 
-Both ends send a beat three times per period and expect one within it. Who ends says so first, for whatever reason, so
-a connection that closes without a word is a loss too. The ranks take no part in it: they may compute for minutes.
+Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
+first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
+minutes.
 
-Who never came is missed as well, a period after the time that a job gets to start in: the task of rank 0 knows how many
-should call, and the others whether its machine answers at all. One that refuses their calls does, and its task's death
-is then Slurm's to tell; one that says nothing for that long is lost.
+A task that never connects is noticed as well, one period after the time that a job has to start. The task of rank 0
+knows how many tasks should connect; the others know whether its machine answers at all. A machine that refuses their
+connections is alive, and Slurm reports the death of its task; a machine that stays silent for that long is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from types import TracebackType
 
 BEAT, BYE = b".", b"!"
 BEATS_PER_PERIOD = 3
-START_SECONDS = 60.0  # from a job's first task to its last: Python, from a slow shared disk
+START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0
 PACKET_BYTES = MAX_NAME_BYTES = 4096
@@ -32,7 +33,7 @@ NAME = re.compile(r"rank (\d+) on \S+")
 
 
 class Clock:
-    """The machine's; a test has one that it moves itself."""
+    """The machine's clock; tests replace it by one that they move themselves."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -40,7 +41,7 @@ class Clock:
     def select(
         self, selector: selectors.BaseSelector, seconds: float
     ) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready to be read, at the latest when so many seconds have passed."""
+        """Return what is ready to be read, after at most this many seconds."""
         return selector.select(seconds)
 
 
@@ -53,9 +54,10 @@ class Peer:
 
 
 class Heartbeat:
-    """Of one task; `address` is host:port of the task of rank 0. A context manager: leaving it says goodbye.
+    """The heartbeat of one task; `address` is host:port of the task of rank 0.
 
-    name_of: what to call a rank that never called, whose name nobody heard.
+    It is a context manager, and leaving it says goodbye. name_of: the name of a rank that never connected and so never
+    sent its own.
     """
 
     def __init__(
@@ -80,16 +82,17 @@ class Heartbeat:
         self._listener: socket.socket | None = None
         self._calls = rank != 0
         self._next_beat = self._next_call = 0.0
-        self._looked = self._clock.now()  # at the peers' silence
-        self._all_by = self._looked + self._start + self._period  # then nobody may be missing
+        self._looked = self._clock.now()  # the last look at the peers' silence
+        # After this time no task may be missing.
+        self._all_by = self._looked + self._start + self._period
         if rank == 0 and world_size > 1:
             self._listen(int(port), world_size)
 
     def wait(self, pid: int, until: Callable[[], str | None] = lambda: None) -> str | None:
-        """Until this child has ended (None), a peer is lost (in words), or `until`, asked at every beat, has words.
+        """Wait until this child has ended (None), a peer is lost (a message), or `until` returns a message.
 
-        Slurm ends what is left of a job that lost a task, so a child that ended may have ended of a loss: a last look
-        at the peers tells.
+        `until` is called at every beat. Slurm ends the rest of a job that lost a task, so a child's end may be the
+        consequence of a loss: a last look at the peers shows this.
         """
         child = os.pidfd_open(pid)
         self._selector.register(child, selectors.EVENT_READ)
@@ -127,7 +130,7 @@ class Heartbeat:
     def _listen(self, port: int, world_size: int) -> None:
         try:
             self._listener = socket.create_server(("", port), backlog=world_size)
-        except OSError as error:  # the job is worth more than its heartbeat
+        except OSError as error:  # the job can run without its heartbeat
             print(f"no heartbeat between tasks: port {port}: {error}", file=sys.stderr)
             self._missing.clear()
             return
@@ -138,7 +141,7 @@ class Heartbeat:
         return max(0.0, due - self._clock.now())
 
     def _hear(self, ready: Sequence[object]) -> str | None:
-        """Take in what has come; who hung up without a word, if anybody did."""
+        """Read all that has arrived; return a message if a peer hung up without a goodbye."""
         for each in ready:
             if each is self._listener and self._listener:
                 self._meet(self._listener.accept()[0])
@@ -151,7 +154,7 @@ class Heartbeat:
         return None
 
     def _read(self, peer: Peer) -> bool:
-        """False where the connection is closed."""
+        """Read from a peer; return False if the connection is closed."""
         try:
             packet = peer.socket.recv(PACKET_BYTES)
         except ConnectionError:
@@ -163,7 +166,7 @@ class Heartbeat:
 
     def _silent(self) -> str | None:
         now = self._clock.now()
-        if now - self._looked > self._period / 2:  # we slept ourselves: stopped, or short of CPU
+        if now - self._looked > self._period / 2:  # this task itself was stopped or short of CPU
             self._all_by += now - self._looked
             for peer in self._peers.values():
                 peer.heard = now
@@ -186,7 +189,7 @@ class Heartbeat:
         )
 
     def _speak(self) -> bool:
-        """True where it was time for a beat."""
+        """Call and send beats when they are due; return True if it was time for a beat."""
         now = self._clock.now()
         if self._calls and now >= self._next_call:
             self._call()
@@ -199,7 +202,7 @@ class Heartbeat:
         return True
 
     def _call(self) -> None:
-        """Connect to the task of rank 0; it may not have started yet."""
+        """Connect to the task of rank 0, which may not have started yet."""
         try:
             connection = socket.create_connection(self._hub, timeout=CALL_SECONDS)
         except OSError as error:
@@ -207,12 +210,12 @@ class Heartbeat:
         else:
             answered = True
             self._calls = not self._meet(connection)
-        self._looked = self._clock.now()  # we were busy, not asleep
+        self._looked = self._clock.now()  # this task was busy, not asleep
         if answered:
             self._all_by = self._looked + self._start + self._period
 
     def _meet(self, connection: socket.socket) -> bool:
-        """Exchange names, each in one short line; False where somebody else is at the other end."""
+        """Exchange names, each in one short line; return False if the other end is not one of our tasks."""
         connection.settimeout(CALL_SECONDS)
         try:
             connection.sendall(f"{self._me}\n".encode())
@@ -229,7 +232,7 @@ class Heartbeat:
         return True
 
     def _send(self, peer: Peer, word: bytes) -> None:
-        """What can not be sent needs no answer: the reading side tells of the loss."""
+        """Send a word and ignore errors, because the reading side reports the loss."""
         try:
             peer.socket.sendall(word)
         except OSError:

@@ -1,7 +1,6 @@
-"""One run as a cluster sees it: a folder with a resolved config, and a state that outlives us.
+"""One run as a cluster sees it: a folder with a resolved config, and a state that outlives this process.
 
-A `Job` holds nothing but its folder, so it can be pickled, sent to another machine, or made again
-from a path.
+A `Job` holds only its folder, so it can be pickled, sent to another machine, or made again from a path.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; `cause` is what the first failing rank wrote into failure.json."""
+    """The end of a job; `cause` is what the first failing rank wrote into failure.json."""
 
     status: Ending
     cause: dict[str, Any] | None = None
@@ -45,7 +44,7 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """`status`, `reason` and one `<status>_at` (Unix seconds) per status passed through."""
+        """`status`, `reason` and one `<status>_at` (Unix seconds) for each status so far."""
         return read_json(self.folder / "state.json") or {"status": "pending", "reason": None}
 
     @property
@@ -54,7 +53,7 @@ class Job:
 
     @property
     def verdict(self) -> str | None:
-        """Of a run that is done: what is wrong with its result."""
+        """The problem with a finished run's result, if any."""
         return verdict_of((self.summary or {}).get("diverged_at"))
 
     @property
@@ -68,9 +67,9 @@ class Job:
         *,
         meanwhile: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the next state; a reader sees the old or the new one, never half of it.
+        """Write the next state atomically: a reader sees the old or the new one.
 
-        meanwhile: `<status>_at` of what was passed through while nobody looked.
+        meanwhile: `<status>_at` of states that passed unobserved.
         """
         seen = {key: value for key, value in self.state.items() if key.endswith("_at")}
         passed = {**(meanwhile or {}), **seen}
@@ -78,9 +77,10 @@ class Job:
         write_json(self.folder / "state.json", state)
 
     def set_aside(self) -> None:
-        """Make room for another attempt: what this one left moves to earlier/<number>/.
+        """Make room for another attempt: the files of this one move to earlier/<number>/.
 
-        Not what a checkpoint goes on from: the steps before it stay, those behind it will be run again.
+        Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
+        again.
         """
         moved = ["failure.json", "state.json", SLURM, "logs"]
         checkpoint = newest(self.folder)
@@ -101,13 +101,13 @@ class Job:
 
 
 def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:
-    """Of what failed, whether it was for want of memory."""
+    """Return the status, where a failure for lack of memory becomes out_of_memory."""
     short = status == "failed" and failure and failure.get("out_of_memory")
     return "out_of_memory" if short else status
 
 
 def first_cause(failure: dict[str, Any] | None) -> str | None:
-    """failure.json in one line."""
+    """Summarize failure.json in one line."""
     if failure is None:
         return None
     who = "" if failure["rank"] is None else f"rank {failure['rank']} on {failure['host']}: "

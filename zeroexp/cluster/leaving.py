@@ -1,7 +1,7 @@
-"""How the process of a rank ends: at once when its work is done, without the interpreter's own end.
+"""End the process of a rank at once when its work is done, without the interpreter's finalization.
 
-That end kills threads that ask for the interpreter; one of gloo's, letting go of its last tensor just then, takes the
-process with it (`terminate called without an active exception`, SIGABRT), and a run that is over counts as failed.
+Finalization kills threads that ask for the interpreter. If that hits a gloo thread just as it releases its last tensor,
+the process dies (`terminate called without an active exception`, SIGABRT), and a finished run counts as failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 
 def run_and_leave(run: Callable[[], object]) -> NoReturn:
-    """Exit code: that of the SystemExit it raises, 1 and a traceback for any other exception, else 0."""
+    """Run and exit with the code of a raised SystemExit, 1 and a traceback for any other exception, else 0."""
     code = 1
     try:
         run()

@@ -1,9 +1,9 @@
-"""A job's own line to an MLflow server: a process beside rank 0's task that sends the run's steps while it goes on.
+"""Send a job's steps to an MLflow server while it runs, by a process beside rank 0's task.
 
     task of rank 0 ── starts ───▶ sender.py ── reads ──▶ records.jsonl
                    ── hangs up ─▶           ── sends ──▶ server
 
-It is neither a rank nor a thread of one, and niced: no step waits for it and no measurement contains it.
+The process is neither a rank nor a thread of one, and it is niced: no step waits for it and no measurement contains it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from zeroexp.config import TrackingConfig
 
-LOG = "mlflow.log"  # beside those of the ranks; empty while all is well
-END_SECONDS = 5  # what it may take from our hanging up to its end
+LOG = "mlflow.log"  # beside the logs of the ranks; empty if nothing goes wrong
+END_SECONDS = 5  # the sender's time from our hanging up to its end
 
 
 def sends_live(config: TrackingConfig) -> bool:
-    """Only to a server: a database that many nodes write over a shared file system breaks sooner or later."""
+    """Send live only to a server: a database that many nodes write over a shared file system breaks sooner or later."""
     return config.mlflow and (config.uri or "").startswith(("http://", "https://"))
 
 
 @contextlib.contextmanager
 def sender(folder: Path) -> Iterator[None]:
-    """Within the block, the run's steps are sent as they appear in its folder; then what is left, and no longer."""
+    """Send the run's steps as they appear in its folder during the block, then the rest within END_SECONDS."""
     with (folder / "logs" / LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "zeroexp.cluster.sender", str(folder), str(END_SECONDS)],
-            stdin=subprocess.PIPE,  # closes with us, however we end
+            stdin=subprocess.PIPE,  # closes when this process ends for any reason
             stdout=log,
             stderr=log,
         )
@@ -41,7 +41,7 @@ def sender(folder: Path) -> Iterator[None]:
     finally:
         process.stdin.close()
         try:
-            process.wait(2 * END_SECONDS)  # it ends itself, unless somebody stopped it
+            process.wait(2 * END_SECONDS)  # it ends by itself, unless somebody stopped it
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""This machine as a cluster: runs one job at a time, its ranks forked by a server that paid the imports once."""
+"""This machine as a cluster: it runs one job at a time, whose ranks are forked by a server that imports only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroexp.tracking import failure
 from zeroexp.tracking.json_files import loads
 
 POLL_SECONDS = 0.05
-END_SECONDS = 5.0  # what the server may take to end its ranks and itself
+END_SECONDS = 5.0  # the server's time to end its ranks and itself
 RANK_MAIN = "zeroexp.rank:main"
 
 
@@ -51,8 +51,9 @@ class LocalCluster:
         on_record: Callable[[dict[str, Any]], None],
         on_event: Callable[[str], None],
     ) -> Outcome:
-        """Run a job to its end. `on_record` gets each line of records.jsonl as it appears, `on_event` what a user
-        should know.
+        """Run a job to its end.
+
+        `on_record` gets each line of records.jsonl as it appears, `on_event` each message for the user.
         """
         assert self._server is not None, "use `with LocalCluster(...)`"
         config = job.config
@@ -88,7 +89,7 @@ class _Server:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environment(config),
-            start_new_session=True,  # Ctrl-C is this process' business alone
+            start_new_session=True,  # only this process handles Ctrl-C
         )
         theirs.close()
 
@@ -99,18 +100,18 @@ class _Server:
         self._socket.send(json.dumps(request).encode())
 
     def receive(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """The answer, or None if there is none yet."""
+        """Return the answer, or None if there is none yet."""
         ready, _, _ = select.select([self._socket], [], [], timeout_seconds)
         if not ready:
             return None
         try:
             packet = self._socket.recv(1 << 16)
-        except ConnectionResetError:  # it died before it read what was asked
+        except ConnectionResetError:  # it died before it read the request
             packet = b""
         return json.loads(packet) if packet else self._died()
 
     def close(self) -> None:
-        """The server sees its socket close, kills its ranks and ends."""
+        """Close the socket, upon which the server kills its ranks and ends."""
         self._socket.close()
         try:
             self._process.wait(END_SECONDS)
@@ -124,7 +125,7 @@ class _Server:
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:
-    """One numeric thread per rank (unless told otherwise), the same modules, and no thread in the server itself."""
+    """Return the server's environment: one numeric thread per rank by default, the same modules, no server thread."""
     threads = str(config.threads_per_rank)
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""From what the sweeper composed to the points that run: world sizes spread out, studies filtered, all checked."""
+"""Make the points of a sweep from composed configs: expand world sizes, filter by study, check each point."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TOO_LONG_FOR_A_NAME = ("resume",)
 
 @dataclass(frozen=True)
 class Point:
-    name: str  # of its folder, but for a number where two are alike
+    name: str  # the folder's name; equal names get a number
     config: Config  # resolved
-    refusal: str | None  # why it is skipped
+    refusal: str | None  # the reason if the point is skipped
 
 
 def points_of(overrides: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
-    """The points that one set of overrides stands for: none outside its study, several for world_size=all.
+    """Return the points of one set of overrides: none outside its study, several for world_size=all.
 
-    `values` is the composed config. Raises ConfigError where a key or word is wrong by itself.
+    `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
     """
     config = from_mapping(Config, values)
     return [_point(overrides, one) for one in _world_sizes(config) if _in_study(one)]
@@ -41,7 +41,7 @@ def _world_sizes(config: Config) -> Iterator[Config]:
 
 
 def _in_study(config: Config) -> bool:
-    """A point belongs to a study if it matches one of its rows; without a study every point counts."""
+    """Does the config match one of its study's rows? Without a study every point counts."""
     rows = config.study.include
     return not rows or any(
         all(value_of(config, key) in words for key, words in row.items()) for row in rows
@@ -65,7 +65,7 @@ def _point(overrides: Sequence[str], config: Config) -> Point:
 
 
 def _name(overrides: Sequence[str], config: Config) -> str:
-    """zero3-buffer-n2, and what else was swept: zero3-buffer-n2-tiny-lr0.01."""
+    """Return zero3-buffer-n2 plus the swept values: zero3-buffer-n2-tiny-lr0.01."""
     strategy = config.strategy
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
     for override in overrides:

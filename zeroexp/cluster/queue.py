@@ -1,4 +1,4 @@
-"""The points of a sweep that Slurm runs: all submitted at once, then followed until they end."""
+"""The points of a sweep that Slurm runs: they are all submitted at once, then followed until they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Queue:
         self._clusters: dict[str, SlurmCluster] = {}
 
     def submit(self, job: Job) -> None:
-        """Hand a point to Slurm; one that it refuses has failed, a dry run is printed and skipped."""
+        """Submit a point to Slurm; a refused one counts as failed, and a dry run is printed and skipped."""
         config = job.config.cluster
         cluster = self._cluster(job)
         if config.dry_run:
@@ -42,7 +42,7 @@ class Queue:
         on_step: Callable[[Job], None],
         on_end: Callable[[Job], None],
     ) -> None:
-        """Return when all that somebody waits for have ended; keys are the points' numbers in `progress`."""
+        """Return when all jobs with cluster.wait have ended; keys are the points' numbers in `progress`."""
         waited_for: dict[int, Job] = {}
         for number, job in jobs.items():
             if job.state["status"] != "pending":
@@ -55,7 +55,7 @@ class Queue:
         follow(waited_for, progress, on_step=on_step, on_end=on_end)
 
     def _cluster(self, job: Job) -> SlurmCluster:
-        """Kept, since it counts what it submitted. Imported here: 0.15 s for those who have no Slurm."""
+        """Return the config's cluster, kept because it counts its jobs; the local import saves others 0.15 s."""
         from zeroexp.cluster.slurm import SlurmCluster
 
         config = job.config.cluster
@@ -63,7 +63,7 @@ class Queue:
 
 
 def stop(jobs: Iterable[Job]) -> list[Job]:
-    """End what has not ended, but for jobs in Slurm that nobody was to wait for; returns what that was."""
+    """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false."""
     stopped = [job for job in jobs if slurm_id(job) is None or job.config.cluster.wait]
     stopped = [job for job in stopped if job.state["status"] in UNFINISHED]
     in_slurm = cancel(stopped, STOPPED)

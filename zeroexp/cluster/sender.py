@@ -1,8 +1,8 @@
-"""`python -m zeroexp.cluster.sender <run folder> <seconds>`: what live.py starts, on the first node of a job.
+"""`python -m zeroexp.cluster.sender <run folder> <seconds>`: live.py starts this on the first node of a job.
 
-Sends the run to its MLflow server until standard input closes, then what is left, for as many seconds at most. The
-files hold everything, so what the server does not take now is sent by whoever watches or syncs, to the same MLflow run:
-a server that is away costs one line in the log.
+It sends the run to its MLflow server until standard input closes, then the rest for at most that many seconds. The
+files hold everything, and zeroexp.watch or zeroexp.sync can send the remaining steps to the same MLflow run: a server
+that is away costs one line in the log.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Sender:
         self._try(self._send_steps)
 
     def finish(self) -> None:
-        """Also close the run if it came to its end; how else it ended is Slurm's to tell, to who watches or syncs."""
+        """Send the rest, and close the run if it finished; zeroexp.watch and zeroexp.sync close it after any other
+        end.
+        """
         self._try(self._send_steps)
         if (self._folder / SUMMARY).exists() and not (self._folder / FAILURE).exists():
             self._try(lambda: self._tracker.log_run(self._folder, "done"))
@@ -50,7 +52,7 @@ class Sender:
     def _send_steps(self) -> None:
         rows = [loads(line) for line in self._tail.new_lines()]
         self._unsent += [(row["written_at"], step_record(row)) for row in rows]
-        if self._run_id is None:  # params and tags too
+        if self._run_id is None:  # this sends params and tags too
             self._run_id = self._tracker.log_run(self._folder, "running")
             assert self._run_id is not None, "a skipped point has no job"
         self._tracker.log_steps(self._run_id, self._unsent)
@@ -59,7 +61,7 @@ class Sender:
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a server or the network may raise
+        except Exception as error:  # a server or the network may raise anything
             if not self._warned:
                 first = without_password(str(error).partition("\n")[0])
                 print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
@@ -70,7 +72,8 @@ def main() -> None:
     folder, end_seconds = Path(sys.argv[1]), int(sys.argv[2])
     os.nice(NICENESS)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # Slurm's, to all of a job; our task tells us when
+        # Slurm signals all processes of a job; our task tells us when to end
+        signal.signal(number, signal.SIG_IGN)
     over = threading.Event()
     threading.Thread(target=_await_the_end, args=(over, end_seconds), daemon=True).start()
     sender, pause = Sender(folder), FIRST_PAUSE_SECONDS
@@ -82,7 +85,7 @@ def main() -> None:
 
 
 def _await_the_end(over: threading.Event, end_seconds: int) -> None:
-    """From when the task hangs up, whatever the network does, this process has `end_seconds` to live."""
+    """Wait until the task hangs up; from then on this process ends within `end_seconds`, whatever the network does."""
     os.read(0, 1)
     signal.alarm(end_seconds)
     over.set()

@@ -1,11 +1,11 @@
-"""A Slurm cluster: one job per point, each with its own nodes, tasks and time. The only door to submitit.
+"""A Slurm cluster: one job per point, each with its own nodes, tasks and time. Only this file imports submitit.
 
     sweep ── submit ──▶ sbatch: setup, then srun ──▶ task.run_task on every task ──▶ rank.main
           ◀── files of the run folder, squeue, sacct (slurm_state.py, follow.py) ──
 
-submitit writes the batch file and carries the call; its results and its view of a job's state are not used, for they
-wait for ever where there is no accounting. Only jobs of runs that save checkpoints are requeued: another would begin
-again unseen.
+submitit writes the batch file and carries the call. Its results and its view of a job's state are not used, since they
+wait forever on sites without accounting. Only jobs of runs that save checkpoints are requeued: another run would start
+from the beginning unnoticed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import write_json
 from zeroexp.tracking.run import SLURM
 
-# By job id, below the ports that systems hand out by themselves.
+# Ports are derived from the job id, below the ports that systems assign themselves.
 NUM_PORTS = 10_000
 HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
 
@@ -39,14 +39,14 @@ NO_GPUS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What one point takes: `nodes * ranks_per_node` is its world size."""
+    """The size of one point's job: `nodes * ranks_per_node` is its world size."""
 
     nodes: int
     ranks_per_node: int
 
     @classmethod
     def of(cls, world_size: int, most_per_node: int) -> Shape:
-        """The fewest nodes that share the ranks evenly."""
+        """Return the fewest nodes that share the ranks evenly."""
         nodes = -(-world_size // most_per_node)
         while world_size % nodes:
             nodes += 1
@@ -54,7 +54,7 @@ class Shape:
 
 
 class _BatchFile(SlurmExecutor):
-    """submitit's, but for its refusal to write a batch file where there is no srun: a dry run needs none."""
+    """submitit's executor without its refusal to write a batch file on a machine without srun: a dry run needs none."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -71,9 +71,9 @@ class SlurmCluster:
         self._num_submitted = 0
 
     def submit(self, job: Job) -> str:
-        """Hand a run folder to Slurm; returns the job id, which also stands in its slurm.json.
+        """Submit a run folder to Slurm; return the job id, which is also written into its slurm.json.
 
-        Raises ConfigError with sbatch's words where Slurm refuses.
+        Raises ConfigError with sbatch's message if Slurm refuses.
         """
         world_size = job.config.world_size
         executor = self._executor(job, world_size)
@@ -96,7 +96,7 @@ class SlurmCluster:
         return job_id
 
     def script(self, job: Job) -> str:
-        """The batch file that `submit` would hand over."""
+        """Return the batch file that `submit` would hand over."""
         return self._executor(job, job.config.world_size).text()
 
     def _executor(self, job: Job, world_size: int) -> _BatchFile:
@@ -118,7 +118,7 @@ class SlurmCluster:
             comment=job.name,
             wckey=None,
             dependency="singleton" if site.max_running else None,
-            signal_delay_s=site.save_s,  # tasks ignore it where there is nothing to save
+            signal_delay_s=site.save_s,  # tasks ignore the signal if there is nothing to save
             setup=self._setup(job),
             srun_args=["--kill-on-bad-exit=1", *site.srun],
             additional_parameters={
@@ -133,17 +133,18 @@ class SlurmCluster:
         return self._config.slurm.max_requeues if self._config.requeue else 0
 
     def _job_name(self, job: Job) -> str:
-        """With max_running, points share that many names, and of one name Slurm runs one job at a time."""
+        """Return the job's name; max_running limits the number of names, and Slurm runs one job of a name at a time."""
         sweep, slots = job.folder.parent.name, self._config.slurm.max_running
         return f"{sweep}-{self._num_submitted % slots}" if slots else f"{sweep}-{job.name}"
 
     def _setup(self, job: Job) -> list[str]:
-        """Shell lines that run once per attempt, on the first node, before srun."""
+        """Return shell lines that run once per attempt, on the first node, before srun."""
         threads = self._config.threads_per_rank
         snapshot = str(take_snapshot(job.folder.parent.resolve()))
         exports = {
             "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
-            "PYTHONSAFEPATH": "1",  # else `python -m` finds the edited tree before the snapshot
+            # Without this, `python -m` finds the edited tree before the snapshot.
+            "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": 1,
@@ -162,8 +163,10 @@ class SlurmCluster:
         ]
 
     def _attempt(self, job: Job) -> list[str]:
-        """Slurm counts how often it started the job again, we how often it was submitted again. The last attempt
-        tells Slurm that it is: also a lost node does not start the job another time.
+        """Return shell lines that number the attempt, and that keep Slurm from requeueing the last one.
+
+        The number adds Slurm's count of restarts to our count of earlier attempts. The last attempt tells Slurm not to
+        requeue it, even if a node is lost.
         """
         restarts = "${SLURM_RESTART_COUNT:-0}"
         number = f"export {attempt.NUMBER}=$(({attempt.newest(job.folder) + 1} + {restarts}))"
@@ -174,12 +177,12 @@ class SlurmCluster:
 
 
 def _port(first: int) -> str:
-    """In shell: jobs that share a node have different ones."""
+    """Return shell arithmetic for a port; jobs that share a node get different ports."""
     return f"$(({first} + SLURM_JOB_ID % {NUM_PORTS}))"
 
 
 def _words_of_sbatch(error: Exception) -> str:
-    """Its one line of complaint, out of what submitit says around it."""
+    """Extract sbatch's error line from submitit's message."""
     lines = [line.strip() for line in str(error).splitlines() if "error:" in line]
     words = lines[-1] if lines else str(error).partition("\n")[0]
     return f"{words}; {NO_GPUS}" if "generic resource" in words else words

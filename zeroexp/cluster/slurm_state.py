@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: squeue, which always works and soon forgets; then sacct, which some sites have not."""
+"""Ask Slurm about jobs: squeue, which always works and soon forgets; then sacct, which some sites do not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
 from zeroexp.tracking import attempt
 
-SRUN_WRITES = "slurm"  # in the run's folder
+SRUN_WRITES = "slurm"  # a folder in the run's folder
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Sighting:
     """One job as Slurm sees it."""
 
     word: str  # PENDING, RUNNING, ...; man squeue, "JOB STATE CODES"
-    reason: str  # why it waits or ended
+    reason: str  # why the job waits or ended
     nodes: str  # node[1-2]
-    preempted: bool  # was asked to make room; a job that obeys ends as FAILED
-    restarts: int = 0  # how often Slurm started it again
+    preempted: bool  # it was asked to make room; a job that obeys ends as FAILED
+    restarts: int = 0  # how often Slurm restarted it
 
 
 def require_slurm() -> None:
-    """Raises ConfigError where nothing can be submitted."""
+    """Raise ConfigError if this machine cannot submit jobs."""
     if shutil.which("sbatch") is None:
         remedy = (
             "use a login node, cluster.dry_run=true, or a Slurm of your own (slurm/minicluster)"
@@ -39,11 +39,11 @@ def require_slurm() -> None:
 
 
 class SlurmSilent(Exception):
-    """Slurm does not answer now; what it would say is unknown."""
+    """Slurm does not answer now, so the state of its jobs is unknown."""
 
 
 def look(job_ids: Iterable[str]) -> dict[str, Sighting]:
-    """Jobs that Slurm knows; one that is missing has been forgotten. Raises SlurmSilent."""
+    """Return the jobs that Slurm knows; it has forgotten the missing ones. Raises SlurmSilent."""
     wanted = set(job_ids)
     seen = ask_squeue(wanted)
     if missing := wanted - set(seen):
@@ -57,7 +57,8 @@ def cancel(job_ids: Iterable[str]) -> None:
 
 
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
-    user = f"--user={os.getuid()}"  # all of ours: asking for a forgotten id alone would be an error
+    # This asks for all jobs of the user, since asking for a forgotten id alone would be an error.
+    user = f"--user={os.getuid()}"
     shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
     asked = _ask("squeue", user, "--noheader", "--states=all", shown)
     if asked.returncode:
@@ -86,7 +87,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def parse(lines: str, wanted: set[str]) -> dict[str, Sighting]:
-    """Every field ends in a bar; of squeue's there are six, of sacct's the first four."""
+    """Parse lines in which every field ends in a bar; squeue prints six fields, sacct the first four."""
     seen: dict[str, Sighting] = {}
     for line in lines.splitlines():
         job_id, state, reason, nodes, *more = line.strip().rstrip("|").split("|")
@@ -108,7 +109,7 @@ LOST: dict[str, tuple[Status, str]] = {
 
 
 def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
-    """Status and reason of a run from Slurm's word and the run's own files, which say more of a failure."""
+    """Return a run's status and reason from Slurm's state and the run's own files, which explain a failure better."""
     if seen is None:
         return _from_files(job, "Slurm has forgotten the job, and it left no result")
     if seen.word in RUNS:
@@ -119,7 +120,7 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
         return "cancelled", "cancelled in Slurm"
     if seen.word in ("TIMEOUT", "DEADLINE"):
         return "timed_out", f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
-    preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct can not say so
+    preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct does not report it
     word = "PREEMPTED" if preempted and seen.word == "FAILED" else seen.word
     if word == "OUT_OF_MEMORY" and job.failure:
         return "out_of_memory", first_cause(job.failure)
@@ -130,7 +131,10 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
 
 
 def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
-    """For its first start, or for another: Slurm forgets at once that it preempted a job, so we remember."""
+    """Return the status of a job that waits for its first or a further start.
+
+    Slurm forgets at once that it preempted a job, so our own state remembers it.
+    """
     if not seen.restarts:
         return "pending", seen.reason
     status = "preempted" if job.state["status"] == "preempted" else "requeued"
@@ -138,7 +142,7 @@ def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
 
 
 def passed_through(job: Job) -> dict[str, float]:
-    """When the run was requeued or preempted, by its attempts: Slurm shows it for seconds, to who looks then."""
+    """Return when the run was requeued or preempted, from its attempts: Slurm shows that only for seconds."""
     attempts = attempt.read(job.folder)
     return {
         "preempted_at" if each.get("reason") == PREEMPTED else "requeued_at": each.get(
@@ -153,17 +157,18 @@ def _last_reason(job: Job) -> str:
     return attempts[-1].get("reason", attempt.WITHOUT_A_WORD) if attempts else ""
 
 
-# srun: error: node1: task 0: Killed
+# An example of a line: srun: error: node1: task 0: Killed
 OF_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 
 
 def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
-    os.listdir(job.folder)  # NFS remembers for a minute that a file was not there, unless one looks
+    # NFS caches for a minute that a file is missing, unless the folder is listed
+    os.listdir(job.folder)
     if job.failure:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
-    if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # saved, and not to be requeued
+    if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # it saved, and is not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):
         return "failed", reason
@@ -171,7 +176,7 @@ def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
 
 
 def _first_of_srun(job: Job) -> str | None:
-    """Which task srun saw end first and how, where neither it nor its peers could say so themselves."""
+    """Return which task srun saw end first and how, for a failure that neither the task nor its peers could report."""
     for errors in sorted((job.folder / SRUN_WRITES).glob("*_0_log.err"), key=os.path.getmtime):
         if seen := OF_SRUN.search(errors.read_text(errors="replace")):
             node, rank, how = seen.groups()

@@ -1,4 +1,4 @@
-"""The code that runs is the code that was submitted, however the tree is edited while jobs wait in a queue."""
+"""Copy the code at submission, so that jobs run the submitted code even if the tree is edited while they wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def take_snapshot(sweep: Path) -> Path:
-    """A copy of the package below <sweep>/.code/, to be put on the path; the same code is copied once."""
+    """Copy the package below <sweep>/.code/ and return the folder for the path; the same code is copied only once."""
     target = sweep / ".code" / _fingerprint(PACKAGE)
     if target.exists():
         return target
@@ -21,7 +21,7 @@ def take_snapshot(sweep: Path) -> Path:
     shutil.copytree(PACKAGE, beside / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     try:
         os.rename(beside, target)
-    except OSError:  # another submitter of this sweep was faster with the same copy
+    except OSError:  # another submitter of this sweep made the same copy first
         if not target.exists():
             raise
         shutil.rmtree(beside)

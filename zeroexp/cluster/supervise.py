@@ -1,4 +1,4 @@
-"""The processes of one job, from their forking to the last of them gone."""
+"""Supervise the processes of one job from their fork until all have ended."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GRACE_SECONDS = 2.0  # from SIGTERM to SIGKILL
 
 @dataclass
 class Rank:
-    """One forked process, the leader of a process group of its own."""
+    """One forked process, the leader of its own process group."""
 
     rank: int
     pid: int
     pidfd: int
     status: int | None = None  # exit code, or minus the signal; None while it lives
-    peak_bytes: int | None = None  # most that was resident; None while it lives
+    peak_bytes: int | None = None  # peak resident memory; None while it lives
 
     def fileno(self) -> int:
         return self.pidfd
@@ -38,7 +38,7 @@ class Rank:
         return self.status
 
     def signal(self, number: int) -> None:
-        """To the rank and whatever it started itself."""
+        """Send a signal to the rank and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -46,7 +46,7 @@ class Rank:
 def supervise(
     ranks: list[Rank], folder: Path, control: socket.socket, timeout_seconds: float
 ) -> Ending:
-    """Wait until all ranks are done, one failed, time is over, or the sweep hung up."""
+    """Wait until all ranks are done, one failed, the time is over, or the sweep hung up."""
     deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
@@ -64,7 +64,7 @@ def supervise(
 
 
 def _tell(folder: Path, failed: list[Rank], *, out_of_memory: bool) -> None:
-    """Of those that ended together: a killed one (status < 0) comes before those that lost it."""
+    """Report the first of the ranks that ended together: a killed one (status < 0) precedes those that lost it."""
     first = min(failed, key=lambda rank: (rank.status, rank.rank))
     status, peak = first.status or 0, first.peak_bytes
     failure.write_died(folder, first.rank, status, peak_bytes=peak, out_of_memory=out_of_memory)

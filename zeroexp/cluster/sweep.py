@@ -1,7 +1,7 @@
-"""A sweep from composed points to an exit code: what the launcher does.
+"""Run a sweep from composed points to an exit code, as Hydra's launcher asks.
 
-Exit codes: 0 all that is defined ran and a study's claims hold; 1 something failed; 2 (ConfigError, raised) refused
-before anything ran. A sweep is also one point, and with a sweeper that learns (Optuna) many batches of points.
+Exit codes: 0 all defined points ran and a study's claims hold; 1 something failed; 2 (ConfigError, raised) refused
+before anything ran. A single point is a sweep too, and a sweeper that learns (Optuna) runs many batches of points.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Sweep:
     # ---- what the launcher calls
 
     def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[float | None]:
-        """Run (overrides, composed config) pairs; returns the final loss of each, None where there is none.
+        """Run (overrides, composed config) pairs; return the final loss of each, or None if it has none.
 
-        Raises ConfigError, before anything runs, where a word is wrong or no point is left to run.
+        Raises ConfigError, before anything runs, if a word is wrong or no point is left to run.
         """
         if not batch:
             remedy = "a range, glob or choice on the command line is empty; add to it"
@@ -76,9 +76,9 @@ class Sweep:
         return [_final_loss(one) for one in jobs]
 
     def rerun(self, folder: Path) -> None:
-        """Run again, in their folders, the points of an earlier sweep that did not come to their end.
+        """Run again, in their folders, the unfinished points of an earlier sweep.
 
-        Raises ConfigError where the process that runs them may be alive, or where there is none.
+        Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
         found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
@@ -87,7 +87,7 @@ class Sweep:
         if not all(slurm_id(job) for job in jobs):
             owner.take(folder)
             self._folder = folder
-        going_on = unfinished(jobs).values()  # in Slurm
+        going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
         if not again:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
@@ -104,7 +104,7 @@ class Sweep:
         return any(job.state["status"] not in (*FINE, *UNFINISHED) for job in self._jobs)
 
     def conclude(self) -> int:
-        """Print what the sweep found; returns the exit code. Nothing where nothing ran (--cfg, --info)."""
+        """Print the sweep's results; return the exit code. Print nothing if no point was run (--cfg, --info)."""
         if not self._jobs:
             return 0
         runs = [read_run(job.folder) for job in self._jobs]
@@ -125,7 +125,7 @@ class Sweep:
     # ---- the steps of a batch
 
     def _refuse(self, points: Sequence[Point], study: str | None) -> None:
-        """What concerns the sweep as a whole; `zeroexp.check` has seen each point by itself."""
+        """Check the sweep as a whole; `zeroexp.check` has checked each point by itself."""
         if not points:
             remedy = "leave what it compares to the study, or extend study.include"
             raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
@@ -142,7 +142,7 @@ class Sweep:
                 _check_model(point.config)
 
     def _admit(self, point: Point) -> Job:
-        """The point's folder with all that is known before it runs."""
+        """Make the point's folder with all that is known before it runs."""
         if self._folder is None:
             self._folder = _sweep_folder(point)
             owner.take(self._folder)
@@ -160,7 +160,7 @@ class Sweep:
         return job
 
     def _execute(self, jobs: Sequence[Job]) -> None:
-        """Slurm's points are queued first, and run beside those of this machine."""
+        """Queue Slurm's points first, so that they run beside those of this machine."""
         open_jobs = {n: job for n, job in enumerate(jobs, start=1) if not _ended(job)}
         queued = {n: job for n, job in open_jobs.items() if job.config.cluster.kind == "slurm"}
         try:
@@ -206,14 +206,14 @@ class Sweep:
         self._send(job)
 
     def _cluster(self, config: ClusterConfig) -> LocalCluster:
-        """Opened at its first point and kept: a fork-server pays imports once."""
+        """Return the config's cluster, which is opened at its first point and kept: a fork-server imports only once."""
         key = repr(config)
         if key not in self._clusters:
             self._clusters[key] = self._exits.enter_context(LocalCluster(config))
         return self._clusters[key]
 
     def _open_uploads(self, job: Job) -> None:
-        """After the cluster, whose fork-server is then already forked: opening starts a thread."""
+        """Open the uploads after the cluster has forked its fork-server, because opening them starts a thread."""
         config = job.config
         if self._uploads is None and config.tracking.mlflow:
             outputs, sweep = job.folder.parents[1], job.folder.parent.name
@@ -236,7 +236,7 @@ class Sweep:
             print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
 
     def _verdict(self) -> bool:
-        """Whether the claims of the study hold; prints it in words."""
+        """Do the claims of the study hold? The verdict is printed in words."""
         done = [job for job in self._jobs if job.state["status"] == "done"]
         if not done:
             return True
@@ -251,7 +251,7 @@ class Sweep:
 
 
 def _check_model(config: Config) -> None:
-    # Here and not above: torch and transformers take seconds to import, and a line with a wrong word needs neither.
+    # torch and transformers take seconds to import, and a command line with a wrong word needs neither.
     from zeroexp.models.beforehand import check_model
 
     check_model(config)
@@ -267,7 +267,7 @@ def _sweep_folder(point: Point) -> Path:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """<parent>/<name>, or with the first free number; nobody else gets the same one."""
+    """Make <parent>/<name>, or the first free <name>-<number>; no other process gets the same folder."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -280,6 +280,6 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _final_loss(jobs: Sequence[Job]) -> float | None:
-    """Of the last job, which with world_size=all has the most ranks."""
+    """Return the final loss of the last job, which with world_size=all has the most ranks."""
     summary = read_run(jobs[-1].folder).summary if jobs else None
     return summary.final_loss if summary and not summary.verdict else None

@@ -1,4 +1,4 @@
-"""A file that another process appends to, line by line."""
+"""Follow a file that another process appends to, line by line."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 from zeroexp.checkpoint.folders import LOG
 
-MARK_BYTES = 256  # of what was told last, by which the place in the file is known again
+MARK_BYTES = 256  # bytes before the position, kept to recognize a replaced file
 
 
 class Tail:
     """The lines of a file that need not exist yet; with `skip` only those appended from now on.
 
-    A run that goes on from a checkpoint puts a shorter file in its place. Where what was told last is not in front of
-    the place any more, all is told again. (The file's inode would not tell: a freed number is given to the next file.)
+    A run that resumes from a checkpoint replaces the file by a shorter one. If the last bytes returned are no longer in
+    front of the position, all lines are returned again. (The inode cannot show this: a freed number goes to the next
+    file.)
     """
 
     def __init__(self, path: Path, *, skip: bool = False) -> None:
@@ -28,7 +29,7 @@ class Tail:
                 self._told = file.read(min(self._position, MARK_BYTES))
 
     def new_lines(self) -> list[str]:
-        """Complete lines only: a line still being written is left for the next call."""
+        """Return the new complete lines; a line still being written is left for the next call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -44,7 +45,7 @@ class Tail:
 
 
 class Complaints:
-    """What is wrong with a run's checkpoints, from now on: a save that failed, a damaged one that was passed over."""
+    """New complaints about a run's checkpoints: a failed save, or a damaged checkpoint that was passed over."""
 
     def __init__(self, run: Path) -> None:
         self._log = Tail(run / LOG, skip=True)

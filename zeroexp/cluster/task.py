@@ -1,14 +1,15 @@
-"""One task of a Slurm job: starts the rank as its child, and writes down how it died if it could not itself.
+"""One task of a Slurm job: it starts the rank as its child, and records the rank's death if the rank could not.
 
-Slurm says that a task was killed, not why or as which rank's first cause, and only to who reads srun's output. The
-parent sees its child's exit status at once and on the same node, so a rank killed by the system is named with rank
-and host, over what its peers say when they lose it. The parent imports next to nothing: it lives beside every rank.
+Slurm reports that a task was killed, but not why, nor which rank was the first cause, and only in srun's output. The
+parent sees its child's exit status at once and on the same node. So a rank killed by the system is named with rank and
+host, and overwrites what its peers report when they lose it. The parent imports next to nothing, because it lives
+beside every rank.
 
 [Note: being asked to stop] Slurm signals parent and child alike: SIGUSR2 some time before the time limit, SIGTERM when
-it ends the job (preemption, scancel, the limit itself). Of a run that can be requeued the ranks agree on a step, save,
-and leave with SAVED; their tasks stay until they are killed. After SIGUSR2 rank 0's task asks Slurm to start the job
-again. After SIGTERM nobody does: a preempted job is requeued by Slurm itself, unless it ends before it is killed, which
-counts as a failure; and a cancelled one that requeues itself could never be cancelled.
+it ends the job (preemption, scancel, the limit itself). If the run can be requeued, the ranks agree on a step, save,
+and exit with SAVED; their tasks stay until they are killed. After SIGUSR2 rank 0's task asks Slurm to requeue the job.
+After SIGTERM nobody asks: Slurm itself requeues a preempted job, unless the job ends before it is killed, which counts
+as a failure; and a cancelled job that requeues itself could never be cancelled.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # host:port of the task of rank 0
-HOSTS = "ZEROEXP_HOSTS"  # of the job, in Slurm's order
-SECONDS_BETWEEN_SIGNALS = 1.0  # Slurm's, from a task's child to the task
-SECONDS_TO_NOTE = 2.0  # for one question to Slurm and one small file
-SIGNALLED = 128  # exit codes of shells: this plus the signal
+HOSTS = "ZEROEXP_HOSTS"  # the job's hosts in Slurm's order
+SECONDS_BETWEEN_SIGNALS = 1.0  # from Slurm's signal to a task's child until its signal to the task
+SECONDS_TO_NOTE = 2.0  # for one query to Slurm and one small file
+SIGNALLED = 128  # a shell's exit code for a signal is this plus the signal
 TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
 PREEMPTED = "preempted by a job of higher priority"
-ENDED = "ended by Slurm (SIGTERM)"  # scancel, or what it does not tell
+ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
 
 
 @dataclass(frozen=True)
 class Duty:
-    """What a task is to do, as the submitter tells it."""
+    """What a task must do, as told by the submitter."""
 
     folder: Path
     rank_main: str  # module:function, called with (folder, device=...)
     device: str
     heartbeat_s: float
-    max_requeues: int = 0  # 0: the run can not be requeued
-    sends: bool = False  # rank 0's task tells MLflow
+    max_requeues: int = 0  # 0: the run cannot be requeued
+    sends: bool = False  # True: rank 0's task sends the steps to MLflow
 
 
 def run_task(duty: Duty) -> NoReturn:
-    """Run one rank to its end, or until a task of another is lost. Raises SystemExit with its exit code."""
-    # Slurm's own numbers: world.py, which knows them too, imports torch.
+    """Run one rank to its end, or until another task is lost. Raises SystemExit with the rank's exit code."""
+    # These are Slurm's variables; world.py, which knows them too, would import torch.
     rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     folder, asked = duty.folder, _Asked()
     if rank == 0:
@@ -90,15 +91,15 @@ def run_task(duty: Duty) -> NoReturn:
 
 
 def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
-    """The rank, in its own interpreter: this one has submitit's signal handlers."""
+    """Start the rank in its own interpreter, because this one has submitit's signal handlers."""
     command = [sys.executable, "-u", "-m", "zeroexp.cluster.task"]
     command += [duty.rank_main, str(duty.folder), duty.device]
     log = failure.log_path(duty.folder, rank)
     log.parent.mkdir(exist_ok=True)
-    # Until a rank that can stop early listens, what it is asked waits.
+    # These signals stay blocked until a rank that can stop early handles them.
     waiting = ASKS_TO_STOP if duty.max_requeues else ()
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    with log.open("ab") as output:  # also what goes wrong before the rank opens its log itself
+    with log.open("ab") as output:  # also catches errors before the rank opens its log itself
         child = subprocess.Popen(command, stdout=output, stderr=output)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return child
@@ -113,7 +114,7 @@ def _heartbeat(duty: Duty, rank: int, world_size: int) -> Heartbeat:
 
 
 def _name_of(rank: int, world_size: int) -> str:
-    """`rank 3 on node17`, where srun fills one node after the other, as it does by itself."""
+    """Return `rank 3 on node17` if srun fills one node after the other, which is its default; else only the rank."""
     hosts = os.environ.get(HOSTS, "").split()
     in_blocks = os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
     if hosts and (in_blocks or len(hosts) == world_size):
@@ -122,7 +123,7 @@ def _name_of(rank: int, world_size: int) -> str:
 
 
 def _superseded(folder: Path) -> str | None:
-    """In words, once a later attempt has begun: then this task and its rank are leftovers."""
+    """Return a message once a later attempt has begun, which makes this task and its rank leftovers."""
     try:
         attempt.check(folder)
     except attempt.Superseded as outdated:
@@ -131,7 +132,7 @@ def _superseded(folder: Path) -> str | None:
 
 
 def _leave_to_slurm(duty: Duty, rank: int, asked: _Asked) -> None:
-    """Stay until killed, see [Note: being asked to stop]; returns where nobody will start the job again."""
+    """Stay until killed, see [Note: being asked to stop]; return if the job will not be requeued."""
     if rank == 0:
         state, preempted = _in_slurm()
         at_limit = state == "RUNNING" and not preempted and not asked.to_end
@@ -144,7 +145,7 @@ def _leave_to_slurm(duty: Duty, rank: int, asked: _Asked) -> None:
 
 
 def _note_end(folder: Path, rank: int) -> None:
-    """Why Slurm ended the attempt: it will forget that it was to make room, and accounting never knew."""
+    """Record why Slurm ended the attempt, because Slurm forgets a preemption and its accounting never knows of it."""
     if rank == 0:
         with suppress(attempt.Superseded):
             attempt.end(folder, PREEMPTED if _in_slurm()[1] else ENDED)
@@ -153,7 +154,7 @@ def _note_end(folder: Path, rank: int) -> None:
 
 
 def _in_slurm() -> tuple[str, bool]:
-    """The state of this job, and whether it is being preempted."""
+    """Return the state of this job, and whether it is being preempted."""
     this = f"--jobs={os.environ['SLURM_JOB_ID']}"
     told, _ = _ask("squeue", "--noheader", this, "--Format=State:|,PreemptTime:|")
     state, _, preempted = told.strip().rstrip("|").partition("|")
@@ -161,7 +162,7 @@ def _in_slurm() -> tuple[str, bool]:
 
 
 def _requeue(most: int) -> str | None:
-    """Have Slurm start this job again; why not, if it will not."""
+    """Ask Slurm to requeue this job; return the reason if it will not."""
     job_id, restarts = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if restarts >= most:
         return f"it was {restarts} times (cluster.slurm.max_requeues={most})"
@@ -169,7 +170,7 @@ def _requeue(most: int) -> str | None:
 
 
 def _ask(*command: str) -> tuple[str, str | None]:
-    """What a command of Slurm says, and its complaint if it fails; a container may not have it."""
+    """Run a command of Slurm; return its output, and its complaint if it fails. A container may lack the command."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -178,16 +179,16 @@ def _ask(*command: str) -> tuple[str, str | None]:
 
 
 class _Asked:
-    """Whether Slurm asked the job to end: its signals go to parent and child alike, and are nobody's fault."""
+    """Has Slurm asked the job to end? It signals parent and child alike, so their ends are no rank's failure."""
 
     def __init__(self) -> None:
         self.to_end = False
         signal.signal(signal.SIGTERM, self._note)
-        # All ranks answer it together, or none.
+        # The ranks answer SIGUSR2, all together or not at all.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
     def wait(self) -> None:
-        """Slurm signals one process after the other: the child may have died of it before this one hears."""
+        """Wait for Slurm's signal, which may reach the child, and kill it, before it reaches this process."""
         until = time.monotonic() + SECONDS_BETWEEN_SIGNALS
         while not self.to_end and time.monotonic() < until:
             time.sleep(0.01)
@@ -197,7 +198,7 @@ class _Asked:
 
 
 def main() -> NoReturn:
-    """The child: `python -m zeroexp.cluster.task <module:function> <folder> <device>`"""
+    """Run the child: `python -m zeroexp.cluster.task <module:function> <folder> <device>`."""
     rank_main, folder, device = sys.argv[1:]
     module, _, function = rank_main.partition(":")
     run_and_leave(

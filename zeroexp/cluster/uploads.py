@@ -1,9 +1,9 @@
-"""What a sweep sends to MLflow: a run when it begins, what it left when it has ended, and now and then in between.
+"""Send a sweep to MLflow: a run when it begins, its files when it has ended, and its steps now and then in between.
 
-The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too, and the first
-point waits for both: what is left of either would fall into its measured steps. It waits as long as that is work. A
-store that is away, locked or hangs costs no point and no second Ctrl-C: its complaint is told at the end, with the
-command that sends what the files of the runs hold.
+The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too. The first point
+waits for both, because the rest of either import would disturb its measured steps, but it waits for the store only
+while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C: its
+error is printed at the end, with the command that sends the files of the runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from zeroexp.config import TrackingConfig
 from zeroexp.network import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 
-SECONDS_BETWEEN_LOOKS = (
-    60.0  # at a run that goes on: a comparison's points are shorter, and nothing disturbs them
-)
-STILL_SECONDS = 3.0  # without work, after which a point no longer waits for the store
+SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
+STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
 END_SECONDS = 30.0  # the same, at the end of a sweep
-WORK_SECONDS = 0.02  # of a core: less is no work
+WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
 
 
@@ -43,13 +41,13 @@ class Uploads:
         return self._worker.error is not None
 
     def begin(self, folder: Path) -> None:
-        """Before its ranks run. If this process is killed, the next sweep finds out and closes the run."""
+        """Start the MLflow run before its ranks run; if this process is killed, the next sweep closes the run."""
         self._looked[folder] = time.monotonic()
         self._worker.do(lambda: self._tracker.start_run(folder))
         self._worker.wait(STILL_SECONDS)
 
     def look(self, folder: Path) -> None:
-        """Call it at any time while a run goes on; sends its new steps if it is time, in the background."""
+        """Send a run's new steps in the background, if it is time; call this at any time while the run goes on."""
         now = time.monotonic()
         early = now - self._looked.setdefault(folder, now) < SECONDS_BETWEEN_LOOKS
         if not early and self._worker.idle():
@@ -57,12 +55,12 @@ class Uploads:
             self._worker.do(lambda: self._tracker.log_run(folder))
 
     def send(self, folder: Path) -> None:
-        """All that a run which has ended left behind."""
+        """Send all files of an ended run."""
         self._worker.do(lambda: self._tracker.log_run(folder))
         self._worker.wait(STILL_SECONDS)
 
     def conclude(self, folder: Path) -> None:
-        """Print where to look, or what went wrong and how to send the sweep's folder again."""
+        """Print the addresses of the runs, or the error and the command that sends the sweep's folder again."""
         if not self._worker.wait(END_SECONDS, again=True) and not self.failed:
             where = self._tracker.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
@@ -78,13 +76,13 @@ class Uploads:
             print(f"  {title}: {url}")
 
     def _open(self, outputs: Path, sweep: str) -> None:
-        """Also closes what earlier sweeps that were killed left open, and writes the views of this one."""
+        """Close the runs that earlier, killed sweeps left open, and write the views of this sweep."""
         self._tracker.close_stale(outputs)
         self._views = self._tracker.write_views(sweep)
 
 
 class _Worker:
-    """A thread that does one thing after the other, and nothing more once one has failed. Ends with the process,
+    """A thread that runs one action after the other, and no more once one has failed. It ends with the process,
     whatever it waits for.
     """
 
@@ -103,8 +101,9 @@ class _Worker:
         return self._num_open == 0
 
     def wait(self, still_seconds: float, *, again: bool = False) -> bool:
-        """Until all is done, or nothing was worked on for so long, or somebody is impatient; False where not all is
-        done. Once it stood still it is waited for no more, but `again`.
+        """Wait until all is done, no work was done for `still_seconds`, or the user is impatient.
+
+        Returns False if not all is done. A worker that once stood still is waited for only with `again`.
         """
         if self._stands_still and not again and not self.idle():
             return False
@@ -128,6 +127,6 @@ class _Worker:
             try:
                 if self.error is None:
                     action()
-            except Exception as error:  # whatever a database, a server or the network may raise
+            except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
             self._num_open -= 1

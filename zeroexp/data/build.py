@@ -1,4 +1,4 @@
-"""DataConfig -> the batches of every step."""
+"""Build the batches of every step from a DataConfig."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Data:
     def __init__(self, samples: Samples, config: DataConfig, seed: int) -> None:
         self.vocab_size = samples.vocab_size
         self.source = samples.source
-        self.num_samples = len(samples)  # of one epoch
+        self.num_samples = len(samples)  # per epoch
         self._samples, self._config, self._seed = samples, config, seed
 
     def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
-        """What `rank` computes in the step that starts at global sample `position`."""
+        """Return the batch of `rank` in the step that starts at global sample `position`."""
         micro, whole = self._config.micro_batch_size, self._config.global_batch_size
         assert whole % (micro * world_size) == 0, (whole, micro, world_size)
         indices = sample_indices(position, whole, num_samples=len(self._samples), seed=self._seed)
@@ -30,7 +30,7 @@ class Data:
 
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
-    """Open the data, tokenising and packing it first if nobody has yet. Raises ConfigError."""
+    """Open the data; tokenize and pack it first if the cache does not have it. Raises ConfigError."""
     if config.kind == "synthetic":
         return Data(_synthetic(config, model, seed), config, seed)
     if config.kind not in ("text", "reviews"):
@@ -61,7 +61,7 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     }
 
     def write(folder: Path) -> None:
-        # Here and not above: datasets takes a second to import, and a rank that finds the folder needs none of it.
+        # datasets takes a second to import, and a rank that finds the folder does not need it.
         from zeroexp.data import text
 
         if config.task == "classification":

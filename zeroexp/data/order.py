@@ -1,4 +1,4 @@
-"""Which sample stands at which position of a run: one permutation of all samples per epoch."""
+"""Decide which sample a run reads at which position: each epoch has one permutation of all samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def sample_indices(start: int, count: int, *, num_samples: int, seed: int) -> np.ndarray:
-    """Indices of the samples at positions start ... start + count, [count] int64; may cross epochs."""
+    """Return the indices of the samples at positions start ... start + count, [count] int64; they may cross epochs."""
     positions = np.arange(start, start + count)
     epochs, places = np.divmod(positions, num_samples)
     indices = np.empty(count, dtype=np.int64)
@@ -18,6 +18,6 @@ def sample_indices(start: int, count: int, *, num_samples: int, seed: int) -> np
     return indices
 
 
-@functools.lru_cache(maxsize=2)  # a batch crosses at most from one epoch into the next
+@functools.lru_cache(maxsize=2)  # a batch spans at most two epochs
 def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)

@@ -1,12 +1,12 @@
-"""Samples in a folder of .npy files that every rank maps into memory, written once by whoever comes first.
+"""Samples in a folder of .npy files that every rank maps into memory; the first process that needs them writes them.
 
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
     <cache>/<key>/labels.npy    [samples], classification only
-    <cache>/<key>/lengths.npy   [samples], classification only: tokens that are no padding
+    <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
     <cache>/<key>/about.json    vocab_size, source (one line for the record), hub_id
 
-The folder's name is a hash of all that decides its content, so a cache is never stale. It is written under another
-name and renamed when complete: a rank, or another run, sees all of it or nothing.
+The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
+another name and renamed when complete: a rank, or another run, sees all of it or nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def cached(
     *,
     is_whole: Callable[[Path], bool] = Path.exists,
 ) -> Path:
-    """The complete folder for `decisive`; `write` fills it if there is none yet, or one that is damaged.
+    """Return the complete folder for `decisive`; `write` fills it if it is missing or damaged.
 
-    One process at a time writes, the others on this file system wait for it and then read.
+    One process at a time writes; the others on this file system wait for it and then read.
     """
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:20]
     folder = cache_root() / key
@@ -44,10 +44,11 @@ def cached(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not is_whole(folder):
+            # A damaged folder and the remains of a killed writer are removed.
             for left in (
                 folder,
                 *folder.parent.glob(f".{folder.name}-*"),
-            ):  # damaged, or its writer was killed
+            ):
                 shutil.rmtree(left, ignore_errors=True)
             _write_atomically(folder, write)
     return folder
@@ -56,7 +57,7 @@ def cached(
 def can_be_read(folder: Path) -> bool:
     try:
         open_packed(folder)
-    except (OSError, ValueError, LookupError):  # not there, torn or too short
+    except (OSError, ValueError, LookupError):  # missing, torn or too short
         return False
     return True
 
@@ -65,7 +66,7 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp's 0700 would shut a shared cache
+        unfinished.chmod(0o755)  # mkdtemp's 0700 would lock others out of a shared cache
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished)
@@ -88,7 +89,7 @@ class _Folder:
 
 
 class PackedTokens(_Folder):
-    """Rows full of text: no padding, every position has a label."""
+    """Rows full of text: there is no padding, and every position has a label."""
 
     def read(self, indices: np.ndarray) -> Microbatch:
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
@@ -102,8 +103,8 @@ class PackedTokens(_Folder):
 class PaddedReviews(_Folder):
     """One review and its label per row, padded on the right.
 
-    No attention mask: attention is causal and the head reads the last token that is no padding, so padding on the
-    right is never seen, and attention keeps its fast path.
+    There is no attention mask: attention is causal and the head reads the last token that is not padding. So no token
+    attends to padding on the right, and attention keeps its fast path.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which text and which tokenizer a run reads, told apart by content: what names a cache folder."""
+"""Choose the text and the tokenizer that a run reads, and identify them by content, which names a cache folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zeroexp.config import ConfigError, DataConfig, ModelConfig
 from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-TICK_SECONDS = 2.0  # within which a file may be written twice and show one time
+TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
 CORPUS = Path(__file__).parent / "corpus"
 
 
 @dataclass(frozen=True)
 class Words:
-    """A tokenizer's file and the id that separates documents and pads reviews."""
+    """A tokenizer's file, the id that separates documents, and the id that pads reviews."""
 
     file: Path
     end_of_text: int
@@ -35,9 +35,9 @@ class Words:
 
 
 def choose_words(config: DataConfig, model: ModelConfig) -> Words:
-    """The tokenizer of `model.weights` where there are real weights, else the shipped one.
+    """Return the tokenizer of `model.weights` if there are real weights, else the shipped one.
 
-    `data.vocab_size=2048` asks for the shipped one whatever the weights are. Raises ConfigError.
+    `data.vocab_size=2048` selects the shipped one for any weights. Raises ConfigError.
     """
     padding = model.hf_config.get("pad_token_id", 0)
     if config.vocab_size is None and model.weights is not None:
@@ -51,7 +51,7 @@ def choose_words(config: DataConfig, model: ModelConfig) -> Words:
 
 
 def _words_of_weights(weights: str, padding: int) -> Words:
-    # Here and not above: the hub's client takes half a second to import, and random weights need none of it.
+    # The hub's client takes half a second to import, and random weights do not need it.
     from zeroexp import hub
 
     folder = hub.model_folder(weights)
@@ -67,21 +67,21 @@ def _words_of_weights(weights: str, padding: int) -> Words:
 
 
 def text_files(config: DataConfig) -> list[Path]:
-    """The local files that will be read, sorted; none where the source is the hub. Raises ConfigError."""
+    """Return the local files to read, sorted; the list is empty if the source is the hub. Raises ConfigError."""
     if config.path is None:
         return [CORPUS / "python_reference.txt"] if config.kind == "text" else []
     return data_files(config)
 
 
 def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
-    """What changes when the text does: hub id, or name and content of each file."""
+    """Return what identifies the text: the hub id, or the name and content hash of each file."""
     if not files:
         return [[str(config.source), config.limit or 0]]
     return [[str(file.resolve()), _digest(file), config.limit or 0] for file in files]
 
 
 def _digest(file: Path) -> str:
-    """Of its content. Kept in the cache by all that changes when somebody writes to it: ranks need not read it all."""
+    """Return the hash of the file's content; the cache keeps it by the file's metadata, so that ranks need not read."""
     stat = file.stat()
     seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
@@ -91,7 +91,8 @@ def _digest(file: Path) -> str:
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if time.time() - stat.st_ctime > TICK_SECONDS:
-        with contextlib.suppress(OSError):  # a cache that can not be written: it is read each time
+        # If the cache cannot be written, the file is read each time.
+        with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             beside = kept.with_name(f".{kept.name}.{socket.gethostname()}.{os.getpid()}")
             beside.write_text(digest)

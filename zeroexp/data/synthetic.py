@@ -1,4 +1,4 @@
-"""Samples made from their index: no text, no files, the same on every rank, and with something to learn."""
+"""Samples made from their index: they need no files, are the same on every rank, and can be learned."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 from zeroexp.data import Microbatch
 
-NUM_SAMPLES = 1 << 16  # of one epoch
+NUM_SAMPLES = 1 << 16  # per epoch
 
 
 class SyntheticTokens:
-    """Counting in steps: every sample starts anywhere and goes on by 1 to 8, modulo the vocabulary."""
+    """Counting sequences: every sample starts at a random number and grows by 1 to 8, modulo the vocabulary."""
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
         self.vocab_size: int | None = vocab_size
@@ -36,7 +36,7 @@ class SyntheticTokens:
 
 
 class SyntheticVectors:
-    """Regression on `seq_len` normal vectors per sample: the target is tanh of the left neighbour."""
+    """Regression on `seq_len` normal vectors per sample: the target is the tanh of the left neighbour."""
 
     def __init__(self, width: int, seq_len: int, seed: int) -> None:
         self.vocab_size: int | None = None

@@ -1,7 +1,7 @@
-"""The only door to datasets: reads documents or reviews, tokenises, packs or pads, writes a cache folder.
+"""Read documents or reviews, tokenize them, pack or pad, and write a cache folder; only this file imports datasets.
 
-Runs once per text, tokenizer and length; ranks find the folder of `packed.py` and do not import this file, since
-datasets costs a second to import.
+This runs once per text, tokenizer and length. Ranks find the folder of `packed.py` and do not import this file, since
+datasets takes a second to import.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zeroexp.data.sources import Words
 
 BETWEEN_DOCUMENTS = "\f"
 SHIPPED = "shipped: Python's language reference (PSF licence)"
-COPY_BATCH = 1000  # samples handed from datasets to numpy at once
+COPY_BATCH = 1000  # samples copied from datasets to numpy at once
 LOADERS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Words) -> None:
-    """Causal samples: all documents in a row, an end-of-text token after each, cut to seq_len + 1 tokens.
+    """Write causal samples: all documents in sequence, an end-of-text token after each, cut to seq_len + 1 tokens.
 
-    Neighbouring samples share a token: the last label of one is the first input of the next. The tail that fills
-    no sample is dropped, so that there is no padding at all.
+    Neighbouring samples share a token: the last label of one is the first input of the next. The tail that fills no
+    sample is dropped, so that there is no padding at all.
     """
     tokenizer = Tokenizer.from_file(str(words.file))
     texts, source = _read(config, files)
@@ -48,7 +48,7 @@ def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Wor
 def write_reviews(
     folder: Path, config: DataConfig, files: list[Path], words: Words, num_labels: int
 ) -> None:
-    """Classification samples: each review cut or padded on the right to seq_len tokens, with its label."""
+    """Write classification samples: each review cut or padded on the right to seq_len tokens, with its label."""
     tokenizer = Tokenizer.from_file(str(words.file))
     tokenizer.enable_truncation(config.seq_len)
     reviews, source = _read(config, files)
@@ -67,7 +67,7 @@ def write_reviews(
 
 
 class _Packer:
-    """Keeps what is left of one batch of documents for the next one."""
+    """Packs batches of documents; it keeps the rest of one batch for the next."""
 
     def __init__(self, tokenizer: Tokenizer, end_of_text: int, seq_len: int) -> None:
         self.tokenizer, self.end_of_text, self.seq_len = tokenizer, end_of_text, seq_len
@@ -83,7 +83,7 @@ class _Packer:
 
 
 def _read(config: DataConfig, files: list[Path]) -> tuple[datasets.Dataset, str]:
-    """Documents (column text) or reviews (columns text, label), at most data.limit of them; where they came from."""
+    """Return at most data.limit documents (column text) or reviews (columns text, label), and their source."""
     datasets.disable_progress_bars()
     if config.kind == "text":
         texts = [_text_of(file) for file in files]
@@ -119,8 +119,8 @@ def _of_hub(config: DataConfig, reviews: datasets.Dataset) -> str:
 
 
 def _read_files(config: DataConfig, files: list[Path]) -> datasets.Dataset:
-    """Training files of one kind: those named train* where there are any."""
-    if any(file.suffix == ".arrow" for file in files):  # a folder of Dataset.save_to_disk
+    """Read the training files, which must be of one kind: those named train*, or all if there are none."""
+    if any(file.suffix == ".arrow" for file in files):  # a folder written by Dataset.save_to_disk
         saved = datasets.load_from_disk(str(Path(str(config.path)).expanduser()))
         return saved["train"] if isinstance(saved, datasets.DatasetDict) else saved
     chosen = [file for file in files if file.name.startswith("train")] or files
@@ -128,7 +128,7 @@ def _read_files(config: DataConfig, files: list[Path]) -> datasets.Dataset:
         raise ConfigError(f"data.path={config.path}: files of several kinds; name one of them")
     names = [str(file) for file in chosen]
     if chosen[0].suffix == ".csv" and not _has_header(chosen[0]):
-        # Yelp's own archive: no header, stars from 1.
+        # Yelp's own archive has no header and counts stars from 1.
         rows = datasets.load_dataset(
             "csv", data_files=names, names=["label", "text"], split="train"
         )
@@ -142,7 +142,8 @@ def _has_header(file: Path) -> bool:
 
 
 def _read_hub(config: DataConfig) -> datasets.Dataset:
-    if not hub.online():  # else the client asks for half a minute before it looks into its cache
+    # Without this, the client tries for half a minute before it looks into its cache.
+    if not hub.online():
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(str(config.source), split="train")
@@ -171,7 +172,7 @@ def _map(source: datasets.Dataset, function: Any) -> datasets.Dataset:
 def _save(
     file: Path, samples: datasets.Dataset, column: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> None:
-    """Copy a column into a .npy file, batch by batch: it need not fit into memory."""
+    """Copy a column into a .npy file batch by batch, since it may not fit into memory."""
     array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(len(samples), *shape))
     for start in range(0, len(samples), COPY_BATCH):
         array[start : start + COPY_BATCH] = samples[start : start + COPY_BATCH][column]

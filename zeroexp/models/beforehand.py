@@ -1,6 +1,6 @@
-"""What is wrong with a model, told before a rank starts: it is built without memory, its weights' headers are read.
+"""Find a model's errors before a rank starts: build it without memory and read the headers of its weights.
 
-Ranks look at weights too: those of Slurm may be the only ones that see the folder.
+Ranks check weights too, because the weights of a Slurm run may be visible only on its nodes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from zeroexp import hub
 from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.models.build import build_model
 
-# What a library raises at a number it can not build with; its own words are told behind our key.
+# Libraries raise these when they cannot build a model from a number; the message goes behind our key.
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
 RAISED = (*RAISED, TypeError, ValueError)
 
-_fine: list[tuple[ModelConfig, int | None]] = []  # a sweep has many points and few models
+# Checked models are remembered, since a sweep has many points and few models.
+_fine: list[tuple[ModelConfig, int | None]] = []
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError for a model that can not be built, or weights that are here and are not the model's.
+    """Raise ConfigError if the model cannot be built, or if local weights do not belong to it.
 
-    For ranks of this machine weights are fetched here, once, if the hub has to be asked.
+    For ranks of this machine, weights on the hub are downloaded here, once.
     """
     model, words = config.model, config.data.vocab_size
     if (model, words) in _fine:
@@ -53,7 +54,7 @@ def _look_at_weights(model: ModelConfig, cluster: str) -> None:
         if cluster != "local":
             return
         folder = hub.model_folder(model.weights)
-    # Here and not above: transformers takes two seconds to import, and the families of our own need none of it.
+    # transformers takes two seconds to import, and our own model families do not need it.
     from zeroexp.models import huggingface
 
     huggingface.require_fitting_weights(model, folder)

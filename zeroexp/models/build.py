@@ -1,4 +1,4 @@
-"""ModelConfig -> module and the names of its blocks."""
+"""Build a module from a ModelConfig, with the names of its blocks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def build_model(
 ) -> BuiltModel:
     """Build the model with parameters of `dtype` on `device` ("meta": shapes only).
 
-    Parameters are drawn on the CPU in float32 and then cast, so that they are the same on every rank, device and,
-    up to rounding, dtype. `vocab_size` is the data's: it must fit into the model's. Raises ConfigError.
+    Parameters are drawn on the CPU in float32 and then cast, so that they are the same on every rank, device and, up to
+    rounding, dtype. `vocab_size` is the data's vocabulary, which must fit into the model's. Raises ConfigError.
     """
     device = torch.device(device)
     vocab_size = _fitting_vocabulary(config, vocab_size)
     with _reproducible(seed, device):
         model = _build(config, vocab_size)
     for parameter in model.module.parameters():
-        # Buffers stay as they are: rotary frequencies in bfloat16 would move every position.
+        # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
         parameter.data = parameter.data.to(dtype)
     return BuiltModel(model.module.to(device), model.blocks)
 
@@ -65,7 +65,7 @@ def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     if config.family == "moe":
         module = MoeTransformer(_shape(MoeShape, config.moe, "model.moe"))
         return BuiltModel(module, [f"blocks.{i}" for i in range(len(module.blocks))])
-    # transformers costs two seconds to import, and the families above need none of it.
+    # transformers takes two seconds to import, and the families above do not need it.
     from zeroexp.models import huggingface
 
     module = huggingface.build(config, vocab_size)
@@ -73,7 +73,7 @@ def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
 
 
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
-    """The model's number of words, which the data's token ids must not overrun."""
+    """Return the model's vocabulary size. Raises ConfigError if the data's token ids exceed it."""
     words = vocabulary(config)
     if words is None or data_words is None:
         return words or data_words

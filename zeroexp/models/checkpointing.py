@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps its inputs only, and computes its activations again in backward."""
+"""Activation checkpointing: a block keeps only its inputs and recomputes its activations in backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Iterable[str]) -> None:
-    """Make each block, named as in `BuiltModel.blocks`, recompute itself; changes `module` in place.
+    """Make each block, named as in `BuiltModel.blocks`, recompute its activations; this changes `module` in place.
 
-    Only `forward` is wrapped, so hooks on the block run outside: a block is gathered before backward and not once more
-    by its own recomputation.
+    Only `forward` is wrapped, so hooks on the block run outside of the recomputation: a block is gathered once before
+    backward, and not again by its own recomputation.
     """
     for name in blocks:
         block = module.get_submodule(name)

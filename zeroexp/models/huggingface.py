@@ -1,4 +1,4 @@
-"""The only door to transformers: LLaMA, GPT-2, Mixtral as causal models or with a classification head."""
+"""Build LLaMA, GPT-2 and Mixtral with transformers, as causal models or with a classification head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroexp import hub
 from zeroexp.config import ConfigError, ModelConfig, vocabulary
 from zeroexp.models import huggingface_weights
 
-# Where each family keeps its blocks, seen from the model with its head.
+# The path to each family's blocks, starting at the model with its head.
 BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h", "mixtral": "model.layers"}
 TASKS = {
     "causal": AutoModelForCausalLM,
@@ -30,7 +30,7 @@ TASKS = {
 
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
-    """The model of `config` with `vocab_size` words on the current default device, float32, training."""
+    """Build the model with a vocabulary of `vocab_size` on the current default device, in float32 and training mode."""
     if config.task not in TASKS:
         raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
     shape = _shape(config, vocab_size)
@@ -49,7 +49,7 @@ def block_names(module: nn.Module, family: str) -> list[str]:
 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
-    """transformers' config: what `hf_config` says, no key-value cache, nothing random in forward."""
+    """Build transformers' config from `hf_config`, without key-value cache and without randomness in forward."""
     if config.family not in BLOCKS:
         raise ConfigError(f"model.family={config.family}: use {', '.join(BLOCKS)}, mlp or moe")
     _check_keys(config.family, config.hf_config)
@@ -57,7 +57,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     if vocab_size is not None:
         keys["vocab_size"] = vocab_size
     if config.task == "classification":
-        # The head reads the last token that is no padding, so padding must be known.
+        # The head reads the last token that is not padding, so it must know the padding id.
         keys = {"pad_token_id": 0, "num_labels": config.num_labels, **keys}
     try:
         shape = AutoConfig.for_model(config.family, use_cache=False, **keys)
@@ -71,7 +71,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
 
 
 def _check_keys(family: str, given: dict[str, Any]) -> None:
-    """transformers keeps a misspelt key without a word."""
+    """Raise ConfigError for unknown keys, because transformers accepts a misspelt key silently."""
     shape = AutoConfig.for_model(family)
     known = [*shape.to_dict(), *shape.attribute_map]
     for key in given:
@@ -84,9 +84,9 @@ def _check_keys(family: str, given: dict[str, Any]) -> None:
 
 
 def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
-    """Raises ConfigError unless `folder` holds the weights of exactly this model; reads no values.
+    """Raise ConfigError unless `folder` holds the weights of exactly this model; no values are read.
 
-    A model whose words the data decides is taken to have the weights' number of words.
+    If the data decides the model's vocabulary size, the weights' size is assumed.
     """
     _keep_quiet()
     words = vocabulary(config) or huggingface_weights.num_words(config, folder)
@@ -100,7 +100,7 @@ def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig)
 
 
 def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
-    """Real weights, all of them and no others; only a classification head may be missing."""
+    """Load real weights. All names must match; only a classification head may be missing."""
     assert config.weights is not None
     folder = hub.model_folder(config.weights)
     _keep_quiet()
@@ -126,6 +126,6 @@ def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
 
 
 def _keep_quiet() -> None:
-    """transformers' load report repeats what is checked here; its warnings are about generation."""
+    """Silence transformers: its load report repeats our checks, and its warnings concern generation."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,9 +1,10 @@
-"""A model as a folder that transformers loads: safetensors, config.json, generation_config.json, tokenizer.
+"""Write a model as a folder that transformers loads: safetensors, config.json, generation_config.json, tokenizer.
 
     weight 1, 2, ... ─▶ rounded to the dtype ─▶ names and cuts of the published format ─▶ one file ─▶ the next file
 
-One file's tensors are in memory at a time. Which tensors share a file is planned before any is read, by our names:
-a fused tensor that the published format cuts up (Mixtral's experts) lies in one file with all its parts.
+Only one file's tensors are in memory at a time. The plan of which tensors share a file is made from our names before
+any tensor is read, so a fused tensor that the published format cuts up (Mixtral's experts) stays in one file with all
+its parts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    file: Path  # tokenizer.json; what is written beside it belongs to it
+    file: Path  # tokenizer.json; the tokenizer files beside it belong to it
     end_of_text: int
     padding: int
 
@@ -50,17 +51,17 @@ def write(
     max_shard_size: str,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Fill the empty `folder`. `read` gives each parameter by its name in `shapes`, in any order, once.
+    """Fill the empty `folder`. `read` returns a parameter by its name in `shapes`; each is read once, in any order.
 
-    Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. `max_shard_size` is transformers':
-    5GB, 500MB. Raises ConfigError for a model that transformers does not have, or whose parameters are others, and
-    OSError.
+    Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. `max_shard_size` is written as in
+    transformers: 5GB, 500MB. Raises OSError, and ConfigError if transformers does not have the model or the parameters
+    differ.
     """
     module = empty_model(config, shapes)
     _write_weights(folder, module, shapes, read, dtype, max_shard_size)
     module.config.architectures = [type(module).__name__]
     module.config.dtype = dtype
-    module.config.use_cache = True  # off in training alone
+    module.config.use_cache = True  # it is off only in training
     if tokenizer is not None:
         _write_tokenizer(folder, module, tokenizer)
     module.config.save_pretrained(folder)
@@ -69,7 +70,7 @@ def write(
 
 
 def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
-    """The model without memory. Its number of words is the embedding's where the config leaves it to the data."""
+    """Build the model without memory. If the config does not set the vocabulary size, the embedding's shape does."""
     if config.family not in BLOCKS:
         use = f"export a run of {', '.join(BLOCKS)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
@@ -107,19 +108,19 @@ def _write_weights(
     for file, names in plan.filename_to_tensors.items():
         tensors = {name: read(name).to(dtype) for name in names}
         file_of.update((name, file) for name in _write_file(folder / file, module, tensors))
-        del tensors  # before, not beside, those of the next file
+        del tensors  # frees memory before the next file's tensors are read
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
-    """Returns the published names."""
+    """Write one file and return the published names of its tensors."""
     published = revert_weight_conversion(cast(Any, module), tensors)
     published = {name: tensor.contiguous() for name, tensor in published.items()}
     try:
         save_file(published, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # an OSError of the system, in words
+    except SafetensorError as error:  # safetensors wraps the system's OSError
         raise OSError(None, str(error), path) from error
     return list(published)
 
@@ -133,7 +134,7 @@ def _plan(empty: dict[str, Tensor], max_shard_size: str) -> Any:
 
 
 def _write_tokenizer(folder: Path, module: Any, tokenizer: Tokenizer) -> None:
-    """Its files byte for byte; where nothing tells what its special words are for, what training used them for."""
+    """Copy the tokenizer's files byte for byte; special tokens without a role in them get their roles in training."""
     for name in TOKENIZER_FILES:
         if (tokenizer.file.parent / name).is_file():
             shutil.copyfile(tokenizer.file.parent / name, folder / name)

@@ -1,11 +1,11 @@
-"""Whether the weights in a folder are those of the configured model, found out without reading their values.
+"""Check that the weights in a folder are those of the configured model, without reading their values.
 
     config.json ── transformers' class fills in its defaults ──▶ every key that decides the function has our value
     headers of the files of weights ───────────────────────────▶ every name is one of ours and has our shape
 
-[Note: which keys decide] transformers loads what fits by name, drops the rest without an error, and computes with the
-config it is given, not with the folder's. So each key of the family's class must agree, with its default where it is
-left out, unless it is one of HARMLESS. A key that the class does not know does nothing in transformers either.
+[Note: which keys decide] transformers loads the names that fit, drops the rest without an error, and computes with the
+config it is given, not with the folder's. So each key of the family's class must agree, where a missing key has its
+default, unless the key is in HARMLESS. A key that the class does not know has no effect in transformers either.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.weight_files import Header, UnreadableWeights, headers, read
 
-# Names and versions; ids of single words, which the data decides here; what only generation, drawing new weights or
-# transformers' own loss uses; and all that is random in forward, which is off in every model of ours.
+# These keys are names and versions; token ids, which the data decides here; settings of generation, initialization or
+# transformers' own loss; and randomness in forward, which is off in all our models.
 HARMLESS = {
     *("architectures", "dtype", "id2label", "label2id", "model_type", "problem_type"),
     *("transformers_version", "_name_or_path"),
@@ -37,7 +37,7 @@ HARMLESS = {
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj"),
 }
-# What older versions wrote beside the weights: tables that are computed, not trained.
+# Older versions saved these computed, untrained tables with the weights.
 TABLES = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 FLOATS = ("F64", "F32", "F16", "BF16")
 HEADS = {"causal": ("lm_head.",), "classification": ("score.",)}
@@ -46,10 +46,10 @@ HEADS = {"causal": ("lm_head.",), "classification": ("score.",)}
 def require_fitting(
     config: ModelConfig, folder: Path, shape: PreTrainedConfig, module: nn.Module
 ) -> None:
-    """Raises ConfigError, in one line, unless `folder` holds the weights of exactly this model.
+    """Raise ConfigError, in one line, unless `folder` holds the weights of exactly this model.
 
-    `shape` is the config that `module`, which may be on meta, was made of. A classification head may be missing, and
-    another task's head in its place.
+    `module`, which may be on meta, was made from the config `shape`. A classification head may be missing or be
+    replaced by another task's head.
     """
     _require_config(config, folder, shape)
     found = _without_prefix(_headers(config, folder), module)
@@ -60,7 +60,7 @@ def require_fitting(
 
 
 def num_words(config: ModelConfig, folder: Path) -> int | None:
-    """As the folder's config.json has it."""
+    """Return the vocabulary size in the folder's config.json."""
     words = _config_json(config, folder).get("vocab_size")
     return words if isinstance(words, int) else None
 
@@ -110,12 +110,12 @@ def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def _without_type(written: dict[str, Any]) -> dict[str, Any]:
-    """Without what is `for_model`'s own argument, and what only makes a config out of nothing."""
+    """Drop `model_type`, which is `for_model`'s own argument."""
     return {key: value for key, value in written.items() if key != "model_type"}
 
 
 def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
-    """What decides the function, flat and with what null stands for; keys of its class alone."""
+    """Return the keys of the class that decide the function, flattened, with nulls replaced by their meaning."""
     known = set(type(shape)().to_dict())
     values = {key: value for key, value in shape.to_dict().items() if key in known - HARMLESS}
     width, heads = shape.hidden_size, shape.num_attention_heads
@@ -136,7 +136,7 @@ def _differences(
 
 
 def _override(config: ModelConfig, key: str, value: Any) -> str:
-    """As it must be typed: what the model's YAML does not have is added with a plus."""
+    """Return the command-line override; a key that is missing in the model's YAML needs a plus."""
     there: Any = config.hf_config
     for part in key.split("."):
         there = there.get(part, ...) if isinstance(there, Mapping) else ...
@@ -158,14 +158,14 @@ def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
 
 
 def _published(module: nn.Module) -> dict[str, Tensor]:
-    """Names and shapes as the family's files have them, each tied tensor once."""
+    """Return names and shapes as in the family's files; each tied tensor appears once."""
     return revert_weight_conversion(
         cast(Any, module), {name: p.detach().to("meta") for name, p in module.named_parameters()}
     )
 
 
 def _without_prefix(found: dict[str, Header], module: nn.Module) -> dict[str, Header]:
-    """The names as the model with its head has them: a model saved without one lacks the first part."""
+    """Return the names as in the model with its head: files saved without a head lack the base model's prefix."""
     prefix = f"{cast(Any, module).base_model_prefix}."
     heads = tuple(head for names in HEADS.values() for head in names)
     if not any(name.startswith(prefix) for name in found):
@@ -182,7 +182,7 @@ def _require_names(
     heads = tuple(head for names in HEADS.values() for head in names)
     may_lack = HEADS["classification"] if config.task == "classification" else ()
     may_have = HEADS["causal"] if config.task == "classification" else ()
-    # A head that is tied to the embedding lies in some files beside it; its values are compared below.
+    # Some files repeat the head that is tied to the embedding; _require_tied compares its values.
     may_have = (*may_have, *(head for head in HEADS["causal"] if config.task == "causal"))
     missing = sorted(name for name in set(expected) - set(found) if not name.startswith(may_lack))
     extra = sorted(name for name in set(found) - set(expected) if not name.startswith(may_have))
@@ -214,7 +214,7 @@ def _require_shapes(
 def _require_tied(
     config: ModelConfig, shape: PreTrainedConfig, module: nn.Module, found: Mapping[str, Header]
 ) -> None:
-    """A file may hold the tied tensor twice; where the two differ, transformers would untie them."""
+    """Raise ConfigError if a file holds both tied tensors with different values: transformers would untie them."""
     (head,) = HEADS["causal"]
     words = cast(Any, module).get_input_embeddings().weight
     (name,) = (name for name, p in module.named_parameters() if p is words)

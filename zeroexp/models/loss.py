@@ -1,4 +1,4 @@
-"""The loss of each task, summed: dividing by the step's valid labels of all ranks is the training loop's."""
+"""Sum the loss of each task. The training loop divides by the number of valid labels of the step on all ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED = -100  # label of a position that has none
+IGNORED = -100  # label of a position without a target
 
 
 def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
-    """Sum of the loss over all labels but IGNORED ones: 0-dim, float32 (or float64 for a float64 model).
+    """Return the sum of the loss over all labels but IGNORED ones: 0-dim, float32 (or float64 for a float64 model).
 
     `output` is a tensor, or transformers' output with `.logits`.
     causal: logits [batch, seq, vocab], labels [batch, seq] int64, already shifted.

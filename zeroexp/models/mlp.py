@@ -30,7 +30,7 @@ class Mlp(nn.Module):
         self.blocks = nn.ModuleList(MlpBlock(shape.width) for _ in range(shape.depth))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[..., width] -> [..., width], in the dtype of the parameters."""
+        """Map [..., width] to [..., width], in the dtype of the parameters."""
         x = vectors.to(next(self.parameters()).dtype)
         for block in self.blocks:
             x = block(x)

@@ -1,11 +1,11 @@
-"""A small mixture-of-experts language model whose experts are modules, skipped when no token chose them.
+"""A small mixture-of-experts language model whose experts are modules; an expert without tokens is skipped.
 
-Fused experts (as in transformers' Mixtral) always take part in backward, with zero rows where unused. Here an
-expert that got no token on this rank is never called: its parameters get no gradient at all, and ranks differ in
-which. `allow_experts` decides by hand which experts may be chosen, so that a test can make ranks differ for sure.
+Fused experts (as in transformers' Mixtral) always take part in backward, with zero rows where they are unused. Here an
+expert that got no token on this rank is never called: its parameters get no gradient at all, and ranks differ in which
+experts they skip. `allow_experts` restricts the choice of experts by hand, so that a test can force ranks to differ.
 
-[Note: no shapes without values] How many tokens an expert gets is known only at run time, so this model trains and
-is built on meta, but its forward can not run on meta or fake tensors.
+[Note: no shapes without values] The number of tokens per expert is known only at run time. So this model trains and
+can be built on meta, but its forward cannot run on meta or fake tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends every token to the `top_k` allowed experts its router likes best."""
+    """Sends every token to the `top_k` allowed experts with the highest router scores."""
 
     def __init__(self, shape: MoeShape) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class MoeTransformer(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, seq] int64 -> logits [batch, seq, vocab_size]."""
+        """Map [batch, seq] int64 to logits [batch, seq, vocab_size]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.tokens(input_ids) + self.positions(positions)
         for block in self.blocks:
@@ -114,7 +114,7 @@ class MoeTransformer(nn.Module):
 
 
 def allow_experts(model: nn.Module, experts: Iterable[int] | None) -> None:
-    """From now on only these experts may be chosen, in every block; None allows all, () skips them all."""
+    """Allow only these experts in every block from now on; None allows all, () skips all."""
     allowed = None if experts is None else tuple(experts)
     for module in model.modules():
         if isinstance(module, Experts):

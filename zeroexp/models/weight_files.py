@@ -1,4 +1,4 @@
-"""The files of weights in a folder: the name, shape and dtype of every tensor, without reading its values."""
+"""Read the name, shape and dtype of every tensor in a folder of weights, without reading its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-NAMES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order; each also as an index
+# This is transformers' order; each name may also be that of an index.
+NAMES = ("model.safetensors", "pytorch_model.bin")
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -22,19 +23,19 @@ DTYPES = {
 
 
 class UnreadableWeights(ValueError):
-    """One line that names the file."""
+    """The error of weights that cannot be read: one line that names the file."""
 
 
 @dataclass(frozen=True)
 class Header:
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' words: F32, BF16, I8, ...
+    dtype: str  # as safetensors spells it: F32, BF16, I8, ...
     file: Path
-    key: str  # its name in the file
+    key: str  # the tensor's name in the file
 
 
 def headers(folder: Path) -> dict[str, Header]:
-    """Of every tensor that transformers would read from `folder`. Raises UnreadableWeights."""
+    """Return the header of every tensor that transformers would read from `folder`. Raises UnreadableWeights."""
     found: dict[str, Header] = {}
     for file in _files(folder):
         try:

@@ -1,1 +1,1 @@
-"""What a person sees of runs: live progress, the table at the end, its picture, the verdict on the loss curves."""
+"""What a person sees of runs: live progress, the final table, its picture, and the verdict on the loss curves."""

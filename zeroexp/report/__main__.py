@@ -63,7 +63,7 @@ def _newest(outputs: Path) -> list[Path]:
 
 
 def _runs_of(sweep: Path) -> list[Run]:
-    """In the order in which they were started."""
+    """Return the sweep's runs in the order in which they were started."""
     runs = [read_run(config.parent) for config in sweep.glob("*/config.yaml")]
     if not runs:
         raise ConfigError(f"{sweep}: no run in there; give outputs/<sweep>")

@@ -1,7 +1,7 @@
-"""Do the loss curves of a sweep lie on one another, and do they fall?
+"""Check whether the loss curves of a sweep agree and whether they fall.
 
-Every point of a comparison sees the same weights and the same global batches, so that the curves differ by rounding
-alone. The measure is the largest relative difference |loss − reference| / |reference| over all steps.
+Every point of a comparison uses the same weights and the same global batches, so the curves differ only by rounding.
+The measure is the largest relative difference |loss − reference| / |reference| over all steps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class Curve:
-    """What one loss curve showed; `step` is where it is farthest from the reference."""
+    """The result for one loss curve; `step` is the step with the largest difference to the reference."""
 
     name: str
-    difference: float  # largest relative difference to the reference; inf where a step is missing or not finite
+    # This is the largest relative difference to the reference; inf if a step is missing or not finite.
+    difference: float
     step: int
     falls: bool
 
@@ -26,7 +27,7 @@ class Curve:
 class Verdict:
     reference: str
     curves: list[Curve]
-    bound: float | None  # None: agreement was not asked for
+    bound: float | None  # None: agreement is not required
     must_fall: bool
 
     @property
@@ -42,7 +43,7 @@ class Verdict:
         return self.agree and self.fall
 
     def lines(self) -> list[str]:
-        """The verdict in words, then one line for each curve that breaks it."""
+        """Return the verdict in words, then one line for each curve that breaks it."""
         asked = self._agreement() + self._falling()
         broken = [line for curve in self.curves for line in self._complaints(curve)]
         return asked + broken
@@ -75,9 +76,9 @@ class Verdict:
 def judge(
     losses: Mapping[str, Sequence[float]], *, bound: float | None, must_fall: bool = False
 ) -> Verdict:
-    """`losses` are the curves by name, one loss per step; the first is the reference.
+    """Judge `losses`, which maps each curve's name to one loss per step; the first curve is the reference.
 
-    Raises ValueError where there is no curve.
+    Raises ValueError if there is no curve.
     """
     if not losses:
         raise ValueError("no loss curve to compare: no point of the sweep came to its end")
@@ -90,7 +91,7 @@ def judge(
 
 
 def falls(losses: Sequence[float]) -> bool:
-    """True if the mean of the last quarter is below that of the first: single steps are noisy."""
+    """Is the mean of the last quarter below that of the first? Single steps are too noisy to compare."""
     quarter = max(1, len(losses) // 4)
     return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
 

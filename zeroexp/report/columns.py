@@ -1,4 +1,4 @@
-"""The columns of the table at the end of a sweep: what tells a point apart, and what each number is read from."""
+"""The columns of a sweep's table: those that identify a point, and those of its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroexp.tracking.run import Run
 
 MIB = 2**20
 ABSENT = "–"
-SKEW = 1.02  # ranks that differ by less are shown as alike
+SKEW = 1.02  # smaller differences between ranks are not shown
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def point_of(runs: Sequence[Run]) -> list[Column]:
 
 
 def traffic_of(runs: Sequence[Run]) -> list[list[Column]]:
-    """Each with its mean, if it has one: what stays together."""
+    """Return the traffic columns, each grouped with the column of its mean, if it has one."""
     return [
         _bytes(runs, "sent/step", lambda s: s.sent_bytes_per_step),
         *([_bytes(runs, "by TCP", lambda s: s.wire_bytes_per_step)] if shares_memory(runs) else []),
@@ -73,10 +73,10 @@ def _bytes(
     name: str,
     spread: Callable[[RunSummary], Spread | None],
     *,
-    rare: bool = False,  # no column where nobody has any
+    rare: bool = False,  # True: no column if all values are zero
     always_mean: bool = False,
 ) -> list[Column]:
-    """The fullest rank, and the mean over ranks where a run's ranks differ."""
+    """Return a column of the fullest rank, and one of the mean over ranks if the ranks of some run differ."""
 
     def column(name: str, part: Callable[[Spread], float]) -> Column:
         def mebibytes(summary: RunSummary) -> float | None:
@@ -95,7 +95,7 @@ def _bytes(
 
 
 def shares_memory(runs: Sequence[Run]) -> bool:
-    """True if a run's ranks handed one another more than TCP carried: they share memory."""
+    """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
     pairs = [
         (run.summary.sent_bytes_per_step, run.summary.wire_bytes_per_step)
         for run in runs

@@ -1,8 +1,8 @@
-"""The picture of a sweep: what every point holds after backward, by kind, as an SVG made from run folders alone.
+"""Draw a sweep's memory after backward, per point and kind, as an SVG made only from run folders.
 
-This file is the one door to matplotlib, which MLflow depends on, and is imported only when a picture is asked for.
-The text of the SVG is text, and its background is opaque, so that it reads the same on a light and on a dark page.
-The same runs give the same file, byte for byte, under one version of matplotlib.
+Only this file imports matplotlib, which MLflow depends on, and it is imported only when a picture is wanted. The text
+of the SVG is text, and its background is opaque, so that it reads the same on a light and on a dark page. The same runs
+give the same file, byte for byte, under one version of matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB, Column, point_of
 from zeroexp.tracking.run import Run
 
-MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: our stages differ most then
+# At this moment gradients are reduced and the optimizer has not run, so our stages differ most.
+MOMENT = "after_backward"
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -30,7 +31,8 @@ NAMES = {
     "buffers": "buffers and pools",
 }
 PEAK = "peak of any step"
-# The colours are Okabe and Ito's, made for any colour vision; the green is lightened for the black numbers on it.
+# The colours are Okabe and Ito's, made for any colour vision; the green is lightened to keep the black numbers on it
+# readable.
 COLOURS = {
     "parameters": "#56b4e9",
     "gradients": "#e69f00",
@@ -40,18 +42,18 @@ COLOURS = {
 }
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "zeroexp",  # identifiers inside the file are the same each time
+    "svg.hashsalt": "zeroexp",  # fixes the identifiers inside the file
     "font.family": "sans-serif",
     "font.size": 10,
 }
-BAR, GAP = 0.8, 0.6  # in rows: the height of a bar, and the space between two strategies
-SMALL = 20  # MiB: where the longest bar is shorter, numbers have decimals
-NARROWEST = 0.03  # of the longest bar: a narrower part has no room for its number
+BAR, GAP = 0.8, 0.6  # heights in rows: a bar, and the space between two strategies
+SMALL = 20  # MiB: below this length of the longest bar, numbers have decimals
+NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What one point of the sweep holds, under a name that tells it from all others."""
+    """The memory of one point of the sweep, under a name that identifies it."""
 
     name: str
     bytes_by_kind: dict[str, int]
@@ -63,7 +65,7 @@ class Bar:
 
 
 def save(runs: Sequence[Run], path: Path) -> None:
-    """Write the picture of one sweep. Raises ConfigError where no picture can be made of it, or not in this file."""
+    """Write the picture of one sweep. Raises ConfigError if the runs allow no picture or the file cannot be written."""
     if path.suffix != ".svg":
         raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
     with rc_context(STYLE):
@@ -77,9 +79,9 @@ def save(runs: Sequence[Run], path: Path) -> None:
 
 
 def bars(runs: Sequence[Run]) -> list[list[Bar]]:
-    """The points that came to their end, in the order of `runs`: one list for each strategy.
+    """Return the finished points in the order of `runs`: one list for each strategy.
 
-    Raises ConfigError where there is none, or where a summary does not say what was held at MOMENT.
+    Raises ConfigError if there is none, or if a summary does not hold the memory at MOMENT.
     """
     done = _done(runs)
     strategy, implementation, *settings = point_of(done)
@@ -92,7 +94,7 @@ def bars(runs: Sequence[Run]) -> list[list[Bar]]:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
+    """Draw horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
     groups = bars(runs)
     shown = [bar for group in groups for bar in group]
     rows: list[float] = []
@@ -115,7 +117,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
-    """Draw the kinds that somebody holds one after the other, each with its MiB; sum and peak stand behind them."""
+    """Draw the kinds that any point holds one after the other, each with its MiB; sum and peak stand behind them."""
     form = ",.0f" if longest >= SMALL else ",.2f"
     ends = [0.0] * len(shown)
     for kind in KINDS:
@@ -133,7 +135,7 @@ def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: flo
 
 
 def _title(done: Sequence[Run]) -> str:
-    """The moment, the rank, the model and the world size; what differs between bars stands beside them."""
+    """Return the title: moment, rank, model and world size. Whatever differs between bars stands beside them."""
     models = " and ".join(dict.fromkeys(run.config["model.name"] for run in done))
     sizes = sorted({run.world_size for run in done})
     rank = f"world size {' and '.join(map(str, sizes))}, the rank that holds most"
@@ -163,7 +165,7 @@ def _differs(column: Column, runs: Sequence[Run]) -> bool:
 
 
 def _words(column: Column, run: Run) -> str:
-    """A name speaks for itself; a number needs the setting that it is a value of."""
+    """Return the column's value; a number gets the name of its setting in front."""
     value = column.value(run)
     return (
         value

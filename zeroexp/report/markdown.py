@@ -1,4 +1,4 @@
-"""The results of a sweep as a Markdown table, under a sentence that says when, where and by which command it ran."""
+"""Write a sweep's results as a Markdown table, under a sentence that says when, where and by which command it ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSS, STEP, _, TOKENS = RESULTS
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The fullest rank's bytes alone: the table in the terminal also has means and what each number means."""
+    """Return the table with the fullest rank's bytes only; the terminal's table also has means and explanations."""
     point = point_of(runs)
     shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
     columns = [
@@ -32,7 +32,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def replace_in(page: Path, text: str) -> None:
-    """Put `text` between the markers of the page. Raises ConfigError where it has none, or can not be written."""
+    """Put `text` between the markers of the page. Raises ConfigError if it has no markers or cannot be written."""
     try:
         before, _, rest = page.read_text().partition(BEGIN)
         _, found, after = rest.partition(END)
@@ -57,7 +57,7 @@ def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
 
 
 def _circumstances(runs: Sequence[Run]) -> str:
-    """The day, command, machine and versions of the first run: a sweep has one of each."""
+    """Return the day, command, machine and versions of the first run; all runs of a sweep share them."""
     known = runs[0].environment
     day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
     parts = [

@@ -1,7 +1,7 @@
-"""What a person sees while a sweep runs: a few lines redrawn in place on a terminal, one line per event in a pipe.
+"""Show a running sweep: a few lines redrawn in place on a terminal, one line per event in a pipe.
 
 On a terminal a frame is one write: the cursor goes up, every line is overwritten and its rest erased, so nothing is
-ever blank and nothing flickers. Lines of points that ended are left above the frame.
+ever blank and nothing flickers. Lines of ended points stay above the frame.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TextIO
 from zeroexp.measure.record import StepRecord
 
 SECONDS_BETWEEN_FRAMES = 0.1
-SECONDS_BETWEEN_STEP_LINES = 5.0  # of one point in a pipe; its first and last step always show
+SECONDS_BETWEEN_STEP_LINES = 5.0  # per point in a pipe; its first and last step always show
 MAX_RUNNING_LINES = 8
 
 
@@ -32,7 +32,9 @@ class _Point:
     line_shown: float = float("-inf")
 
     def eta(self, now: float) -> float | None:
-        """Seconds to the last step, from the mean time of the steps after the first."""
+        """Return the seconds to the last step, from the mean time of the steps after the first; None before two
+        steps.
+        """
         if self.num_done < 2:
             return None
         pace = (now - self.first_step_done) / (self.num_done - 1)
@@ -40,7 +42,7 @@ class _Point:
 
 
 class Progress:
-    """Of `num_points` sweep points, any number of which may run at once. A context manager."""
+    """The progress of `num_points` sweep points, of which any number may run at once. A context manager."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Progress:
         self._stream, self._clock = stream or sys.stderr, clock
         self._live = self._stream.isatty()
         self._running: dict[int, _Point] = {}
-        self._ended: list[str] = []  # status of every point that ended
-        self._seconds: list[float] = []  # duration of every point that ran to an end
+        self._ended: list[str] = []  # status of every ended point
+        self._seconds: list[float] = []  # duration of every point that ran to its end
         self._num_lines = 0  # of the frame on the screen
         self._drawn = float("-inf")
 
@@ -75,7 +77,7 @@ class Progress:
             self._stream.flush()
 
     def end(self, number: int, status: str, reason: str | None = None, name: str = "") -> None:
-        """Also of a point that never started (skipped), which then needs its `name`."""
+        """Point `number` has ended. A skipped point, which never started, needs its `name`."""
         point = self._running.pop(number, None)
         took = ""
         if point is not None:
@@ -89,11 +91,11 @@ class Progress:
         )
 
     def note(self, line: str) -> None:
-        """Something worth a line that belongs to no step."""
+        """Show a line that belongs to no step."""
         self._event(line)
 
     def close(self) -> None:
-        """Take the frame off the screen; the lines above it stay."""
+        """Erase the frame from the screen; the lines above it stay."""
         if self._live and self._num_lines:
             self._stream.write(f"\x1b[{self._num_lines}A\x1b[J")
             self._stream.flush()
@@ -140,7 +142,7 @@ class Progress:
         return " | ".join(parts)
 
     def _sweep_eta(self, now: float) -> float | None:
-        """From the mean duration of the points that ran, as many at a time as run now."""
+        """Estimate the seconds left from the mean duration of ended points and the number of points that run now."""
         if not self._seconds or len(self._ended) == self._num_points:
             return None
         mean = sum(self._seconds) / len(self._seconds)
@@ -172,7 +174,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """1.2 s, 47 s, 3 min 05 s, 2 h 10 min."""
+    """Format seconds: 1.2 s, 47 s, 3 min 05 s, 2 h 10 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

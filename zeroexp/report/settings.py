@@ -1,4 +1,4 @@
-"""Which settings tell the points of a sweep apart, and how they are shown. Pure."""
+"""Find the settings that distinguish the points of a sweep, and format them. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LONGEST = 24  # characters of a value; the end of a path says more than its begi
 
 
 def distinguishing_keys(runs: Sequence[Run]) -> list[str]:
-    """Settings in which two runs differ that agree in strategy, implementation and world size.
+    """Return the settings that differ between runs with equal strategy, implementation and world size.
 
-    Of a group (model, data) that differs by its choice, the choice stands for all that follows from it.
+    If the choice of a group (model, data) differs, it replaces all settings that follow from it.
     """
     alike: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
@@ -31,7 +31,7 @@ def distinguishing_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def column_name(key: str, keys: Sequence[str]) -> str:
-    """model.name -> model, data.seq_len -> seq_len, and in full where two would be called alike."""
+    """Shorten model.name to model and data.seq_len to seq_len; keep the full key if two short names are equal."""
     short = [_short(other) for other in keys]
     return _short(key) if short.count(_short(key)) == 1 else key
 
@@ -44,7 +44,7 @@ def shown(value: str) -> str:
 
 
 def _choice(key: str) -> str:
-    """Which option of which group brings this setting; the dtypes of a strategy are those of the precision."""
+    """Return the key of the choice that sets this setting; the precision group sets a strategy's dtypes."""
     group = key.partition(".")[0]
     if group == "strategy" and key.endswith(".dtype"):
         group = "precision"

@@ -1,7 +1,7 @@
-"""The table at the end of a sweep: what every point cost, one row each, aligned for a terminal.
+"""The final table of a sweep: the cost of every point, one row each, aligned for a terminal.
 
-A column that would say nothing (master weights of an fp32 run, a mean equal to the fullest rank) is left out. Where
-two points share strategy, implementation and world size, the settings that tell them apart become columns.
+A column without information (master weights of an fp32 run, a mean equal to the fullest rank) is left out. If two
+points share strategy, implementation and world size, the settings that differ between them become columns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zeroexp.report.columns import (
 )
 from zeroexp.tracking.run import Run
 
-WIDTH = 110  # of the text below the table
+WIDTH = 110  # characters in the text below the table
 
-# What torch's engines leave where, if it is not what the stage's name promises.
+# These notes explain where torch's engines differ from what the stage's name promises.
 NOTES = {
     "zero1/torch": "zero1/torch is DDP + ZeroRedundancyOptimizer: gradients rest replicated, 3P of traffic.",
     "zero2/torch": "zero2/torch is FSDP2 without reshard: parameters rest sharded.",
@@ -32,15 +32,15 @@ NOTES = {
 
 
 def show(runs: Sequence[Run]) -> None:
-    """Print the table, as wide as the terminal allows; in a pipe as wide as it is."""
+    """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
     print(render(runs, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
 def render(runs: Sequence[Run], width: int | None = None) -> str:
-    """A header of two lines (name, unit), one line per run, and what each number means.
+    """Return a header of two lines (name, unit), one line per run, and the meaning of each number.
 
-    Where that is wider than `width` characters, what all points share goes into a caption; then there are two tables,
-    time and traffic before memory; then as many as it takes. None = no limit.
+    If that is wider than `width` characters (None: no limit), values that all points share move into a caption. If it
+    is still too wide, it becomes two tables, time and traffic before memory, and then as many tables as necessary.
     """
     point, memory, traffic = point_of(runs), memory_of(runs), traffic_of(runs)
     wide = [*point, *RESULTS, *_flat(memory), *_flat(traffic), STATUS]
@@ -61,7 +61,7 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
 def _packed(
     runs: Sequence[Run], point: Sequence[Column], parts: Sequence[Sequence[Column]], width: int
 ) -> list[list[Column]]:
-    """Tables that each name the points and take as many of `parts` as fit, at least one."""
+    """Divide `parts` among tables that each name the points; a table takes as many parts as fit, at least one."""
     tables: list[list[Column]] = []
     for part in parts:
         if not tables or _width(runs, [*tables[-1], *part]) > width:
@@ -84,7 +84,7 @@ def _fit(runs: Sequence[Run], tables: Sequence[Sequence[Column]], width: int) ->
 
 
 def _width(runs: Sequence[Run], columns: Sequence[Column]) -> int:
-    """But for reasons, which are last in their row."""
+    """Return the table's width without the reasons, which are last in their row."""
     return len(_lines(runs, columns)[2])
 
 
@@ -127,7 +127,7 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
 
 
 def _private_notes(runs: Sequence[Run]) -> list[str]:
-    """Memory that no pool bounds: a model whose modules run inside one another."""
+    """Return notes on memory beyond the pools, which a model needs whose modules run inside one another."""
     counts = {run.label: run.summary.num_private_units for run in runs if run.summary}
     return [
         f"{label}: {count} units ran while their pool was in use and got memory of their own."
@@ -137,7 +137,7 @@ def _private_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def _engine_notes(runs: Sequence[Run]) -> list[str]:
-    """What the config left open and the engine settled, said once for all that ran alike."""
+    """Return the engines' values of open settings, once for all runs with the same values."""
     labels: dict[str, list[str]] = {}
     for run in runs:
         words = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}

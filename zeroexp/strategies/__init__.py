@@ -1,1 +1,1 @@
-"""What the training loop can see of a parallel engine: `base.Strategy`, and one file per engine behind it."""
+"""The training loop sees a parallel engine only as `base.Strategy`; each engine has its own file."""

@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 
 from zeroexp.measure.record import Traffic
 
-# Takes parameter groups as torch.optim takes them, makes the rank-local optimizer.
+# An OptimizerFactory takes parameter groups as torch.optim takes them and makes the rank-local optimizer.
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 
 
 @dataclass
 class ModelStates:
-    """The tensors this rank holds now, by kind; views and aliases are allowed, bytes are counted by storage."""
+    """The tensors this rank holds now, by kind. Views and aliases are allowed: bytes are counted by storage."""
 
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     optimizer: list[Tensor] = field(default_factory=list)
     master: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)  # pools, buckets
-    hidden_bytes: int = 0  # of buffers which no tensor shows (buckets of DistributedDataParallel)
-    num_private_units: int = 0  # found their pool in use and got memory of their own
+    hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
+    num_private_units: int = 0  # units with own memory, as their pool was in use
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,28 @@ class CanonicalTensor:
     pieces: list[Piece]
 
 
-# Parameter name -> "weight" and each optimizer moment ("exp_avg", "exp_avg_sq", "step", ...) -> what this rank holds.
+# A CanonicalState maps each parameter's name to what this rank holds of its "weight" and of each optimizer moment
+# ("exp_avg", "exp_avg_sq", "step", ...).
 CanonicalState = dict[str, dict[str, CanonicalTensor]]
 
 
 class Strategy(Protocol):
-    """One engine. `model` is called as before; parallelism hides in its hooks."""
+    """One engine. The caller calls `model` as before; the parallelism happens in its hooks."""
 
     model: nn.Module
-    settings: dict[
-        str, Any
-    ]  # what it ran with where the config left it open; None: it has no such thing
+    settings: dict[str, Any]  # values the engine chose for open settings; None: not applicable
     optimizer: Optimizer  # rank-local; only its param_groups (learning rate) are read and written
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Forward and backward of one microbatch happen inside; `last` is the last one before `step`."""
+        """Return the context around one microbatch's forward and backward; `last` marks the last one before `step`."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of this rank's share of the global loss, see [Note: who divides]."""
+        """Run the backward of this rank's share of the global loss, see [Note: who divides]."""
         ...
 
     def step(self) -> Tensor:
-        """Finish reducing, clip, update, publish. Returns the global gradient norm before clipping (0-dim)."""
+        """Finish the reduction, clip, update and publish. Return the global gradient norm before clipping (0-dim)."""
         ...
 
     def zero_grad(self) -> None: ...
@@ -84,11 +83,11 @@ class Strategy(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """Memory this rank holds that torch's allocator does not see, so that a peak can be told whole."""
+        """Bytes this rank holds outside of torch's allocator; a complete peak includes them."""
         ...
 
     def take_traffic(self) -> Traffic:
-        """What this rank sent since the last call, by kind; empty where the engine does not tell."""
+        """Return what this rank sent since the last call, by kind; it is empty if the engine cannot tell."""
         ...
 
     def state_dict(self) -> CanonicalState: ...

@@ -1,15 +1,16 @@
-"""A module's buffers (BatchNorm's running statistics, counters): rank 0's values for every rank, once per step, saved.
+"""Keep a module's buffers (BatchNorm's running statistics, counters) equal on all ranks, and save and load them.
 
-Each rank computes its own in forward. DistributedDataParallel sends rank 0's with the first forward behind a step;
-here they are sent at the end of the step, and only those that changed on any rank:
+Each rank computes its own buffers in forward. DistributedDataParallel sends rank 0's values with the first forward
+after a step; this module sends them at the end of the step, and only those that changed on any rank:
 
-    changes = buffers.changes()       by buffer: 0, or 1 where it changed here since the last sync
-    (sum over ranks)                  with any all-reduce that is done anyway
+    changes = buffers.changes()       per buffer: 0, or 1 if it changed here since the last sync
+    (sum over ranks)                  with any all-reduce that happens anyway
     buffers.sync(changes)             one broadcast of the union, or none
 
-A change is seen by the tensor's version, by its place, or by another tensor in its stead (`self.n = self.n + 1`). What
-is written past the version (`self.mean.data.mul_()`) is seen by value in the first steps, and such a buffer is sent in
-every step from then on. A buffer that comes later than the engine, or gets another shape, stays each rank's own.
+A buffer has changed if its tensor has another version, another address, or was replaced (`self.n = self.n + 1`). Writes
+that bypass the version (`self.mean.data.mul_()`) are found by comparing values in the first steps, and such a buffer is
+sent in every later step. A buffer that is registered after the engine was built, or that changes shape, stays local to
+each rank.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from zeroexp.strategies.base import CanonicalState, CanonicalTensor
 from zeroexp.strategies.canonical import BUFFER, fill, whole
 from zeroexp.world import World
 
-NUM_COMPARED = 2  # steps in which values are compared too
+NUM_COMPARED = 2  # number of first steps in which values are compared as well
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """One name; a tensor tied to another name is under each."""
+    """One name of a buffer; a tensor with several names appears once under each."""
 
     name: str
     persistent: bool
     owner: nn.Module
     key: str
-    seen: Tensor  # at the last sync; kept, so that no other tensor gets its identity
+    seen: Tensor  # the tensor at the last sync; the reference keeps its identity from being reused
     version: int
     address: int
-    values: Tensor | None  # a copy, in the first steps
-    always: bool = False  # was written past its version
+    values: Tensor | None  # a copy, in the first steps only
+    always: bool = False  # was written without a new version
 
     @property
     def now(self) -> Tensor | None:
@@ -48,7 +49,7 @@ class _Buffer:
 
 
 class Buffers:
-    """Those of a module that every rank has in the same order; all verbs are called by all ranks."""
+    """The buffers of a module, in the same order on every rank; all ranks call each method together."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self._module, self._world = module, world
@@ -68,7 +69,10 @@ class Buffers:
         return [b.now for b in self._buffers if b.now is not None]
 
     def changes(self) -> Tensor:
-        """float64, on the device: to be summed over ranks. More than the world size: nobody can take it."""
+        """Return each buffer's mark (float64, on the device), to be summed over ranks.
+
+        A sum above the world size means that the buffer cannot be sent.
+        """
         marks = [self._mark(i) for i in range(len(self._buffers))]
         self._num_compared += 1
         if self._num_compared == NUM_COMPARED:
@@ -77,9 +81,9 @@ class Buffers:
         return torch.tensor(marks, dtype=torch.float64, device=self._world.device)
 
     def sync(self, changes: Tensor) -> int:
-        """Rank 0's values of what changed anywhere; returns their bytes.
+        """Broadcast rank 0's values of all buffers that changed on any rank; return the bytes sent.
 
-        Raises ValueError, on all ranks, where a persistent buffer has got another shape.
+        Raises ValueError, on all ranks, if a persistent buffer changed its shape or dtype.
         """
         summed = changes.tolist()
         for buffer, count in zip(self._buffers, summed, strict=True):
@@ -96,10 +100,9 @@ class Buffers:
         return num_bytes
 
     def share(self) -> None:
-        """For an engine whose step has no sum to go with: one of their own, unless nothing can have changed.
+        """Sum the changes and sync, for an engine whose step has no all-reduce that the changes could join.
 
-        Of buffers that no state holds and that did not change in the first step (rotary frequencies) nothing is asked
-        again.
+        If no buffer is persistent and none changed in the first step (rotary frequencies), later calls do nothing.
         """
         if not self._may_change:
             return
@@ -111,7 +114,7 @@ class Buffers:
     # -- state --------------------------------------------------------------------------------------
 
     def canonical(self) -> CanonicalState:
-        """Persistent ones, whole, from rank 0."""
+        """Return the persistent buffers, whole, from rank 0."""
         state: CanonicalState = {}
         for buffer in (b for b in _find(self._module) if b.persistent):
             if buffer.seen.layout is not torch.strided:
@@ -124,7 +127,7 @@ class Buffers:
         return state
 
     def require(self, state: CanonicalState) -> None:
-        """Raise ValueError unless `load` can take it up. Tells in one line of a state that has no buffers at all."""
+        """Raise ValueError unless `load` can load this state; print one line if the state has no buffers at all."""
         saved = {name: entry[BUFFER] for name, entry in state.items() if BUFFER in entry}
         ours = {b.name: b for b in _find(self._module) if b.persistent}
         if ours and not saved:
@@ -146,7 +149,7 @@ class Buffers:
                 raise ValueError(f"buffer {name} {told}; give a state of this model")
 
     def load(self, state: CanonicalState) -> None:
-        """Raises ValueError, before anything changes, for a state of another model."""
+        """Load the buffers of `state`. Raises ValueError, before anything changes, if the state is of another model."""
         self.require(state)
         for buffer in _find(self._module):
             if buffer.persistent and BUFFER in state.get(buffer.name, {}):
@@ -183,7 +186,7 @@ class Buffers:
                 buffer.values = now.detach().clone()
 
     def _send(self, changed: Sequence[_Buffer]) -> int:
-        """As bytes, so that one broadcast takes all dtypes."""
+        """Broadcast the buffers as bytes, so that one broadcast takes all dtypes."""
         if not changed:
             return 0
         mine = [_bytes_of(b.now) for b in changed if b.now is not None]
@@ -191,12 +194,13 @@ class Buffers:
         worlds.broadcast(sent)
         if self._world.rank != 0:
             for buffer, part in zip(changed, sent.split([len(m) for m in mine]), strict=True):
-                _write(buffer, part.clone().view(buffer.seen.dtype))  # at an address of its own
+                # The clone starts at its own address, so that it can be viewed in any dtype.
+                _write(buffer, part.clone().view(buffer.seen.dtype))
         return sent.nbytes
 
 
 def _find(module: nn.Module) -> list[_Buffer]:
-    """In the order of the modules."""
+    """List the module's buffers in the order of the modules."""
     return [
         _new(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
         for prefix, owner in module.named_modules()
@@ -233,7 +237,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(buffer: _Buffer, flat: Tensor) -> None:
-    """In place, for views and ties see it then; where memory is shared between elements, a tensor in its stead."""
+    """Write in place, so that views and tied names see the values; replace a tensor whose elements share memory."""
     now = buffer.now
     assert now is not None
     values = flat.view(now.shape)

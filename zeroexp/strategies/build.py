@@ -1,4 +1,4 @@
-"""config -> strategy: the one place that knows every engine."""
+"""Build the strategy from the config: this is the only file that knows every engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroexp.world import World
 
 
 def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
-    """The configured engine around `model`, whose parameters hold the unrounded initial weights."""
+    """Return the configured engine around `model`, whose parameters hold the unrounded initial weights."""
     config = resolve(config)
     key = config.strategy.implementation
     key = f"torch {config.strategy.name}" if key == "torch" else key
@@ -92,7 +92,7 @@ def _dtypes(strategy: StrategyConfig) -> Dtypes:
 
 
 def _options(strategy: StrategyConfig) -> Options:
-    """Options are the config's words; what has no effect in this stage is None there, and left at its default."""
+    """Build Options from the config's fields; a None (no effect in this stage) keeps the default."""
     if strategy.bucket_mb == AUTO:
         raise ValueError("strategy.bucket_mb=auto: measure it first, with zeroexp.links.settle")
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}

@@ -1,6 +1,6 @@
-"""What torch's optimizers and replicated or dim-0-sharded tensors look like as canonical pieces, and back.
+"""Convert the state of torch's optimizers and replicated or dim-0-sharded tensors to canonical pieces and back.
 
-Pieces are views of live memory: whoever keeps them past the next step copies them.
+Pieces are views of live memory: a caller that keeps them past the next step copies them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.world import World
 
-# Entries of a parameter (or of a buffer) that are no moment.
+# These entries of a parameter (or of a buffer) are not moments.
 WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
 NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
 
 
 def whole(tensor: Tensor) -> CanonicalTensor:
-    """A tensor that only this rank contributes."""
+    """Return the canonical form of a tensor that only this rank contributes."""
     pieces = [Piece(0, _flat(tensor))] if tensor.numel() else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
 def replicated(tensor: Tensor, world: World) -> CanonicalTensor:
-    """This rank's even share of a tensor that every rank holds: together the shares are the tensor, once."""
+    """Return this rank's even share of a replicated tensor; the shares of all ranks cover the tensor exactly once."""
     start, stop = (tensor.numel() * r // world.size for r in (world.rank, world.rank + 1))
     pieces = [Piece(start, _flat(tensor)[start:stop])] if stop > start else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
@@ -36,7 +36,7 @@ def replicated(tensor: Tensor, world: World) -> CanonicalTensor:
 def fill(flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str = "") -> None:
     """Write elements start, start + 1, ... of the canonical tensor into the one-dimensional `flat`.
 
-    Pieces may overlap. Raises ValueError when they do not cover what `flat` holds.
+    Pieces may overlap. Raises ValueError if they do not cover all elements of `flat`.
     """
     covered, stop = start, start + flat.numel()
     for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
@@ -55,7 +55,7 @@ def fill(flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str 
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors in one parameter's entry of an optimizer's state: moments, and the step."""
+    """Return the tensors (moments and the step) in the optimizer's state of one parameter."""
     moments = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     for key in moments:
         if key in NO_MOMENTS or "/" in key:
@@ -68,15 +68,17 @@ class SavedMoment:
     """One moment of a parameter as it was saved."""
 
     canonical: CanonicalTensor
-    of_elements: bool  # one for each element of the parameter; else of the parameter as a whole
-    follows: bool  # its dtype was the weight's, and is so again
+    # True: one value per element of the parameter; False: one value for the whole parameter
+    of_elements: bool
+    follows: bool  # its dtype was the weight's when saved, and becomes the weight's again
 
 
 class SavedMoments:
     """The moments in a canonical state, by parameter.
 
-    A number of the whole parameter has no dimension, as a parameter may have none: which of the two a moment is, the
-    other parameters tell. Where there is no other, torch's word for such a number is `step`.
+    A moment that is one number for the whole parameter has no dimension, but a 0-dim parameter's element-wise moment
+    has none either. The other parameters show which of the two a moment is. If there are no others, only `step` counts
+    as one number, as in torch.
     """
 
     def __init__(self, state: CanonicalState) -> None:
@@ -95,9 +97,10 @@ class SavedMoments:
 
 
 def empty_moment(saved: SavedMoment, parameter: Tensor) -> Tensor:
-    """Memory for a moment as torch.optim would make it: like the parameter, or of a shape of its own.
+    """Allocate a moment as torch.optim would: like the parameter, or with a shape of its own.
 
-    What was saved in the weight's dtype gets the parameter's: taken up by plain bf16, an fp32 moment is rounded once.
+    A moment that was saved in the weight's dtype gets the parameter's dtype: plain bf16 rounds a loaded fp32 moment
+    once.
     """
     moment = saved.canonical
     if saved.of_elements:

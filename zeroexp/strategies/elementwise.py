@@ -1,14 +1,14 @@
-"""Is the user's optimizer right on pieces? It is tried on small tensors before it is given the real ones.
+"""Test on small tensors whether the user's optimizer is correct on pieces, before it gets the real parameters.
 
 An engine hands the optimizer what this rank holds: pieces of matrices, or some of the parameters. That trains the same
-model only if the optimizer treats each element by itself (`cut`), or at least each parameter by itself (`shared`). No
-optimizer says so, hence it is asked: the same steps are done on whole tensors, on one-dimensional pieces of them, and
-on half of the tensors at a time, and the results are compared.
+model only if the optimizer treats each element independently (`cut`), or at least each parameter independently
+(`shared`). No optimizer declares this, so it is tested: the optimizer does the same steps on whole tensors, on
+one-dimensional pieces of them, and on half of the tensors at a time, and the results are compared.
 
-What is tried is like what will be trained: as many groups with the same options, in each a pair of tensors for every
-number of dimensions that its parameters have. Sides are as long as the real ones, up to a limit above the sizes from
-which optimizers begin to factor matrices. (Not found: an optimizer that begins to look at whole matrices after many
-steps, and keeps no state for it before.)
+The trial resembles the training: it has as many groups with the same options, and each group has a pair of tensors for
+every number of dimensions that its parameters have. Sides are as long as the real ones, up to a limit above the sizes
+at which optimizers begin to factor matrices. (The test misses an optimizer that treats matrices as a whole only after
+many steps and keeps no state for it before.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 
 from zeroexp.strategies.base import OptimizerFactory
 
-NUM_STEPS = 3  # what an optimizer estimates from two steps shows in the third
+NUM_STEPS = 3  # estimates made from two steps take effect in the third
 LONGEST_SIDE, FEW_GROUPS = 130, 4
-SHORT_SIDE = 20  # of tensors with more than two dimensions, and where there are many groups
-# A part of the largest way that an element goes. Fused kernels round the last elements of a piece in another way,
-# which is 1e-6 of it; what is wrong on pieces is so by a tenth or more.
+SHORT_SIDE = 20  # for tensors with more than two dimensions, and for all if there are many groups
+# The tolerance is a fraction of the largest distance that an element moves. Fused kernels round the last elements of a
+# piece differently, by 1e-6 of that distance; an optimizer that is wrong on pieces is wrong by a tenth or more.
 TOLERANCE = 1e-3
-LEAST_RATE = 1e-3  # a warm-up begins with 0, which would move nothing
+LEAST_RATE = 1e-3  # a warm-up begins with a rate of 0, which would move nothing
 
 
 def refuse_unless_elementwise(
@@ -43,11 +43,11 @@ def refuse_unless_elementwise(
     cut: bool,
     shared: bool,
 ) -> None:
-    """Raise ValueError, with the remedy, for an optimizer that would be wrong on what ranks hold.
+    """Raise ValueError, with the remedy, if the optimizer would be wrong on what ranks hold.
 
-    groups: the user's param_groups over real parameters, which are only looked at. family: the layout's name, for the
+    groups: the user's param_groups over real parameters, which are only inspected. family: the layout's name, for the
     message. cut: masters are one-dimensional pieces. shared: ranks hold different masters. The factory is called up
-    to four times; random states are left as they were.
+    to four times; the states of the random generators are restored afterwards.
     """
     if not (cut or shared):
         return
@@ -69,7 +69,7 @@ def refuse_unless_elementwise(
 
 
 class _Trial:
-    """One param_group's options, and the tensors tried in it: two of each number of dimensions."""
+    """The options of one param_group, and the tensors to try with them: two for each number of dimensions."""
 
     def __init__(self, group: Mapping[str, Any], longest_side: int) -> None:
         self.options = {key: value for key, value in group.items() if key != "params"}
@@ -83,8 +83,8 @@ class _Trial:
         ]
 
 
-_Choice = list[tuple[Tensor, slice | None]]  # elements of which tensor; None: all, in its shape
-_Choose = Callable[[Tensor, Tensor], _Choice]  # of a pair
+_Choice = list[tuple[Tensor, slice | None]]  # (tensor, elements); None: all, in its shape
+_Choose = Callable[[Tensor, Tensor], _Choice]  # chooses from a pair of tensors
 
 
 def _wholes(x: Tensor, y: Tensor) -> _Choice:
@@ -104,7 +104,7 @@ def _pieces(x: Tensor, y: Tensor) -> _Choice:
 
 
 def _cuts(numel: int) -> list[slice]:
-    border = numel // 3 + 1  # seldom between two rows
+    border = numel // 3 + 1  # rarely falls on a boundary between two rows
     return [slice(0, border), slice(border, numel)] if border < numel else [slice(0, numel)]
 
 
@@ -113,9 +113,9 @@ def _longest_side(groups: Sequence[Any]) -> int:
 
 
 def _values(parameter: Tensor, longest_side: int, *, seed: int) -> Tensor:
-    """Small at the beginning and large at the end, so that norms and means of pieces differ.
+    """Make values that are small at the beginning and large at the end, so that norms and means of pieces differ.
 
-    No square, so that a factor of a matrix has another shape than the matrix.
+    The shape is never square, so that a factor of a matrix differs in shape from the matrix.
     """
     longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
     sides = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
@@ -125,7 +125,7 @@ def _values(parameter: Tensor, longest_side: int, *, seed: int) -> Tensor:
 
 
 def _gradient(values: Tensor, step: int) -> Tensor:
-    """Of the same sign in each step, as on a long way down; it grows faster at the end than at the beginning."""
+    """Return a gradient with the same sign in each step, as on a long descent; it grows faster towards the end."""
     flat = values.reshape(-1)
     growth = 1 + step * torch.linspace(0.0, 3.0, flat.numel(), device=flat.device)
     return flat.sin() * growth
@@ -137,14 +137,14 @@ def _gradient(values: Tensor, step: int) -> Tensor:
 @dataclass
 class _Outcome:
     optimizer: Optimizer
-    numbers: list[dict[str, float]]  # by group, after the steps
-    moved: list[Tensor]  # by what was chosen, flat: how far its elements went
+    numbers: list[dict[str, float]]  # per group, after the steps
+    moved: list[Tensor]  # per chosen tensor, flattened: the distance that each element moved
 
 
 def _run(
     factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose, seed: int = 0
 ) -> _Outcome:
-    """Some steps of a new optimizer. Raises ValueError where it can not do what a strategy asks it for."""
+    """Run a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -161,7 +161,7 @@ def _run(
 def _make(
     factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose
 ) -> tuple[Optimizer, list[tuple[nn.Parameter, Tensor, slice | None]]]:
-    """A new optimizer over new parameters, and of each of these which elements of which tensor it is."""
+    """Make an optimizer over new parameters; return it with each parameter's source tensor and chosen elements."""
     groups: list[dict[str, Any]] = []
     chosen: list[tuple[nn.Parameter, Tensor, slice | None]] = []
     for trial in trials:
@@ -185,7 +185,7 @@ def _parameter(values: Tensor, part: slice | None) -> nn.Parameter:
 
 
 def _require_these(optimizer: Optimizer, expected: Sequence[Tensor]) -> None:
-    """A factory that reaches for the model's own parameters would train what nobody publishes."""
+    """Raise ValueError if the optimizer holds other parameters, whose updates no strategy would publish."""
     known = {id(parameter) for parameter in expected}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:
@@ -205,7 +205,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """What a group holds beside its parameters, as far as an optimizer may count in it."""
+    """Return a group's numeric options: an optimizer may use them as counters."""
     return {
         key: float(value)
         for key, value in group.items()
@@ -217,9 +217,9 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _same_apart(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome) -> bool:
-    """Each half of the tensors goes where it went beside the other half, and groups count the same."""
+    """Check that each half of the tensors moves as it did beside the other half, and that group counters agree."""
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
-        return False  # state of no parameter
+        return False  # this state belongs to no parameter
     for number, choose in enumerate((_first, _second)):
         half = _run(factory, trials, choose)
         counted = zip(half.numbers, whole.numbers, strict=True)
@@ -241,7 +241,7 @@ def _same_cut(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outco
     try:
         cut = _run(factory, trials, _pieces)
     except Exception:
-        return False  # it took the whole tensors, so that what it refuses is the pieces
+        return False  # it accepted the whole tensors, so it is the pieces that it rejects
     pieces = iter(cut.moved)
     joined = [torch.cat([next(pieces) for _ in _cuts(len(moved))]) for moved in whole.moved]
     return _near(joined, whole.moved)
@@ -255,7 +255,7 @@ def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _keeps_matrices(optimizer: Optimizer) -> bool:
-    """State that is neither like its parameter nor a number: rows, columns or factors of a matrix."""
+    """Is there state that is neither shaped like its parameter nor a number: rows, columns or factors of a matrix?"""
     return any(
         tensor.numel() > 1 and tensor.shape != parameter.shape
         for parameter, state in optimizer.state.items()
@@ -272,7 +272,7 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome, why: str) -> str:
-    """The line to say; of an optimizer that differs from itself another one."""
+    """Return the error message; an optimizer whose result depends on the random seed gets a different one."""
     again = _run(factory, trials, _wholes, seed=1)
     if _near(again.moved, whole.moved):
         return f"optimizer {why}"

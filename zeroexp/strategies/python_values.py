@@ -1,12 +1,12 @@
-"""What an optimizer keeps beside tensors: Python values by parameter, and numbers that it counts in its groups.
+"""Save and load the optimizer state that is not in tensors: Python values per parameter, and counters in groups.
 
-    optimizer.state[p]["step"] = 3            an int, a float, a bool, a word or None of one parameter
-    optimizer.param_groups[0]["k"] = 3        of a group: state only if the optimizer's own step changes it; a learning
-                                              rate or a decay that the user sets is the new run's own choice
+    optimizer.state[p]["step"] = 3            an int, a float, a bool, a str or None of one parameter
+    optimizer.param_groups[0]["k"] = 3        a group's value: state only if the optimizer's own step changes it; a
+                                              learning rate or decay that the user sets is the new run's own choice
 
-In a canonical state they are one entry of each parameter, "python": JSON as bytes, which keeps types and every bit of
-a float. A group's numbers are told with each of its parameters, since groups may be cut otherwise where they are
-loaded; one rank tells them, the one that has the parameter's first element.
+In a canonical state they form one entry of each parameter, "python": JSON as bytes, which keeps types and every bit of
+a float. Each parameter's entry repeats the numbers of its group, since the loading run may group parameters
+differently. Only the rank that holds the parameter's first element contributes the entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = dict[str, Any]
 
 
 class PythonValues:
-    """Those of one optimizer. It watches the steps from now on, to learn which options of groups are counted."""
+    """The Python values of one optimizer, whose further steps it watches to learn which group options are counters."""
 
     def __init__(
         self,
@@ -34,8 +34,10 @@ class PythonValues:
         names: Sequence[Sequence[str]],
         mirrors: Sequence[Optimizer] = (),
     ) -> None:
-        """names: of the parameters in each group, also of those that other ranks hold. mirrors: optimizers whose
-        groups say the same.
+        """Watch `optimizer` from now on.
+
+        names: the parameters in each group, including those that other ranks hold. mirrors: optimizers whose groups
+        must show the same values.
         """
         self._optimizer, self._mirrors = optimizer, mirrors
         self._names = [list(group) for group in names]
@@ -47,7 +49,7 @@ class PythonValues:
         optimizer.register_step_post_hook(lambda *_: self._compare())
 
     def of(self, name: str, parameter: Tensor) -> dict[str, CanonicalTensor]:
-        """The entry to add to what is told of this parameter; none where there is nothing to tell."""
+        """Return the entry to add to this parameter's state; it is empty if there are no values."""
         for key in self._optimizer.state:
             if not isinstance(key, Tensor):
                 raise ValueError(self._unknown(key, "outside of any parameter"))
@@ -61,9 +63,9 @@ class PythonValues:
         return {PYTHON: _written(values)} if any(values.values()) else {}
 
     def load(self, state: CanonicalState) -> None:
-        """Set the groups' numbers; what an optimizer keeps of a parameter is `own_values` of its entry.
+        """Set the groups' numbers. The caller loads a parameter's own values with `own_values`.
 
-        Raises ValueError where parameters of one group counted different numbers.
+        Raises ValueError if parameters of one group carry different numbers.
         """
         for i, names in enumerate(self._names):
             counted = self._saved_numbers(state, names)
@@ -109,7 +111,7 @@ class PythonValues:
 
 
 def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:
-    """What the optimizer kept of this parameter beside tensors."""
+    """Return the non-tensor values that the optimizer kept for this parameter."""
     return _read(entry, name)["state"] if PYTHON in entry else {}
 
 
@@ -130,7 +132,7 @@ def _read(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
 
 
 def _options(group: Mapping[str, Any]) -> Values:
-    """A tensor by where it is and how often it was written, since it is changed in place."""
+    """Return the group's options; a tensor, which changes in place, is represented by its identity and version."""
     return {
         key: (id(value), value._version) if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -139,7 +141,7 @@ def _options(group: Mapping[str, Any]) -> Values:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Of what may not be compared, whether it is another object."""
+    """Compare values of simple types by value and all others by identity."""
     if isinstance(now, (int, float, str, tuple)) and type(before) is type(now):
         return before != now
     return before is not now

@@ -1,13 +1,13 @@
-"""DistributedDataParallel, on request with ZeroRedundancyOptimizer: torch's own ddp and zero1.
+"""Run torch's own ddp and zero1: DistributedDataParallel, with ZeroRedundancyOptimizer for zero1.
 
                       parameters   gradients    optimizer        sent per step (x (N-1)/N of the parameters' bytes)
     ddp               replicate    replicate    replicate        2
     zero1             replicate    replicate    whole tensors,   3: the gradients are all-reduced although each
-                                                each on one rank    rank needs its own parameters' only
+                                                each on one rank    rank needs only those of its own parameters
 
-[Note: buckets] The reducer keeps the gradients' sum in C++ buckets that no tensor list shows, as large as the
-trainable parameters. With `gradient_as_bucket_view` the gradients are views of them from the end of the last backward
-to `zero_grad`; the buckets themselves are never freed.
+[Note: buckets] The reducer keeps the gradients' sum in C++ buckets that no tensor list shows. They are as large as the
+trainable parameters. With `gradient_as_bucket_view` the gradients are views of the buckets from the end of the last
+backward to `zero_grad`. The buckets are never freed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zeroexp.world import World
 
 
 class TorchDDP:
-    """`module` (parameters of `dtype` afterwards) under DistributedDataParallel."""
+    """DistributedDataParallel around `module`, whose parameters are converted to `dtype`."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class TorchDDP:
         optimizer_factory: OptimizerFactory,
         world: World,
         dtype: torch.dtype = torch.float32,
-        autocast: bool = False,  # forward in bfloat16
+        autocast: bool = False,  # the forward runs in bfloat16
         max_grad_norm: float | None = None,
         shard_optimizer: bool = False,  # ZeroRedundancyOptimizer
         gradient_as_bucket_view: bool = True,
-        may_skip_parameters: bool = False,  # costs a walk over the graph in every forward
+        may_skip_parameters: bool = False,  # True costs a walk over the graph in every forward
     ):
         self._world = world
         self._max_grad_norm = max_grad_norm
@@ -72,7 +72,7 @@ class TorchDDP:
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=may_skip_parameters,
         )
-        self._ddp.broadcast_buffers = False  # buffers.py does it; the argument's name moved
+        self._ddp.broadcast_buffers = False  # buffers.py sends them; torch renamed the argument
         self.model: nn.Module = self._ddp
         engine = "DDP, everything replicated"
         if shard_optimizer:
@@ -101,7 +101,7 @@ class TorchDDP:
         self._grads_in_buckets = last and self._as_views
 
     def backward(self, loss: Tensor) -> None:
-        # The reducer divides by the world size, see [Note: who divides]; a scalar is the cheapest place to undo it.
+        # The reducer divides by the world size, see [Note: who divides]; undoing it is cheapest on a scalar.
         (loss * self._world.size).backward()
 
     def step(self) -> Tensor:
@@ -119,12 +119,12 @@ class TorchDDP:
         self._grads_in_buckets = False
 
     def drain(self) -> None:
-        """The reducer waits in backward, and the optimizer for its broadcasts."""
+        """Do nothing: the reducer already waits in backward, and the optimizer waits for its broadcasts."""
 
     shared_bytes = 0
 
     def take_traffic(self) -> Traffic:
-        """C++ sends without telling; the network's own counters do."""
+        """Return nothing: the C++ reducer does not report what it sends; the network's own counters do."""
         return Traffic()
 
     def model_states(self) -> ModelStates:
@@ -137,7 +137,7 @@ class TorchDDP:
         )
 
     def state_dict(self) -> CanonicalState:
-        """Weights in even shares; moments too, or whole from the one rank that has them."""
+        """Return even shares of the weights; of sharded moments, whole tensors from the rank that holds them."""
         own = self._own_parameters()
         state: CanonicalState = self._buffers.canonical()
         for name, parameter in self._named.items():
@@ -167,7 +167,7 @@ class TorchDDP:
                 fill(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
 
     def _own_parameters(self) -> set[Tensor]:
-        """Those whose moments this rank holds."""
+        """Return the parameters whose moments this rank holds."""
         return {p for group in self._inner.param_groups for p in group["params"]}
 
     def _share(self, tensor: Tensor):
@@ -177,19 +177,19 @@ class TorchDDP:
 def _make_optimizer(
     groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
 ) -> tuple[Optimizer, Optimizer]:
-    """(what is stepped, what holds the state): ZeroRedundancyOptimizer's own state is always empty."""
+    """Return (the optimizer to step, the optimizer with the state): ZeroRedundancyOptimizer's own state stays empty."""
     if not shard:
         optimizer = factory(groups)
         return optimizer, optimizer
     refuse_unless_elementwise(factory, groups, family="torch", cut=False, shared=True)
     with warnings.catch_warnings():
-        # Its package uses what torch itself deprecates.
+        # ZeroRedundancyOptimizer's package uses functions that torch itself deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     outer = ZeroRedundancyOptimizer(
         groups,
         optimizer_class=factory,  # pyright: ignore[reportArgumentType]: it is called, never subclassed
-        parameters_as_bucket_view=True,  # one broadcast for each rank's parameters instead of one for each tensor
+        parameters_as_bucket_view=True,  # one broadcast per rank instead of one per tensor
     )
     return outer, outer.optim
 

@@ -1,15 +1,15 @@
-"""FSDP2: `fully_shard` of each block, and of the root for all that is outside of them.
+"""FSDP2: `fully_shard` wraps each block, and the root with all parameters outside of the blocks.
 
                   rests between steps        between forward and backward    sent per step (x (N-1)/N)
     zero2         everything sharded         parameters stay gathered        2
     zero3         everything sharded         parameters are sharded again    3
 
 The paper's ZeRO-2 keeps its parameters replicated and gathers after the step; FSDP2 without reshard gathers in the next
-forward instead. Its parameters rest sharded, and the label says so.
+forward instead. Its parameters rest sharded, and the engine's label says so.
 
-The root's own parameters stay gathered in both: backward begins with them. Gradients are reduced in every microbatch,
-since accumulating them unreduced would let them rest replicated; the gathered parameters of zero2 live through all
-microbatches of a step.
+The root's own parameters stay gathered in both, because backward begins with them. Gradients are reduced in every
+microbatch, since accumulating them unreduced would leave them replicated between microbatches. The gathered parameters
+of zero2 live through all microbatches of a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from zeroexp.world import World
 
 
 class TorchFSDP2:
-    """`module` under fully_shard: shards of the master dtype, gathered in the compute dtype."""
+    """`module` under fully_shard: its shards have the master dtype and are gathered in the compute dtype."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TorchFSDP2:
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
         _shard(module, blocks, reshard_after_forward, dtypes, world)
-        # fully_shard puts new parameters in the place of the old; while gathered, others again.
+        # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
         self._named = dict(self.model.named_parameters())
         groups = [
             {**group, "params": [self._named[names[p]] for p in group["params"]]}
@@ -111,16 +111,16 @@ class TorchFSDP2:
             parameter.grad = None
 
     def drain(self) -> None:
-        """The end of backward waits for the last reduction, and nothing is sent after it."""
+        """Do nothing: the end of backward waits for the last reduction, and nothing is sent after it."""
 
     shared_bytes = 0
 
     def take_traffic(self) -> Traffic:
-        """Torch sends without telling; the network's own counters do."""
+        """Return nothing: torch does not report what it sends; the network's own counters do."""
         return Traffic()
 
     def model_states(self) -> ModelStates:
-        """Shards; of what is gathered now the full tensors, as buffers."""
+        """Return the shards, and the currently gathered full parameters as buffers."""
         moments = [moments_of(state) for state in self.optimizer.state.values()]
         return ModelStates(
             parameters=[p.detach() for p in self._named.values()],
@@ -130,7 +130,7 @@ class TorchFSDP2:
         )
 
     def state_dict(self) -> CanonicalState:
-        """Each rank's shards: ranges, since dim 0 is cut and rows lie one after the other."""
+        """Return each rank's shards as contiguous ranges: dim 0 is cut, and rows are contiguous in memory."""
         state: CanonicalState = self._buffers.canonical()
         for name, parameter in self._named.items():
             tensors = {
@@ -171,9 +171,9 @@ class TorchFSDP2:
             fill(tensor.view(-1), canonical, name=name)
 
     def _start(self, tensor: DTensor) -> int:
-        """First flat element of this rank's shard: torch.chunk's rule, the last ranks may get less or nothing.
+        """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.
 
-        By arithmetic alone: a slice of the tensor would communicate, and ranks without rows do not ask.
+        This is pure arithmetic: slicing the tensor would communicate, and ranks without rows would not take part.
         """
         num_rows = tensor.shape[0]
         rows_per_rank = -(-num_rows // self._world.size)
@@ -195,6 +195,6 @@ def _shard(
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            # Plain sums, see [Note: who divides]; without the second line gloo meets an operation it does not have.
+            # Reduce to plain sums, see [Note: who divides]; the second line avoids an operation that gloo lacks.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)

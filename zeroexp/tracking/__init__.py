@@ -1,1 +1,1 @@
-"""What is kept of a run: files always (`files`), MLflow from those files (`mlflow`)."""
+"""What is kept of a run: always its files (`files`), and MLflow entries made from those files (`mlflow`)."""

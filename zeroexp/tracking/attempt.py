@@ -1,7 +1,7 @@
-"""attempts.json: how often a run was begun, and why each attempt ended. The newest attempt alone may write.
+"""attempts.json records each attempt at a run and why it ended. Only the newest attempt may write.
 
-A node that lost only its slurmd keeps its ranks alive while Slurm starts the run again on others. Such ranks can not be
-reached, so whatever they are about to write in the run's folder is refused here, and they end themselves.
+A node that lost only its slurmd keeps its ranks alive while Slurm starts the run again on other nodes. Such ranks
+cannot be reached, so this module refuses whatever they are about to write in the run's folder, and they end themselves.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from typing import Any
 from zeroexp.tracking.json_files import read_json, write_json
 
 ATTEMPTS = "attempts.json"
-NUMBER = "ZEROEXP_ATTEMPT"  # in the environment of whoever starts ranks, and of the ranks
+# The processes that start ranks and the ranks have this environment variable.
+NUMBER = "ZEROEXP_ATTEMPT"
 WITHOUT_A_WORD = "ended without a word: killed, or its node was lost"
 
 
 class Superseded(Exception):
-    """A newer attempt has begun in this folder: this process is a leftover, and what it would say is outdated."""
+    """A newer attempt has begun in this folder: this process is a leftover, and its results are outdated."""
 
 
 def mine() -> int | None:
-    """The attempt this process belongs to; None for a process that was not started for a run."""
+    """Return the attempt this process belongs to; None if the process was not started for a run."""
     number = os.environ.get(NUMBER)
     return None if number is None else int(number)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """`number`, `began_at` (Unix seconds) and, of one that has ended short of the run's end, `ended_at`, `reason`."""
+    """Return each attempt's `number`, `began_at` (Unix seconds) and, if it ended early, its `ended_at` and `reason`."""
     content = read_json(folder / ATTEMPTS)
     return content["attempts"] if content else []
 
 
 def newest(folder: Path) -> int:
-    """0 where the run was never begun."""
+    """Return the number of the newest attempt; 0 if the run has never begun."""
     return max((attempt["number"] for attempt in read(folder)), default=0)
 
 
 def begin(folder: Path, number: int) -> None:
-    """Of this process and those it starts. From now on, earlier attempts may write nothing.
+    """Begin this process's attempt, which its children share. From now on, earlier attempts may write nothing.
 
-    Raises Superseded if a later one has begun.
+    Raises Superseded if a later attempt has begun.
     """
     os.environ[NUMBER] = str(number)
     check(folder)
@@ -53,7 +54,7 @@ def begin(folder: Path, number: int) -> None:
 
 
 def end(folder: Path, reason: str) -> None:
-    """Of this process's attempt, short of the end of the run."""
+    """Record that this process's attempt ended before the end of the run."""
     check(folder)
     attempts = read(folder)
     for attempt in attempts:
@@ -63,7 +64,7 @@ def end(folder: Path, reason: str) -> None:
 
 
 def check(folder: Path) -> None:
-    """Call it before writing into a run's folder. Raises Superseded."""
+    """Call this before writing into a run's folder. Raises Superseded."""
     number = mine()
     if number is not None and newest(folder) > number:
         raise Superseded(f"attempt {newest(folder)} of {folder.name} has begun; this is {number}")

@@ -1,7 +1,7 @@
-"""A run folder in MLflow's words: params, metrics, tags, files. Pure; the same folder always gives the same entries.
+"""Convert a run folder to MLflow's params, metrics, tags and files. Pure: one folder always gives the same entries.
 
-Metric timestamps are the times at which the lines of records.jsonl were written, so that sending twice writes the
-same rows. Units stand in the names, since MLflow knows none.
+Metric timestamps are the times at which the lines of records.jsonl were written, so that sending twice writes the same
+rows. Names contain the units, since MLflow has none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
 
 
 def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
-    """Step is the world size for what scales with it: grouped by strategy, MLflow then draws scaling curves."""
+    """Return the metrics of the whole run.
+
+    Metrics that scale with the world size use it as their step: grouped by strategy, MLflow then draws scaling curves.
+    """
     world_size = summary.world_size
     scaling = {
         "scaling/step_ms": _milliseconds(summary.step_seconds_median),
@@ -90,9 +93,9 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
 
 
 def params(run: Run) -> dict[str, str]:
-    """The resolved config, dotted; `study` says why a point ran, not what it was.
+    """Return the resolved config with dotted keys. `study` is left out: it says why a point ran, not what it was.
 
-    A param is written once: what is still to be measured waits until config.yaml holds the number.
+    MLflow writes a param once, so a value that is still to be measured is left out until config.yaml holds the number.
     """
     return {
         key: value
@@ -112,7 +115,7 @@ def tags(run: Run, status: str) -> dict[str, str]:
         **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **known,
-        # No params: another attempt at the run may find other links, and a param is written once.
+        # These are tags, since another attempt may find other links, and MLflow writes a param only once.
         **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
     }
 
@@ -122,18 +125,18 @@ def artifacts(folder: Path) -> list[Path]:
 
 
 def began(run: Run) -> float:
-    """Unix seconds, from state.json; where it does not know, the time at which the config was written."""
+    """Return the start in Unix seconds, from state.json; else the time at which the config was written."""
     return run.times.get("running_at", (run.folder / "config.yaml").stat().st_mtime)
 
 
 def ended(run: Run, status: str, records: Sequence[tuple[float, StepRecord]]) -> float:
-    """Unix seconds, from state.json; where it does not know, the time of the last record."""
+    """Return the end in Unix seconds, from state.json; else the time of the last record."""
     last_seen = records[-1][0] if records else began(run)
     return max(began(run), run.times.get(f"{status}_at", last_seen))
 
 
 def _times(summary: RunSummary) -> dict[str, float]:
-    phases = summary.phase_seconds_median  # one of them is called step, as the whole step is
+    phases = summary.phase_seconds_median  # one phase is called step, like the whole step
     return {
         "time/step_ms_median": _milliseconds(summary.step_seconds_median),
         "time/step_ms_p95": _milliseconds(summary.step_seconds_p95),
@@ -165,7 +168,7 @@ def _traffic(summary: RunSummary) -> dict[str, float]:
 
 
 def _milliseconds(seconds: float) -> float:
-    """To the microsecond: the page shows every digit."""
+    """Convert to milliseconds, rounded to the microsecond, because the page shows every digit."""
     return round(seconds * 1e3, 3)
 
 

@@ -1,8 +1,8 @@
-"""failure.json: why a run failed, from whoever knows the first cause.
+"""failure.json says why a run failed; whoever knows the first cause writes it.
 
-The first rank that raises writes it and wins: what its peers meet afterwards are consequences. A rank that was killed
-writes nothing, so its launcher writes for it, over what its peers said when they lost it. What an attempt says that is
-not the newest any more is dropped.
+The first rank that raises writes it and wins, because its peers then only meet the consequences. A rank that was killed
+writes nothing, so its launcher writes for it and overwrites what its peers reported when they lost it. A failure of an
+attempt that is no longer the newest is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """What attempts before this process's left in the same folder."""
+    """Remove the failure that an attempt before this process's left in the same folder."""
     left = read_json(folder / FAILURE)
     if left and (left.get("attempt") or 0) < (attempt.mine() or 0):
         (folder / FAILURE).unlink(missing_ok=True)
@@ -39,7 +39,7 @@ def forget(folder: Path) -> None:
 def write_raised(
     folder: Path, rank: int, error: Exception, *, peak_bytes: int | None = None
 ) -> None:
-    """Called by the rank itself; does nothing where an earlier failure is written down."""
+    """Record this rank's exception; an earlier recorded failure stays. The rank itself calls this."""
     trace = "".join(traceback.format_exception(error))
     cause = _cause(folder, rank, type(error).__name__, str(error), trace)
     if short := shortage(error, peak_bytes):
@@ -55,9 +55,10 @@ def write_died(
     peak_bytes: int | None = None,
     out_of_memory: bool = False,
 ) -> None:
-    """Called by the launcher; `status` is the exit code of the first rank that died, or minus the signal.
+    """Record a rank's death; the launcher calls this.
 
-    peak_bytes: the most it was resident; out_of_memory: the kernel says that it killed for want of memory meanwhile.
+    `status` is the exit code of the first rank that died, or minus the signal. peak_bytes: the rank's peak resident
+    memory. out_of_memory: the kernel reports that it killed a process for lack of memory meanwhile.
     """
     if status > 0:
         message = f"rank {rank} ended with exit code {status} without saying why"
@@ -70,15 +71,15 @@ def write_died(
     if killed and out_of_memory:
         words = f"out of memory: the kernel killed rank {rank}{held}"
         cause |= {**_of_memory(Shortage(None, peak_bytes)), "message": words}
-    # C++ aborts on an exception nobody caught, also on one caused by a lost peer; a batch system that ends a job
-    # because of one rank terminates the others.
+    # C++ aborts on an uncaught exception, even if a lost peer caused it, and a batch system that ends a job because of
+    # one rank terminates the others.
     _write(folder, cause, over=name not in ("SIGABRT", "SIGTERM"))
 
 
 def write_unranked(folder: Path, exception: str, message: str, *, over: bool = False) -> None:
-    """Called by the launcher where no rank is to blame: none was started, or a launcher itself is lost.
+    """Record a failure that no rank caused: no rank was started, or a launcher itself is lost. The launcher calls this.
 
-    `over` what ranks say that met the consequences.
+    `over` overwrites the reports of ranks that met the consequences.
     """
     cause = {"rank": None, "host": socket.gethostname(), "exception": exception, "message": message}
     _write(folder, {**cause, "traceback": None, "log": None}, over=over)
@@ -102,7 +103,7 @@ def _cause(
 
 
 def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
-    """At once and whole, so that nobody reads half of it; `over` replaces what stands there, else the first wins."""
+    """Write failure.json atomically; `over` replaces an existing one, otherwise the first one wins."""
     try:
         attempt.check(folder)
     except attempt.Superseded as outdated:
@@ -115,5 +116,5 @@ def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
         beside.replace(folder / FAILURE)
         return
     with contextlib.suppress(FileExistsError):
-        os.link(beside, folder / FAILURE)  # fails where it exists, also between machines
+        os.link(beside, folder / FAILURE)  # fails if it exists, also between machines
     beside.unlink()

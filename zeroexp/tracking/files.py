@@ -1,10 +1,12 @@
-"""The files of a run: engine.json says what it runs with, records.jsonl grows while rank 0 trains, summary.json
-appears when it has ended.
+"""The files of a run: engine.json holds its settings, records.jsonl its steps, and summary.json its results.
 
-A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed in
-the middle of a line leaves a torn one, which readers drop; of two lines about one step they believe the later. A run
-that goes on from its checkpoint first drops the lines of the steps that it repeats; they keep the time at which they
-were first written, so that MLflow, which knows a value by step and time, shows its loss once.
+engine.json holds the values of settings that the config left open, records.jsonl grows while rank 0 trains, and
+summary.json appears when the run has ended.
+
+A line of records.jsonl is a StepRecord and `written_at`, the Unix time at which it was written. A process killed while
+it writes a line leaves an incomplete one, which readers drop; of two lines about one step they use the later. A run
+that resumes from its checkpoint first drops the lines of the steps that it repeats. The new lines keep the time at
+which the steps were first written, so that MLflow, which identifies a value by step and time, shows each loss once.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ ENGINE = "engine.json"
 
 
 class RecordWriter:
-    """Appends to <folder>/records.jsonl; every line is with the system when `write` returns.
+    """Appends to <folder>/records.jsonl; every line has reached the system when `write` returns.
 
     Steps from `from_step` on are about to be repeated. Writing takes microseconds, but call it outside the timed region
-    all the same. Raises Superseded where a later attempt of the run has begun.
+    all the same. Raises Superseded if a later attempt of the run has begun.
     """
 
     def __init__(self, folder: Path, *, from_step: int | None = None) -> None:
@@ -59,11 +61,12 @@ class RecordWriter:
 
 
 def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
-    """(Unix seconds of writing, record) by step; empty where nothing was written yet."""
+    """Return (Unix seconds of writing, record) sorted by step; the list is empty if nothing was written yet."""
     path = folder / RECORDS
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
+    # The text after the last newline is empty or incomplete.
+    lines = path.read_text().split("\n")[:-1]
     rows = [loads(line) for line in lines]
     by_step = {row["step"]: row for row in rows}
     return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
@@ -74,14 +77,15 @@ def read_records(folder: Path) -> list[StepRecord]:
 
 
 def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, float]:
-    """Drop a torn last line, and the lines of steps from `from_step` on; returns when those had been written.
+    """Drop an incomplete last line and the lines of steps from `from_step` on; return when those had been written.
 
-    The file is another one then: for whoever follows it, and for a writer left over from an earlier attempt.
+    This replaces the file, which matters to its readers and to a writer left over from an earlier attempt.
     """
     path = folder / RECORDS
     if not path.exists():
         return {}
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty or torn
+    # The text after the last newline is empty or incomplete.
+    lines = path.read_text().split("\n")[:-1]
     rows = [loads(line) for line in lines]
     kept = [
         f"{line}\n"
@@ -95,25 +99,25 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
 
 
 def write_engine(folder: Path, settings: dict[str, Any]) -> None:
-    """What the engine ran with where the config left it open. Raises Superseded as `write_summary` does."""
+    """Write the engine's values of settings that the config left open. Raises Superseded as `write_summary` does."""
     attempt.check(folder)
     write_json(folder / ENGINE, settings)
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
-    """Raises Superseded where a later attempt of the run has begun."""
+    """Write the summary. Raises Superseded if a later attempt of the run has begun."""
     attempt.check(folder)
     write_json(folder / SUMMARY, asdict(summary))
 
 
 def read_summary(folder: Path) -> RunSummary | None:
-    """None where the run has not come to its end."""
+    """Read the summary; None if the run has not finished."""
     content = read_json(folder / SUMMARY)
     return None if content is None else _summary(content)
 
 
 def step_record(row: dict[str, Any]) -> StepRecord:
-    """From one parsed line of records.jsonl."""
+    """Make a StepRecord from one parsed line of records.jsonl."""
     values = {key: value for key, value in row.items() if key != "written_at"}
     return StepRecord(**{**values, "traffic": Traffic(**row["traffic"])})
 

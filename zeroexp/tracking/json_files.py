@@ -1,6 +1,6 @@
-"""Small JSON files that are whole at any moment, and a reserve of space so that a full disk can still be told.
+"""Small JSON files that are complete at any moment, and a reserve of space to report a full disk.
 
-JSON has no word for numbers that are none: they are written as strings, "NaN", "Infinity" and "-Infinity".
+JSON cannot express numbers that are not finite: they are written as strings, "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def dumps(content: Any, *, indent: int | None = None) -> str:
-    """JSON that every reader of JSON takes."""
+    """Serialize to JSON that every reader of JSON accepts."""
     try:
         return json.dumps(content, indent=indent, allow_nan=False)
     except ValueError:
@@ -28,7 +28,7 @@ def dumps(content: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """What `dumps` was given."""
+    """Return the content that `dumps` serialized."""
     content = json.loads(text)
     return _as_numbers(content) if any(f'"{word}"' in text for word in NOT_FINITE) else content
 
@@ -52,14 +52,14 @@ def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A reader sees the old content or the new one, never half of it, even after a power cut."""
+    """Write atomically: a reader sees the old content or the new one, even after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with_room(path.parent, lambda: write_through(beside, dumps(content, indent=2) + "\n"))
     beside.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no such file."""
+    """Return the object in a JSON file; None if there is no such file."""
     try:
         return loads(path.read_text())
     except FileNotFoundError:
@@ -74,13 +74,13 @@ def write_through(path: Path, text: str) -> None:
 
 
 def reserve(folder: Path) -> None:
-    """Keep room for the last words of a run: the reason why it ended must fit where its records no longer did."""
+    """Reserve space in the folder, so that the reason of a failure can still be written when records fill the disk."""
     with (folder / RESERVE).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
 def with_room(folder: Path, write: Callable[[], None]) -> None:
-    """Write; if the disk is full, give up the folder's reserve and write again."""
+    """Call `write`; if the disk is full, free the folder's reserve and call it again."""
     try:
         write()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""mlflow.json in a run folder: which MLflow run it became."""
+"""mlflow.json in a run folder names the MLflow run that it became."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Link:
     uri: str
     experiment_id: str
     run_id: str
-    attempt: int  # a run that is run again from its start is another run in MLflow
-    closed: bool = False  # MLflow knows how the run ended
+    attempt: int  # a run that is repeated from its start becomes another run in MLflow
+    closed: bool = False  # True: MLflow knows how the run ended
 
     @classmethod
     def read(cls, folder: Path) -> Link | None:
-        """None where there is none, or one that nobody can read: its run is then sent as another."""
+        """Read the link; None if it is missing or unreadable, and then the run is sent as a new one."""
         try:
             content = read_json(folder / LINK)
             return None if content is None else cls(**content)
@@ -32,5 +32,5 @@ class Link:
 
 
 def attempt_of(folder: Path) -> int:
-    """How often the run was run before: what those attempts left was moved to earlier/<number>/."""
+    """Return how often the run was repeated: each earlier attempt's files were moved to earlier/<number>/."""
     return sum(1 for _ in (folder / "earlier").glob("*"))

@@ -1,7 +1,7 @@
-"""The only door to MLflow: run folders in, runs and saved views of one experiment out.
+"""Send run folders to MLflow as runs and saved views of one experiment; tracking reaches MLflow only through this file.
 
-Everything is made from the files of a run. So nothing here is called in a measured rank, sending again writes the same
-rows, and a store that was away can be filled later. Importing mlflow takes two seconds and happens on first use.
+Everything is made from the files of a run. So no measured rank calls anything here, sending again writes the same rows,
+and a store that was away can be filled later. Importing mlflow takes two seconds and happens on first use.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DATABASES = ("postgresql", "mysql", "mssql")
 STORE = "MLFLOW_TRACKING_URI"
 VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
-PARAMS_PER_CALL = 100  # the most that a server takes
+PARAMS_PER_CALL = 100  # a server's limit
 UI_PORT = 5000
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
-# MLflow's own patience is minutes: 7 retries of 120 s. What a store does not take now, it is sent later.
+# MLflow's own limits are minutes: 7 retries of 120 s. Whatever a store does not accept now is sent later.
 CLIENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -55,24 +55,25 @@ CLIENT_DEFAULTS = {
 
 
 class MlflowTracker:
-    """One experiment of one store. Cheap to make; the store is opened, and created if need be, on first use."""
+    """One experiment of one store. It is cheap to make: the store is opened, and created if necessary, on first use."""
 
     def __init__(
         self, uri: str | None, experiment: str, outputs: Path | str = Path("outputs")
     ) -> None:
-        """`uri` None is a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
+        """`uri` None means a sqlite file in `outputs`. Raises ConfigError for a store that MLflow refuses."""
         self.uri = store_uri(uri, Path(outputs))
         self.shown = without_password(self.uri)
         self.experiment = experiment
-        self.waits_for: str | None = None  # a lock, while it waits for one
+        self.waits_for: str | None = None  # the lock it waits for now
         self._client: MlflowClient | None = None
-        self.refused: dict[str, str] = {}  # what MLflow does not take, and why; all else is there
-        self._sent: dict[str, set[int]] = {}  # steps, by run id
+        # Maps key -> reason for the entries that MLflow refused; all others were sent.
+        self.refused: dict[str, str] = {}
+        self._sent: dict[str, set[int]] = {}  # sent steps by run id
 
     def start_run(self, folder: Path, tags: Mapping[str, str] | None = None) -> str:
-        """The MLflow run of a run folder: made on the first call, reopened on later ones. Returns its id.
+        """Return the id of the run folder's MLflow run; the first call creates the run, later calls reopen it.
 
-        A run that is run again from its start becomes a new one; the old one leaves the views of the sweep.
+        A run that is repeated from its start becomes a new one; the old one leaves the views of the sweep.
         """
         with self._locked(folder / f".{LINK}.lock"):
             link = Link.read(folder)
@@ -92,11 +93,11 @@ class MlflowTracker:
     def log_run(
         self, folder: Path, status: str | None = None, tags: Mapping[str, str] | None = None
     ) -> str | None:
-        """Send all that the folder holds; call it as often as you like, also while the run goes on: this object
-        remembers which steps it has sent, and another one sends the same rows again.
+        """Send everything the folder holds; call this at any time, also while the run goes on.
 
-        `status` is one of state.json's words, by default the one that stands there; an ended status closes the
-        run. Returns the id of the MLflow run, None for a skipped point, which never was a run.
+        This object remembers which steps it has sent; another object sends the same rows again. `status` is one of
+        state.json's words, by default the one in that file; a final status closes the run. Returns the id of the MLflow
+        run, or None for a skipped point, which never was a run.
         """
         run, records = read_run(folder), read_timed_records(folder)
         status = status or run.status
@@ -114,23 +115,23 @@ class MlflowTracker:
         return run_id
 
     def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
-        """Send the steps among these (Unix seconds of writing, record) that this object has not sent yet."""
+        """Send those of the steps (Unix seconds of writing, record) that this object has not sent yet."""
         sent = self._sent.setdefault(run_id, set())
         new = [(at, record) for at, record in records if record.step not in sent]
         self._send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
         sent.update(record.step for _, record in new)
 
     def close_stale(self, outputs: Path) -> list[Path]:
-        """Close every run below `outputs` that has ended, also by its sweep's death, without MLflow knowing.
+        """Close the ended runs below `outputs` that MLflow takes for running; return their folders.
 
-        Returns their folders. What such a run left behind is sent too.
+        A run has also ended if its sweep died. The files of such a run are sent too.
         """
         return [
             path.parent for path in sorted(outputs.rglob(LINK)) if self._close_if_stale(path.parent)
         ]
 
     def write_views(self, sweep: str) -> list[tuple[str, str]]:
-        """Save the views of a sweep in the experiment; returns (what it shows, link) for each."""
+        """Save the views of a sweep in the experiment; return (title, link) for each."""
         experiment_id, saved = self._experiment_id, views.of_sweep(sweep)
         with self._store() as client:
             tags = client.get_experiment(experiment_id).tags
@@ -142,7 +143,7 @@ class MlflowTracker:
         return [(view.title, view.url(base, experiment_id)) for view in saved]
 
     def ui_command(self) -> str:
-        """What to type to see the runs; for a server that runs already, its address."""
+        """Return the command that shows the runs; for a running server, its address."""
         if self.uri.startswith(SERVERS):
             return self.shown
         python, uri = shlex.quote(sys.executable), shlex.quote(self.shown)
@@ -150,8 +151,10 @@ class MlflowTracker:
 
     @contextmanager
     def _store(self) -> Iterator[MlflowClient]:
-        """The only way to the store. One process at a time may use a sqlite file: the first creates the tables, none
-        fails because it waited too long for another. Not reentrant.
+        """Open the store; all access goes through this. Not reentrant.
+
+        One process at a time may use a sqlite file: the first one creates the tables, and none fails after waiting too
+        long for another.
         """
         local = self.uri.startswith(SQLITE)
         with self._locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
@@ -161,7 +164,7 @@ class MlflowTracker:
 
     @contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """Among all processes of this host; released by the system when its holder dies."""
+        """Hold a lock among all processes of this host; the system releases it when its holder dies."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             self.waits_for = f"{path}, which another process holds"
@@ -183,15 +186,16 @@ class MlflowTracker:
         return found.experiment_id
 
     def _create_experiment(self, client: MlflowClient) -> str:
-        # Relative artifact locations would depend on where the UI is started.
+        # Relative artifact locations would depend on the folder in which the UI is started.
         location = None
         if self.uri.startswith(SQLITE):
             location = (_database(self.uri).parent / "mlartifacts" / self.experiment).as_uri()
-        kind = {"mlflow.experimentKind": "custom_model_development"}  # else the UI opens for agents
+        # Without this kind, the UI opens its view for agents.
+        kind = {"mlflow.experimentKind": "custom_model_development"}
         return client.create_experiment(self.experiment, location, kind)
 
     def _has(self, link: Link) -> bool:
-        """False for a run of another store, of one that was thrown away since, or that a user deleted."""
+        """Does this store have the run? It may belong to another store, or have been deleted."""
         from mlflow.exceptions import MlflowException
 
         if link.uri != self.shown:
@@ -237,7 +241,7 @@ class MlflowTracker:
                 self._log(batch, lambda some: client.log_batch(run_id, tags=some))
 
     def _log(self, items: Sequence[Any], log: Callable[[Sequence[Any]], object]) -> None:
-        """All at once; where MLflow refuses that, one by one, so that what it refuses costs nothing else."""
+        """Log all items at once; if MLflow refuses, log them one by one, so that only the refused ones are lost."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -270,7 +274,7 @@ class MlflowTracker:
         try:
             ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
             read_timed_records(folder)
-        except UNREADABLE:  # nobody else's sweep is kept from the store by it
+        except UNREADABLE:  # one unreadable run must not keep another sweep from the store
             return False
         ended = ended and self._has(link)
         if ended:
@@ -279,8 +283,10 @@ class MlflowTracker:
 
 
 def store_uri(uri: str | None, outputs: Path) -> str:
-    """With an absolute path where it is a sqlite file, by default <outputs>/mlflow.db; with the password that the
-    environment's MLFLOW_TRACKING_URI has for it. Raises ConfigError for a store that MLflow refuses.
+    """Return the store's URI; a sqlite file, by default <outputs>/mlflow.db, gets an absolute path.
+
+    The password is added from the environment's MLFLOW_TRACKING_URI, if that names the same store. Raises ConfigError
+    for a store that MLflow refuses.
     """
     of_environment = os.environ.get(STORE) or None
     if of_environment and uri in (None, without_password(of_environment)):
@@ -300,7 +306,7 @@ def store_uri(uri: str | None, outputs: Path) -> str:
 
 
 def with_store(config: Config) -> Config:
-    """With the store that is meant here and now, for who sends later or elsewhere; its password stays here."""
+    """Return the config with the store that applies here and now, for later or remote senders, without its password."""
     named = config.tracking.uri is not None or os.environ.get(STORE)
     if not config.tracking.mlflow or not named:
         return config
@@ -323,12 +329,13 @@ def _open_client(uri: str) -> MlflowClient:
         logging.getLogger(chatter).setLevel(logging.WARNING)
     if uri.startswith(SQLITE) and not _has_tables(_database(uri)):
         _make_tables(_database(uri))
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a warning for each retry
+    # This hides a warning for each retry.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MlflowClient(uri)
 
 
 def _has_tables(database: Path) -> bool:
-    """Raises ConfigError for a file that no MLflow will ever open, where MLflow itself would try for a minute."""
+    """Does the file have tables? Raises ConfigError for a file on whose opening MLflow would fail after a minute."""
     if not database.exists():
         return False
     remedy = f"move it away ({database}.broken) and send the runs again, which makes a new one"
@@ -345,10 +352,10 @@ def _has_tables(database: Path) -> bool:
 
 
 def _make_tables(database: Path) -> None:
-    """All of them beside it, then one rename: MLflow makes 65, and never again opens a file that holds some."""
+    """Create all tables in another file, then rename it: MLflow makes 65, and never opens a file with only some."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    for left in database.parent.glob(f".{database.name}.*"):  # by somebody who was killed
+    for left in database.parent.glob(f".{database.name}.*"):  # from a process that was killed
         left.unlink()
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     store = SqlAlchemyStore(f"{SQLITE}{beside}", (database.parent / "mlartifacts").as_uri())

@@ -1,4 +1,4 @@
-"""Want of memory in whatever words it comes: of Python, of torch's allocators, or of the kernel, which says nothing."""
+"""Recognize a lack of memory, as reported by Python or torch's allocators, or as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# torch: "you tried to allocate 64 bytes" on the CPU, "CUDA out of memory. Tried to allocate 2.00 GiB." on a GPU
+# torch says "you tried to allocate 64 bytes" on the CPU, "CUDA out of memory. Tried to allocate 2.00 GiB." on a GPU
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 OF_LIBRARIES = (
     "can't allocate memory",
@@ -19,8 +19,8 @@ OF_LIBRARIES = (
 
 @dataclass(frozen=True)
 class Shortage:
-    asked_bytes: int | None  # None where nobody said
-    peak_bytes: int | None  # the most the rank had until then
+    asked_bytes: int | None  # None if unknown
+    peak_bytes: int | None  # the rank's peak so far
 
     def __str__(self) -> str:
         asked = f" asked for {gib(self.asked_bytes)}," if self.asked_bytes else ""
@@ -29,7 +29,7 @@ class Shortage:
 
 
 def shortage(error: BaseException, peak_bytes: int | None) -> Shortage | None:
-    """None where the error is another one."""
+    """Return the shortage that the error reports; None if it is another error."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     message = str(error)
     if not kinds & {"MemoryError", "OutOfMemoryError"} and not (
@@ -42,13 +42,13 @@ def shortage(error: BaseException, peak_bytes: int | None) -> Shortage | None:
 
 
 def gib(num_bytes: int | None) -> str:
-    """1.50 GiB, 12.0 MiB."""
+    """Format bytes: 1.50 GiB, 12.0 MiB."""
     num_bytes = num_bytes or 0
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def kills_by_kernel() -> int:
-    """How many processes the kernel has killed for want of memory here: in this control group, else on this machine."""
+    """Return how many processes the kernel killed for lack of memory, in this control group or else on this machine."""
     for file in _counters():
         if file.exists():
             found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -58,7 +58,7 @@ def kills_by_kernel() -> int:
 
 
 def _counters() -> list[Path]:
-    """Of control groups in version 2 and 1, then of the machine."""
+    """Return the files with counters: of control groups in version 2 and 1, then of the machine."""
     root, files = Path("/sys/fs/cgroup"), [Path("/proc/vmstat")]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)

@@ -1,8 +1,8 @@
-"""owner.json in a sweep's folder: which process runs its points on this machine, there as long as that process lives.
+"""owner.json in a sweep's folder names the process that runs its points on this machine, while that process lives.
 
-A process that is killed leaves it behind. Whoever reads a point that is said to run finds out here that nobody runs
-it, and `--rerun` takes the sweep over. Only the owner's own host can know: elsewhere its processes can not be seen.
-Points that Slurm runs need no owner.
+A process that is killed leaves the file behind. Readers of a point with the status running find out here that nobody
+runs it, and `--rerun` takes the sweep over. Only the owner's own host can know this, since its processes are invisible
+elsewhere. Points that Slurm runs need no owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWNER = "owner.json"
 class Owner:
     host: str
     pid: int
-    started: str | None  # tells a process from a later one with the same pid
+    started: str | None  # start time, which distinguishes processes that reuse a pid
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -38,16 +38,16 @@ class Owner:
         return None if content is None else cls(**content)
 
     def gone(self) -> bool:
-        """True if the process is known to be dead."""
+        """Is the process known to be dead?"""
         if self.host != socket.gethostname():
             return False
         return not _alive(self.pid) or _start_of(self.pid) != self.started
 
 
 def take(sweep: Path) -> None:
-    """Make this process the owner. Raises ConfigError where another one may still be alive."""
+    """Make this process the owner. Raises ConfigError if another owner may still be alive."""
     with (sweep / f".{OWNER}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two that find a dead owner, one comes first
+        fcntl.flock(lock, fcntl.LOCK_EX)  # serializes two processes that both find a dead owner
         owner, me = Owner.of(sweep), Owner.me()
         if owner not in (None, me) and not owner.gone():
             remedy = "wait for it or end it"
@@ -63,7 +63,7 @@ def release(sweep: Path) -> None:
 
 
 def abandoned(run: Path) -> str | None:
-    """In words, if the process that was to run this point is known to be dead."""
+    """Return a message if the process that was to run this point is known to be dead; else None."""
     owner = Owner.of(run.parent)
     return f"{owner}, which ran it, has died" if owner and owner.gone() else None
 
@@ -73,17 +73,17 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user, so it lives
+    except PermissionError:  # another user's process, so it lives
         return True
     return True
 
 
 def _start_of(pid: int) -> str | None:
-    """Clock ticks from boot to the start of a process; None where the system has no /proc."""
+    """Return the clock ticks from boot to the start of a process; None if the system has no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return None
-    after_name = stat.rpartition(")")[2].split()  # the name may hold spaces and brackets
+    after_name = stat.rpartition(")")[2].split()  # the name may contain spaces and brackets
     state, started = after_name[0], after_name[19]
     return None if state == "Z" else started

@@ -1,4 +1,4 @@
-"""Everything a run's folder says, read once: what the table and MLflow show is made from this and nothing else."""
+"""Read everything in a run's folder once; the table and MLflow show only what is read here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary
 
-SLURM = "slurm.json"  # in the folder of a run that was given to Slurm
+SLURM = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 
@@ -26,8 +26,9 @@ class Run:
     reason: str | None  # why it was skipped, failed or stopped
     times: dict[str, float]  # "<status>_at" -> Unix seconds
     environment: dict[str, str]  # versions, git commit, host, device
-    engine: dict[str, str]  # what it ran with where the config left it open: transport, bucket, ...
-    summary: RunSummary | None  # None where it did not come to its end
+    # These are the engine's values of settings that the config left open: transport, bucket, ...
+    engine: dict[str, str]
+    summary: RunSummary | None  # None if the run did not finish
     num_attempts: int = 1  # at least 1
 
     @property
@@ -56,7 +57,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises FileNotFoundError where the folder holds no config.yaml."""
+    """Read a run. Raises FileNotFoundError if the folder holds no config.yaml."""
     state = settled(folder)
     return Run(
         folder=folder,
@@ -72,7 +73,7 @@ def read_run(folder: Path) -> Run:
 
 
 def settled(folder: Path) -> dict[str, Any]:
-    """What state.json says, but for a point that waits or runs by it while the process that was to run it is dead."""
+    """Return state.json's content; an unfinished point whose process is dead counts as cancelled."""
     state = read_json(folder / "state.json") or {"status": "pending", "reason": None}
     by_slurm = (folder / SLURM).exists()
     if state["status"] in UNFINISHED and not by_slurm and (reason := owner.abandoned(folder)):
@@ -81,7 +82,7 @@ def settled(folder: Path) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"a": {"b": 1}} -> {"a.b": "1"}; strings stay as they are, all else (lists too) is written as JSON."""
+    """Flatten {"a": {"b": 1}} to {"a.b": "1"}; strings stay as they are, all else (lists too) becomes JSON."""
     flat: dict[str, str] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,7 @@
 """The saved views of a sweep in the MLflow UI: its table, memory × step time, memory by kind, scaling. Pure.
 
-MLflow keeps a saved view as an experiment tag `mlflow.sharedViewState.<key>`: a JSON envelope around the state of its
-page (columns, filter, grouping, chart cards), deflated. The format is that of the page of MLflow 3.
+MLflow keeps a saved view as an experiment tag `mlflow.sharedViewState.<key>`: a JSON envelope around the deflated state
+of its page (columns, filter, grouping, chart cards). The format is that of MLflow 3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 TAG_PREFIX = "mlflow.sharedViewState."
 KEY_PREFIX = "zeroexp."
-MAX_SWEEPS = 5  # with views: MLflow lets no user save a view when there are 40
+MAX_SWEEPS = 5  # sweeps with views: MLflow lets no user save a view beyond 40
 
 COLUMNS = (
     "tags.`strategy`",
@@ -41,8 +41,8 @@ Chart = dict[str, Any]
 class View:
     sweep: str
     title: str
-    charts: list[Chart] = field(default_factory=list[Chart])  # none: the table
-    group_by: str | None = None  # a tag whose runs the charts show as one
+    charts: list[Chart] = field(default_factory=list[Chart])  # empty: the view is the table
+    group_by: str | None = None  # the charts show all runs with the same value of this tag as one
 
     @property
     def key(self) -> str:
@@ -53,7 +53,7 @@ class View:
         return TAG_PREFIX + self.key
 
     def envelope(self, now: float) -> str:
-        """The value of the tag; `now` in Unix seconds."""
+        """Return the value of the tag; `now` is in Unix seconds."""
         state = base64.b64encode(zlib.compress(json.dumps(self.state()).encode())).decode()
         name = f"{self.sweep}: {self.title}"
         stamp = int(now * 1000)
@@ -68,7 +68,7 @@ class View:
         return f"{base}/#/experiments/{experiment_id}/runs?{urlencode(query)}"
 
     def state(self) -> dict[str, Any]:
-        """What the page restores. Sections other than ours hold its generated charts and start folded."""
+        """Return the state that the page restores; other sections hold MLflow's generated charts and start folded."""
         section = {"isReordered": True, "deleted": False, "isGenerated": False, "columns": 2}
         names = [self.title, "memory", "phase", "scaling", "time", "traffic", "Model metrics"]
         grouping = {
@@ -141,17 +141,17 @@ def of_sweep(sweep: str) -> list[View]:
 
 
 def filter_of(sweep: str) -> str:
-    """Its runs, in MLflow's words, which know two kinds of quotes and no way to write one inside of its own kind."""
+    """Return MLflow's filter for the sweep's runs; its syntax has two kinds of quotes and no escape."""
     if "'" not in sweep:
         return f"tags.sweep = '{sweep}'"
     if '"' not in sweep:
         return f'tags.sweep = "{sweep}"'
-    return "tags.sweep LIKE '{}'".format(sweep.replace("'", "_"))  # any one character
+    return "tags.sweep LIKE '{}'".format(sweep.replace("'", "_"))  # `_` matches any one character
 
 
 def outdated(tags: Mapping[str, str], sweep: str) -> list[str]:
-    """Which of an experiment's tags are views of ours for all but the newest sweeps; `sweep` counts as newest."""
-    ages: dict[str, int] = {}  # a sweep's part of the tag -> when it was last written
+    """Return the tags of our views for all but the newest sweeps; `sweep` counts as the newest."""
+    ages: dict[str, int] = {}  # a sweep's part of the tag -> time of its last write
     ours = [tag for tag in tags if tag.startswith(TAG_PREFIX + KEY_PREFIX)]
     for tag in ours:
         ages[_owner(tag)] = max(ages.get(_owner(tag), 0), json.loads(tags[tag])["updatedAt"])
@@ -170,7 +170,7 @@ def _slug(title: str) -> str:
 
 
 def _width(column: str) -> int:
-    """Pixels that show the whole header."""
+    """Return a width in pixels that shows the whole header."""
     name = column.split("`")[1]
     return max(90, 7 * len(name) + 24)
 

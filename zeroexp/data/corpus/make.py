@@ -1,8 +1,8 @@
-"""How the shipped files were made, from the reference manual that every CPython carries.
+"""Make the shipped files from the reference manual that every CPython carries.
 
     python zeroexp/data/corpus/make.py
 
-Rerun it only on purpose: other text or another tokenizer makes losses incomparable with earlier runs.
+Rerun this only on purpose: other text or another tokenizer makes losses incomparable with earlier runs.
 """
 
 import pydoc_data.topics
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FOLDER = Path(__file__).parent
 VOCAB_SIZE = 2048
-BETWEEN_DOCUMENTS = "\f"  # occurs in none of them
+BETWEEN_DOCUMENTS = "\f"  # occurs in no document
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<|endoftext|>"],  # id 0: between documents, and padding
+        special_tokens=["<|endoftext|>"],  # id 0: it separates documents and pads
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
