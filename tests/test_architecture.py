@@ -22,7 +22,11 @@ ORDER = [
         *("zeroexp.sharding.placement", "zeroexp.measure.record"),
     },
     {"zeroexp.config"},
-    {"zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.inputs"},
+    {
+        *("zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.inputs"),
+        "zeroexp.measure.clock",
+    },
+    {"zeroexp.measure.verbs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
     {"zeroexp.world", "zeroexp.check"},
     {"zeroexp.comm", "zeroexp.strategies.canonical"},

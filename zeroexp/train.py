@@ -27,6 +27,7 @@ from zeroexp.measure.clock import StepClock
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
 from zeroexp.measure.traffic import WireMeter, added
+from zeroexp.measure.verbs import meter, sum_up
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
 from zeroexp.stop import Stop
@@ -61,6 +62,8 @@ def train(
     reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
     collectives = Collectives(world)
     unread: deque[_Step] = deque()
+    meter.device = world.device
+    meter.take()
     for index in range(start_step, num_steps):
         step = _Step(world, index, reading_memory=index == reading_step)
         step.lr = learning_rate(config.optimizer, index, num_steps)
@@ -82,7 +85,8 @@ def train(
         if stop.asked:
             step.wishes.fill_(1)
         sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
-        step.grad_norm = strategy.step()
+        with step.clock.optimizer(strategy.optimizer):
+            step.grad_norm = strategy.step()
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
         sums.wait()
@@ -142,10 +146,12 @@ class _Step:
         self._allocated_bytes = self._allocations.allocated_bytes()
         self._wire_bytes = self._wire.sent_bytes()
         self._traffic = added(sent)
+        self._moves = meter.take()
 
     def record(self, config: Config) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""
         seconds, phase_seconds = self.clock.read()
+        verbs, waited_seconds = sum_up(self._moves)
         loss, self.num_wishes = self.sums.tolist()
         return StepRecord(
             step=self._index,
@@ -162,4 +168,6 @@ class _Step:
             allocated_bytes=self._allocated_bytes,
             traffic=self._traffic,
             wire_bytes=self._wire_bytes,
+            verbs=verbs,
+            waited_seconds=waited_seconds,
         )

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.facts import Facts
+from zeroexp.measure.verbs import Move, meter
 from zeroexp.sharding.layout import Chunk
 
 
@@ -56,14 +59,31 @@ class Pending:
     def __init__(self, works: Sequence[Any], then: Callable[[], Pending | None] | None = None):
         self._works = works
         self._then = then
+        self.move: Move | None = None  # as what the wait is timed
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        then, self._works, self._then = self._then, (), None
-        follow = then() if then is not None else None
-        if follow is not None:
-            follow.wait()
+        move, self.move = self.move, None
+        with nullcontext() if move is None else meter.waiting(move):
+            for work in self._works:
+                work.wait()
+            if move is not None:
+                meter.arrived(move)
+            then, self._works, self._then = self._then, (), None
+            follow = then() if then is not None else None
+            if follow is not None:
+                follow.wait()
+
+
+class Collective:
+    """A work of the backend in which all ranks take part: its wait is time that this rank waits for the others."""
+
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._work.wait()
+        meter.blocked(None, began)
 
 
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends

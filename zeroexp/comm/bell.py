@@ -13,6 +13,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
+from zeroexp.measure.verbs import meter
+
 
 class Bell:
     """The bells of this rank and its neighbours. Nobody sends anything over the sockets; they tell who has left."""
@@ -44,13 +46,15 @@ class Bell:
 
         Raises ConnectionError if the peer has left, and TimeoutError after the time limit of the world.
         """
-        deadline = None
+        if done():
+            return
+        began, deadline = time.perf_counter(), time.monotonic() + self._timeout_seconds
         while not done():
             if peer in self._left:
                 me = f"while rank {self._rank} waited for {what}"
                 raise ConnectionError(f"rank {peer} has left {me}")
-            deadline = deadline or time.monotonic() + self._timeout_seconds
             self._listen(deadline, peer, what)
+        meter.blocked(peer, began)
 
     def _listen(self, deadline: float, peer: int, what: str) -> None:
         remaining = deadline - time.monotonic()

@@ -16,6 +16,7 @@ from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
 from zeroexp.measure.record import Traffic
+from zeroexp.measure.verbs import Move, meter
 from zeroexp.world import World
 
 
@@ -93,7 +94,8 @@ class Collectives:
         return self._transport.issued
 
     def quiesce(self) -> None:
-        self._transport.quiesce()
+        with meter.issuing("quiesce", "parameters"):
+            self._transport.quiesce()
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None = None) -> int:
         """Offer this rank's pieces of these parts, see `Transport.offer`.
@@ -110,19 +112,28 @@ class Collectives:
         what: str = "parameters",
     ) -> Pending:
         """Start sharded -> replicated. Parts without an `offer` are offered now."""
-        return self._count(kind, self._transport.all_gather(parts, offer, f"the {kind} of {what}"))
+        with meter.issuing(kind, what) as move:
+            sent = self._transport.all_gather(parts, offer, f"the {kind} of {what}")
+            move.moves_on_wait = self.facts.moves_on_wait
+            return self._count(kind, sent, move)
 
     def reduce_scatter(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
         """Start partial -> sharded."""
-        return self._count(kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"))
+        with meter.issuing(kind, what) as move:
+            return self._count(
+                kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"), move
+            )
 
     def all_reduce(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
         """Start partial -> replicated; the sum replaces `gradients` in place."""
-        return self._count(kind, self._transport.all_reduce(parts, f"the {kind} of {what}"))
+        with meter.issuing(kind, what) as move:
+            return self._count(
+                kind, self._transport.all_reduce(parts, f"the {kind} of {what}"), move
+            )
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
         """Replace a tiny tensor by its sum over ranks, and return it."""
@@ -134,7 +145,8 @@ class Collectives:
         if self.world.size == 1:
             return Pending([])
         num_bytes = 2 * value.nbytes * (self.world.size - 1) // self.world.size
-        return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes))
+        with meter.issuing(kind, "all ranks") as move:
+            return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes), move)
 
     def same_everywhere(self, number: int) -> bool:
         """Whether all ranks hold the same non-negative number below 2**32."""
@@ -148,8 +160,9 @@ class Collectives:
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
-    def _count(self, kind: str, sent: Sent) -> Pending:
+    def _count(self, kind: str, sent: Sent, move: Move) -> Pending:
         pending, num_bytes = sent
+        pending.move, move.in_flight = move, True
         sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind
         sums[kind] = sums.get(kind, 0) + num_bytes
         calls[kind] = calls.get(kind, 0) + 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp import world as worlds
-from zeroexp.comm.base import GatherPart, Pending, ReducePart
+from zeroexp.comm.base import Collective, GatherPart, Pending, ReducePart
 from zeroexp.comm.board import MOST_OFFERS
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.meeting import Listener
@@ -173,7 +173,7 @@ class Direct:
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
-        return Pending([dist.all_reduce(value, async_op=True)])
+        return Pending([Collective(dist.all_reduce(value, async_op=True))])
 
     def quiesce(self) -> None:
         self._num_passing = PASSING

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent
+from zeroexp.comm.base import Collective, GatherPart, Pending, ReducePart, Sent
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.journal import Journal
 from zeroexp.comm.packing import Packing, packing_of
@@ -112,7 +112,7 @@ class Native:
         return self._pending(dist.all_reduce(value, async_op=True))
 
     def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
-        return Pending([self._journal.watched(work)], then)
+        return Pending([Collective(self._journal.watched(work))], then)
 
     def _gather(self, packing: Packing, message: Tensor, mine: Tensor) -> Pending:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroexp.measure.verbs import meter
+
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 GRACE_LOOKS = 600  # looks after the error was found, to release peers that find it later
@@ -64,9 +66,10 @@ class Watch:
             threading.Thread(target=looker.run, name="zeroexp-watch", daemon=True).start()
 
     def wait(self, work: Any, message: Message) -> None:
-        self.now = message, time.monotonic()
+        began, self.now = time.perf_counter(), (message, time.monotonic())
         try:
             work.wait()
+            meter.blocked(message.peer, began)
         except RuntimeError as error:
             waited = f"rank {self.rank} waited for rank {message.peer}: {message.what}"
             raise RuntimeError(self.error or f"{waited}: {error}") from error

@@ -7,53 +7,76 @@ until it is read. `read` waits for the end of the step, so the loop calls it whe
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.optim import Optimizer
 
-PHASES = ("forward", "backward", "step")
+# "optimizer" is the optimizer's own step, "step" the rest of `strategy.step`: reductions that end, norm, publish.
+PHASES = ("data", "forward", "backward", "optimizer", "step")
 
 Mark = float | torch.cuda.Event
 
 
 class StepClock:
-    """Times the phases of one step. It starts in "forward"; a phase lasts until the next one or `stop`."""
+    """Times the phases of one step. It starts in "data"; a phase lasts until the next one or `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str | None, Mark]] = []
-        self.enter("forward")
+        self.enter("data")
 
     def enter(self, phase: str | None) -> str | None:
         """Enter one of PHASES and return the phase before. In None the clock stands still."""
         before = self._marks[-1][0] if self._marks else None
-        self._marks.append((phase, self._mark()))
+        self._marks.append((phase, mark(self._device)))
         return before
+
+    @contextmanager
+    def optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Count what `optimizer.step()` takes inside as the phase "optimizer"."""
+        began = optimizer.register_step_pre_hook(lambda *_: self._into("optimizer"))
+        ended = optimizer.register_step_post_hook(lambda *_: self._into("step"))
+        try:
+            yield
+        finally:
+            began.remove()
+            ended.remove()
+
+    def _into(self, phase: str) -> None:
+        self.enter(phase)
+
+    @property
+    def marks(self) -> list[tuple[str | None, Mark]]:
+        """The phases entered so far and when, None where the clock stands still."""
+        return self._marks
 
     def stop(self) -> None:
         self.enter(None)
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Return (seconds of the step, seconds of each of PHASES); the phases add up to the step."""
-        last = self._marks[-1][1]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for (phase, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if phase is not None:
-                phases[phase] += _seconds(start, end)
+                phases[phase] += seconds_between(start, end)
         return sum(phases.values()), phases
 
-    def _mark(self) -> Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def mark(device: torch.device) -> Mark:
+    """Return a point in time: on CUDA in the current stream, else `time.perf_counter`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _seconds(start: Mark, end: Mark) -> float:
+def seconds_between(start: Mark, end: Mark) -> float:
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
         return start.elapsed_time(end) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - start

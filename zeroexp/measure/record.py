@@ -9,6 +9,19 @@ from dataclasses import dataclass, field
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
 KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
+# What the bytes at a peak are for. The first four are kinds; "pools" and "buckets" are the kind "buffers".
+CAUSES = (
+    *("parameters", "gradients", "optimizer", "master"),
+    "pools",  # memory that units are gathered into, in turn
+    "buckets",  # gradients and parameters packed for the wire, by our engine or inside of DDP
+    "shared memory",  # what ranks of one host share beyond the kinds above: slots of reductions, rest of pages
+    "activations",  # what forward keeps for backward
+    "logits",  # the model's output, the loss, and their gradients
+    "temporaries",  # what an operator allocates on its way, gradients of activations too
+    "backend",  # what a collective of the backend allocates
+    "other",  # what was there before the step and is no model state: data, tables of positions
+)
+ALL_RANKS = "all"  # in place of a rank: a collective was waited for, which tells nobody's name
 
 
 @dataclass
@@ -18,6 +31,31 @@ class Traffic:
     # gather | reduce | publish | norm | ... -> bytes, and number of collectives
     bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
     calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass
+class VerbSeconds:
+    """Seconds of one verb (gather, reduce, hand_over, publish, loss, ...) on one rank, see measure/verbs.py."""
+
+    count: float = 0  # moves
+    working: float = 0.0  # this rank's thread packs, copies, sums
+    overlapped: float = 0.0  # in flight while the rank computes
+    exposed: float = 0.0  # the rank waits and does nothing else
+
+
+@dataclass
+class Peak:
+    """The moment of one step at which most was allocated, told by cause. It is read in traced steps."""
+
+    step: int
+    num_bytes: int  # the sum of bytes_by_cause
+    bytes_by_cause: dict[str, int]  # cause of CAUSES -> bytes; without those that are 0
+    operator: str  # the operator whose allocation made the peak, as torch names it
+    verb: str | None  # the verb of the engine in which that was, with its unit
+    phase: str  # data | forward | backward | optimizer | step
+    unit: str | None  # the block whose forward or backward ran
+    seconds: float  # since the step began
+    step_seconds: float  # of this very step, which is slower than others
 
 
 @dataclass
@@ -35,7 +73,7 @@ class StepRecord:
     lr: float
     num_tokens: int  # valid tokens of all ranks
     step_seconds: float  # the whole step, without the time spent reading memory
-    phase_seconds: dict[str, float]  # forward | backward | step
+    phase_seconds: dict[str, float]  # data | forward | backward | optimizer | step
     memory_bytes: dict[str, dict[str, int]] | None  # moment -> kind -> bytes
     peak_bytes: int | None  # most bytes allocated at once during this step
     allocated_bytes: int | None  # sum of all allocations of this step
@@ -43,6 +81,28 @@ class StepRecord:
     wire_bytes: int | None = None  # payload this rank's TCP connections carried
     # Training stood still so long before this step to copy a checkpoint; no other time includes it.
     saving_seconds: float = 0.0
+    # verb -> seconds of the moves that ended in this step; native engines show only the loop's own
+    verbs: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
+    # rank (as text, or "all") -> seconds that this rank waited for it; part of the verbs' exposed seconds
+    waited_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    peak: Peak | None = None  # in traced steps
+    traced: bool = False  # instruments slowed this step down, so that no time counts it
+
+
+@dataclass
+class RankTimes:
+    """Where the seconds of one rank's steps went, each the mean over the measured steps."""
+
+    rank: int
+    step_seconds: float
+    phase_seconds: dict[str, float]  # the phases add up to the step
+    verbs: dict[str, VerbSeconds]  # parts of the phases, not beside them
+    waited_seconds: dict[str, float]  # rank or "all" -> seconds that this rank waited for it
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a step in which this rank did nothing but wait for others, as far as its engine shows it."""
+        return sum(verb.exposed for verb in self.verbs.values())
 
 
 @dataclass
@@ -59,6 +119,8 @@ class RankSummary:
     num_private_units: int = 0  # units that found their pool in use and got their own memory
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    times: RankTimes | None = None
+    peak: Peak | None = None  # of the traced step that held most
 
 
 @dataclass
@@ -79,6 +141,7 @@ class MemorySummary:
     peak: Spread | None  # None where some rank cannot know it
     # moment -> kind -> bytes, of the rank that holds most at that moment
     fullest_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    peaks: list[Peak | None] = field(default_factory=list[Peak | None])  # by rank, see Peak
 
 
 @dataclass
@@ -92,7 +155,7 @@ class RunSummary:
     final_loss: float
     step_seconds_median: float
     step_seconds_p95: float
-    phase_seconds_median: dict[str, float]  # forward | backward | step
+    phase_seconds_median: dict[str, float]  # data | forward | backward | optimizer | step
     tokens_per_second: float  # valid tokens of all ranks over the sum of step and saving times
     memory: MemorySummary
     # Bytes handed to other ranks, over the wire or in shared memory. None where neither engine nor kernel counts them.
@@ -104,6 +167,34 @@ class RunSummary:
     num_private_units: int = 0  # the most of all ranks, see RankSummary
     data_source: str = ""  # which text, from where, under which licence
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
+    times: list[RankTimes] = field(
+        default_factory=list[RankTimes]
+    )  # by rank; empty in older summaries
+    model_flops_per_step: float | None = (
+        None  # of all ranks: what the model needs, nothing recomputed
+    )
+    peak_flops_per_second: float | None = None  # of one rank, see peak_flops_source
+    peak_flops_source: str = (
+        ""  # "named" in the config, or "calibrated": a large product of matrices on every rank
+    )
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the ranks' peak that the model's own FLOPs took."""
+        if self.model_flops_per_step is None or self.peak_flops_per_second is None:
+            return None
+        peak = self.peak_flops_per_second * self.world_size * self.step_seconds_median
+        return self.model_flops_per_step / peak
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank that the others waited for longest; None where nobody is known to have waited for anybody."""
+        waits: dict[str, float] = {}
+        for rank in self.times:
+            for peer, seconds in rank.waited_seconds.items():
+                if peer != ALL_RANKS:
+                    waits[peer] = waits.get(peer, 0.0) + seconds
+        return int(max(waits, key=lambda peer: waits[peer])) if waits else None
 
     @property
     def verdict(self) -> str | None:

@@ -17,6 +17,7 @@ from zeroexp.measure.record import (
     Spread,
     StepRecord,
 )
+from zeroexp.measure.times import rank_times
 
 LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
 
@@ -42,6 +43,8 @@ def summarise_rank(
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
         num_private_units=num_private_units,
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
+        times=rank_times(rank, steps),
+        peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
     )
 
 
@@ -58,7 +61,7 @@ def summarise(
     return RunSummary(
         world_size=len(ranks),
         num_steps=len(steps),
-        num_warmup_steps=len(records) - len(steps),
+        num_warmup_steps=sum(r.warmup for r in records),
         initial_loss=records[0].loss,
         final_loss=records[-1].loss,
         step_seconds_median=median(seconds),
@@ -77,6 +80,7 @@ def summarise(
         num_private_units=max(r.num_private_units for r in ranks),
         data_source=data_source,
         diverged_at=diverged_at(records),
+        times=[r.times for r in ranks if r.times],
     )
 
 
@@ -87,8 +91,12 @@ def diverged_at(records: Sequence[StepRecord]) -> int | None:
 
 
 def measured(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps that count in times. Raises ValueError if there is none."""
+    """Return the steps that count in times: without warm-up, and without traced steps unless all others are gone.
+
+    Raises ValueError if there is none.
+    """
     steps = [r for r in records if not r.warmup]
+    steps = [r for r in steps if not r.traced] or steps
     if not steps:
         raise ValueError(
             f"none of {len(records)} steps is measured; train.steps must be at least 1"
@@ -118,6 +126,7 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         total=spread([r.total_bytes for r in ranks]),
         peak=_spread_if_known([r.peak_bytes for r in ranks]),
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
+        peaks=[r.peak for r in ranks],
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.stitching import beside_pieces, stitch
+from zeroexp.measure.verbs import named
 from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.gradients import Gradients
@@ -304,10 +305,12 @@ class Unit:
         """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros."""
         return self._reduce(self._stage.reduce, bucket)
 
+    @named("hand_over")
     def reduce_to_owner(self, bucket: Bucket) -> Pending | None:
         """Start the part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
         return self._reduce(self._stage.hand_over, bucket)
 
+    @named("hand_over")
     def hand_over(self) -> list[HandedOver]:
         """Carry out G -> O: return each master weight with its gradient, in the master's dtype."""
         replicated = self._stage.gradients is Placement.REPLICATE
@@ -341,6 +344,7 @@ class Unit:
 
     # -- parameters again: publish -------------------------------------------------------------
 
+    @named("publish")
     def publish(self) -> Pending | None:
         """Start O -> P: masters become parameters everywhere. Returns None if no rank needs another rank's masters."""
         self.generation += 1

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from zeroexp.measure.record import MemorySummary, RunSummary, Spread, StepRecord, Traffic
+from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
+from zeroexp.measure.times import times_from_json, verbs_from_json
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
 
@@ -119,7 +120,14 @@ def read_summary(folder: Path) -> RunSummary | None:
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl."""
     values = {key: value for key, value in row.items() if key != "written_at"}
-    return StepRecord(**{**values, "traffic": Traffic(**row["traffic"])})
+    return StepRecord(
+        **{
+            **values,
+            "traffic": Traffic(**row["traffic"]),
+            "verbs": verbs_from_json(row.get("verbs", {})),  # absent in records of older versions
+            "peak": _peak(row.get("peak")),
+        }
+    )
 
 
 def _summary(content: dict[str, Any]) -> RunSummary:
@@ -132,7 +140,9 @@ def _summary(content: dict[str, Any]) -> RunSummary:
                 total=Spread(**memory["total"]),
                 peak=_spread(memory["peak"]),
                 fullest_at=memory.get("fullest_at", {}),  # absent in summaries of older versions
+                peaks=[_peak(peak) for peak in memory.get("peaks", [])],
             ),
+            "times": [times_from_json(rank) for rank in content.get("times", [])],
             "sent_bytes_per_step": _spread(content["sent_bytes_per_step"]),
             "wire_bytes_per_step": _spread(content["wire_bytes_per_step"]),
         }
@@ -141,3 +151,7 @@ def _summary(content: dict[str, Any]) -> RunSummary:
 
 def _spread(content: dict[str, Any] | None) -> Spread | None:
     return None if content is None else Spread(**content)
+
+
+def _peak(content: dict[str, Any] | None) -> Peak | None:
+    return None if content is None else Peak(**content)

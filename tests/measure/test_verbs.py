@@ -1,0 +1,139 @@
+"""Seconds of verbs by a clock that the test moves, and between real ranks of which one is late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.measure.test_clock import Seconds
+from zeroexp import world as worlds
+from zeroexp.comm.base import Pending
+from zeroexp.measure.record import VerbSeconds
+from zeroexp.measure.verbs import meter, named, sum_up
+from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.placement import STAGES
+from zeroexp.world import World
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    meter.take()
+    yield Seconds(monkeypatch)
+    meter.take()
+
+
+class Work:
+    """A transport's part of a move: it waits for a peer, then copies."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self._seconds = seconds
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._seconds.pass_by(16)
+        meter.blocked(1, began)
+        self._seconds.pass_by(8)
+
+
+def start(seconds: Seconds, verb: str, *, moves_on_wait: bool = False) -> Pending:
+    with meter.issuing(verb, "unit a") as move:
+        seconds.pass_by(1)
+        move.in_flight, move.moves_on_wait = True, moves_on_wait
+        pending = Pending([Work(seconds)], lambda: seconds.pass_by(2))
+        pending.move = move
+    return pending
+
+
+def test_a_move_works_overlaps_and_waits(seconds):
+    pending = start(seconds, "reduce")
+    seconds.pass_by(32)  # compute
+    assert meter.take() == []  # it has not ended
+    pending.wait()
+    verbs, waited = sum_up(meter.take())
+    assert verbs == {"reduce": VerbSeconds(1, working=1 + 8 + 2, overlapped=32, exposed=16)}
+    assert waited == {"1": 16}
+    pending.wait()  # nothing is left to wait for
+    assert meter.take() == []
+
+
+def test_what_moves_on_wait_overlaps_nothing(seconds):
+    pending = start(seconds, "gather", moves_on_wait=True)
+    seconds.pass_by(32)
+    pending.wait()
+    verbs, _ = sum_up(meter.take())
+    assert verbs["gather"].overlapped == 0
+
+
+def test_a_verb_without_a_message_works(seconds):
+    class Unit:
+        @named("hand_over")
+        def hand_over(self) -> int:
+            seconds.pass_by(4)
+            return 3
+
+    assert Unit().hand_over() == 3
+    assert sum_up(meter.take()) == ({"hand_over": VerbSeconds(1, working=4)}, {})
+
+
+def test_a_message_inside_a_named_verb_is_part_of_it(seconds):
+    class Unit:
+        @named("publish")
+        def publish(self) -> Pending:
+            seconds.pass_by(4)  # casts
+            return start(seconds, "inner")
+
+    Unit().publish().wait()
+    verbs, _ = sum_up(meter.take())
+    assert verbs == {"publish": VerbSeconds(1, working=4 + 1 + 8 + 2, overlapped=0, exposed=16)}
+
+
+def verbs_where_rank_1_is_late(
+    world: World, stage: str, late_seconds: float
+) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    strategy = Sharded(
+        module,
+        blocks=["0", "1"],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(module.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        world=world,
+        options=Options(),
+    )
+    for index in range(2):
+        worlds.barrier()
+        meter.take()
+        if index == 1 and world.rank == 1:
+            time.sleep(late_seconds)
+        with strategy.microbatch(last=True):
+            strategy.backward(strategy.model(torch.ones(2, 64)).sum())
+        strategy.step()
+        strategy.zero_grad()
+        strategy.drain()
+    return sum_up(meter.take())
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("zero1", {"hand_over", "publish", "quiesce", "norm"}),
+        ("zero2", {"reduce", "hand_over", "publish", "quiesce", "norm"}),
+        ("zero3", {"gather", "reduce", "hand_over", "publish", "quiesce", "norm"}),
+    ],
+)
+def test_every_verb_is_seen(ranks, stage, expected):
+    for verbs, _ in ranks(verbs_where_rank_1_is_late, stage, 0.0):
+        assert set(verbs) == expected
+        assert all(verb.count > 0 for verb in verbs.values())
+
+
+def test_the_late_rank_is_named(ranks):
+    early, late = ranks(verbs_where_rank_1_is_late, "zero3", 1.0)
+    exposed = [sum(v.exposed for v in verbs.values()) for verbs, _ in (early, late)]
+    assert exposed[0] > exposed[1]
+    assert set(early[1]) <= {"1", "all"}
+    assert max(early[1], key=lambda rank: early[1][rank]) == "1"

@@ -1,0 +1,164 @@
+"""What each verb of the engine costs a rank: seconds in which it works, in which it overlaps compute, and exposed ones.
+
+    issue        ######                                   working
+    in flight          .....................              overlapped: the rank computes meanwhile
+    wait                                    ====####      exposed (====: nothing to do but wait), then working (####)
+
+Working is packing, copying and summing in the rank's own thread. A gather over shared memory moves nothing before it is
+waited for, so nothing of it overlaps. On a GPU the marks are events in the stream: exposed is how long the stream
+stands still for the move, and work that the host does to issue it is not counted.
+
+One meter serves the whole process, because engine, transports and training loop send messages and none of them knows
+the others. It costs a few readings of the clock for each move and is always on.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from zeroexp.measure.clock import Mark, mark, seconds_between
+from zeroexp.measure.record import ALL_RANKS, VerbSeconds
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Move:
+    """One move of one unit, bucket or small message, with the marks of its life."""
+
+    verb: str
+    what: str
+    began: Mark
+    issued: Mark | None = None
+    waited: Mark | None = None  # somebody began to wait for it
+    arrived: Mark | None = None  # the backend's part is done
+    ended: Mark | None = None
+    in_flight: bool = False  # a Pending will end it
+    moves_on_wait: bool = False
+    # (peer or None, when, seconds) of each time this rank had to wait, on the CPU
+    blocked: list[tuple[int | None, float, float]] = field(
+        default_factory=list[tuple[int | None, float, float]]
+    )
+
+    @property
+    def exposed_seconds(self) -> float:
+        if isinstance(self.began, float) or self.waited is None or self.arrived is None:
+            return sum(seconds for _, _, seconds in self.blocked)
+        return seconds_between(self.waited, self.arrived)
+
+    @property
+    def working_seconds(self) -> float:
+        if isinstance(self.began, float):
+            issuing, finishing = (
+                _between(self.began, self.issued),
+                _between(self.waited, self.ended),
+            )
+            return max(0.0, issuing + finishing - self.exposed_seconds)
+        return _between(self.arrived, self.ended)
+
+    @property
+    def overlapped_seconds(self) -> float:
+        return 0.0 if self.moves_on_wait else _between(self.issued, self.waited)
+
+
+class VerbMeter:
+    """Notes the moves of this process; `take` returns those that ended since it was last called."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        # What a profiler is to show around each verb; it is given the verb and its object.
+        self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        self._now: Move | None = None  # the move that this thread issues or waits for
+        self._ended: list[Move] = []
+
+    @contextmanager
+    def issuing(self, verb: str, what: str) -> Iterator[Move]:
+        """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded."""
+        if self._now is not None and self._now.issued is None:
+            yield self._now
+            return
+        move = Move(verb, what, mark(self.device))
+        before, self._now = self._now, move
+        try:
+            with self._shown(move, "issue"):
+                yield move
+        finally:
+            self._now = before
+            move.issued = mark(self.device)
+        if not move.in_flight:
+            self._ended.append(move)
+
+    @contextmanager
+    def waiting(self, move: Move) -> Iterator[None]:
+        """Time the wait for a move that was issued."""
+        move.waited = mark(self.device)
+        before, self._now = self._now, move
+        try:
+            with self._shown(move, "wait"):
+                yield
+        finally:
+            self._now = before
+            move.ended = mark(self.device)
+        self._ended.append(move)
+
+    def arrived(self, move: Move) -> None:
+        """Note that the backend's part of the move is done; on a GPU the stream stood still until then."""
+        move.arrived = mark(self.device)
+
+    def blocked(self, peer: int | None, since: float) -> None:
+        """Note that this thread waited from `since` (time.perf_counter) until now, for `peer` or for all ranks."""
+        if self._now is not None:
+            self._now.blocked.append((peer, since, time.perf_counter() - since))
+
+    def take(self) -> list[Move]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _shown(self, move: Move, part: str) -> AbstractContextManager[Any]:
+        if self.annotate is None:
+            return nullcontext()
+        return self.annotate(f"{move.verb} {move.what}, {part}")
+
+
+meter = VerbMeter()
+
+
+def named(verb: str) -> Callable[[Function], Function]:
+    """Return a decorator that counts a method, and the moves it issues, as this verb of its object."""
+
+    def decorate(method: Function) -> Function:
+        @functools.wraps(method)
+        def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with meter.issuing(verb, str(self)):
+                return method(self, *args, **kwargs)
+
+        return timed  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def sum_up(moves: Iterable[Move]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
+    """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU."""
+    verbs: dict[str, VerbSeconds] = {}
+    waits: dict[str, float] = {}
+    for move in moves:
+        verb = verbs.setdefault(move.verb, VerbSeconds())
+        verb.count += 1
+        verb.working += move.working_seconds
+        verb.overlapped += move.overlapped_seconds
+        verb.exposed += move.exposed_seconds
+        for peer, _, seconds in move.blocked:
+            rank = ALL_RANKS if peer is None else str(peer)
+            waits[rank] = waits.get(rank, 0.0) + seconds
+    return verbs, waits
+
+
+def _between(start: Mark | None, end: Mark | None) -> float:
+    return 0.0 if start is None or end is None else seconds_between(start, end)
