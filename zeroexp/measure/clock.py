@@ -7,7 +7,7 @@ until it is read. `read` waits for the end of the step, so the loop calls it whe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -34,18 +34,21 @@ class StepClock:
         return before
 
     @contextmanager
-    def optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+    def optimizer(self, optimizer: Optimizer) -> Generator[None]:
         """Count what `optimizer.step()` takes inside as the phase "optimizer"."""
-        began = optimizer.register_step_pre_hook(lambda *_: self._into("optimizer"))
-        ended = optimizer.register_step_post_hook(lambda *_: self._into("step"))
+        began = optimizer.register_step_pre_hook(self._enters("optimizer"))
+        ended = optimizer.register_step_post_hook(self._enters("step"))
         try:
             yield
         finally:
             began.remove()
             ended.remove()
 
-    def _into(self, phase: str) -> None:
-        self.enter(phase)
+    def _enters(self, phase: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self.enter(phase)
+
+        return hook
 
     @property
     def marks(self) -> list[tuple[str | None, Mark]]:

@@ -23,7 +23,9 @@ def rank_times(rank: int, steps: Sequence[StepRecord]) -> RankTimes:
 
 
 def times_from_json(content: dict[str, Any]) -> RankTimes:
-    return RankTimes(**{**content, "verbs": verbs_from_json(content["verbs"])})
+    """Return the times that `asdict` turned into JSON."""
+    values: dict[str, Any] = {**content, "verbs": verbs_from_json(content["verbs"])}
+    return RankTimes(**values)
 
 
 def verbs_from_json(content: dict[str, dict[str, float]]) -> dict[str, VerbSeconds]:

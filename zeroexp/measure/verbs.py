@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ class VerbMeter:
         self._ended: list[Move] = []
 
     @contextmanager
-    def issuing(self, verb: str, what: str) -> Iterator[Move]:
+    def issuing(self, verb: str, what: str) -> Generator[Move]:
         """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded."""
         if self._now is not None and self._now.issued is None:
             yield self._now
@@ -96,7 +96,7 @@ class VerbMeter:
             self._ended.append(move)
 
     @contextmanager
-    def waiting(self, move: Move) -> Iterator[None]:
+    def waiting(self, move: Move) -> Generator[None]:
         """Time the wait for a move that was issued."""
         move.waited = mark(self.device)
         before, self._now = self._now, move
