@@ -18,7 +18,7 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
     {
-        *("zeroexp.interruption", "zeroexp.network", "zeroexp.output"),
+        *("zeroexp.advance", "zeroexp.interruption", "zeroexp.network", "zeroexp.output"),
         *("zeroexp.sharding.placement", "zeroexp.measure.record"),
     },
     {"zeroexp.config"},

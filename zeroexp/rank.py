@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from zeroexp import advance, links
 from zeroexp import config as configs
-from zeroexp import links
 from zeroexp import world as worlds
 from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
@@ -40,6 +40,7 @@ from zeroexp.train import train
 from zeroexp.world import World
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
+PEER_SECONDS = 600.0
 
 
 def prepare(folder: Path) -> None:
@@ -62,6 +63,7 @@ def main(folder: Path, *, device: str | None = None) -> None:
     """
     place = worlds.place_from_environment(os.environ)
     _send_output_to(failure.log_path(folder, place.rank))
+    advance.share()
     try:
         code = _run(folder, device)
     except Exception as error:
@@ -83,8 +85,13 @@ def _run(folder: Path, device: str | None) -> int:
         keep_freed_memory()
         if uncounted := count_cpu_allocations():
             print(uncounted)
-    with worlds.joined(device=device) as world:
+    with worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
         return 0 if _train(config, world, folder, stop) else SAVED
+
+
+def _patience(config: Config) -> float:
+    """Return how long a rank waits for a peer: longer than it takes to notice that one hangs, and which one."""
+    return max(PEER_SECONDS, 2.0 * (config.cluster.hang_s or 0))
 
 
 def keep_freed_memory() -> None:
@@ -135,6 +142,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         stop=stop,
     )
     records = _drain(steps, saver, world, folder, start_step)
+    advance.enter(num_steps, advance.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:
         saver.save_now(records[-1].step + 1)
@@ -176,6 +184,7 @@ def _drain(
                 writer.write(record)
             records.append(record)
             if saver.due(record.step + 1):
+                advance.enter(record.step + 1, advance.SAVING)
                 saver.save(record.step + 1)
     return records
 

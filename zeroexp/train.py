@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zeroexp import advance
 from zeroexp.comm.collectives import Collectives
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
@@ -73,15 +74,15 @@ def train(
         for microbatch in batch.microbatches:
             last = microbatch is batch.microbatches[-1]
             with strategy.microbatch(last=last):
-                step.clock.enter("forward")
+                step.enter(advance.FORWARD)
                 loss = _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
                 if last:
                     step.read_memory("after_forward", strategy)
-                step.clock.enter("backward")
+                step.enter(advance.BACKWARD)
                 strategy.backward(loss)
             step.loss += loss.detach()
         step.read_memory("after_backward", strategy)
-        step.clock.enter("step")
+        step.enter(advance.STEP)
         if stop.asked:
             step.wishes.fill_(1)
         sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
@@ -129,6 +130,12 @@ class _Step:
         self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.device)
         self.clock = StepClock(world.device)
+        advance.enter(index, advance.DATA)
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that the clock knows too."""
+        self.clock.enter(phase)
+        advance.enter(self._index, phase)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
         """Read the bytes held now, if this is the step that [Note: reading memory] names."""

@@ -17,9 +17,10 @@ import pytest
 
 from tests.ports import kept_port
 from zeroexp.cluster import heartbeat
-from zeroexp.cluster.heartbeat import BEAT, BYE, START_SECONDS, Clock, Heartbeat
+from zeroexp.cluster.heartbeat import START_SECONDS, Clock, Heartbeat
 
 PERIOD_SECONDS = 2.0
+BEAT, BYE = b".\n", b"!\n"
 
 
 class SteeredClock(Clock):

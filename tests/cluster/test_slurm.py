@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.minicluster import Minicluster, why_no_accounting, why_not
+from tests.test_rank import log_of, process_of
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
@@ -65,6 +67,7 @@ class Scenario:
     heartbeat_s: int = 60
     device: str = "cpu"
     requeues: int = 0  # how often at most
+    hang_s: int | None = None
     stuck: bool = False  # tasks but that of rank 0 do not get as far as Python
 
     @property
@@ -76,6 +79,7 @@ class Scenario:
         return {"exclude": ",".join(sorted(others))}
 
 
+HANG_SECONDS = 15
 TRAINS, NUM_STEPS, SAVE_EVERY = "zeroexp.rank:main", 150, 10
 SCENARIOS = {
     "at_its_limit": Scenario("light_ranks:count_until_asked", 2, SLOW, timeout_s=60, requeues=1),
@@ -84,6 +88,7 @@ SCENARIOS = {
     "makes_room": Scenario("light_ranks:count_until_asked_once", 2, SPARED, requeues=2),
     "trains_and_makes_room": Scenario(TRAINS, 2, MAKING_ROOM, requeues=2),
     "trains_and_is_halved": Scenario(TRAINS, 2, HALVED, requeues=2),
+    "rank_is_stopped": Scenario(TRAINS, 2, heartbeat_s=9, hang_s=HANG_SECONDS),
     "disk_full": Scenario("light_ranks:fill_the_disk", 1),
     "one": Scenario("slurm_ranks:meet", 1),
     "two": Scenario("slurm_ranks:meet", 2),
@@ -163,6 +168,7 @@ def ended(cluster: Minicluster, sweep: Path) -> dict[str, Ended]:
             cluster.command("crash-node", node, "--slurmd-only") for node in ("node11", "node12")
         ],
         "stops_beating": lambda job: strike_task(job, 2, signal.SIGSTOP),
+        "rank_is_stopped": lambda job: os.kill(process_of(job, 1), signal.SIGSTOP),
         "hub_is_killed": lambda job: strike_task(job, 0, signal.SIGKILL),
         "trains_and_makes_room": lambda job: cluster.run(*rival("node20")),
         "trains_and_is_halved": lambda job: [
@@ -230,7 +236,7 @@ def submit_with(folder: Path, scenario: Scenario, site: SlurmConfig) -> Job:
     config = ClusterConfig(
         kind="slurm", device=scenario.device, timeout_s=scenario.timeout_s, slurm=site
     )
-    config.heartbeat_s = scenario.heartbeat_s
+    config.heartbeat_s, config.hang_s = scenario.heartbeat_s, scenario.hang_s
     if scenario.requeues:
         config.requeue, site.max_requeues = True, scenario.requeues
     folder.mkdir(exist_ok=True)
@@ -371,6 +377,18 @@ def test_a_task_that_never_comes_ends_the_job(ended: dict[str, Ended]) -> None:
     assert end.seconds < START_SECONDS + 5 + 15
 
 
+def test_a_rank_that_hangs_ends_the_job_and_leaves_its_stack(ended: dict[str, Ended]) -> None:
+    """Its task goes on, and so do the beats."""
+    end = ended["rank_is_stopped"]
+    assert end.status == "failed"
+    assert re.match(r"rank 1 on node\d+: Hang: no progress for ", end.reason), end.reason
+    assert "is stopped: kill -CONT" in end.reason
+    for rank in (0, 1):
+        _, asked, stack = log_of(end.job, rank).partition(f" rank {rank}: no progress for ")
+        assert asked and "train.py" in stack and "most recent call first" in stack
+    assert end.seconds < HANG_SECONDS + 60
+
+
 def test_want_of_memory_is_told_apart(ended: dict[str, Ended]) -> None:
     assert ended["too_large"].status == "out_of_memory"
     assert "rank 0 on node" in ended["too_large"].reason
@@ -454,13 +472,9 @@ def test_where_training_was_interrupted_makes_no_difference(ended: dict[str, End
     """One saved in the step of the signal, the other fell back to its last checkpoint: the same loss, bit by bit."""
     one, other = ([r.loss for r in read_records(ended[name].job.folder)] for name in INTERRUPTED)
     assert one == other
-    resumed = [log_of(ended[name].job).rpartition(" steps done")[0] for name in INTERRUPTED]
+    resumed = [log_of(ended[name].job, 0).rpartition(" steps done")[0] for name in INTERRUPTED]
     saved, periodic = (int(words.rpartition(" ")[2]) for words in resumed)
     assert saved > SAVE_EVERY and periodic % SAVE_EVERY == 0 < periodic
-
-
-def log_of(job: Job) -> str:
-    return (job.folder / "logs" / "rank0.log").read_text()
 
 
 def test_mlflow_has_one_run_and_every_step_once(ended: dict[str, Ended]) -> None:

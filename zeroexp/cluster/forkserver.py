@@ -1,7 +1,7 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
-    sweep  ── {"folder", "world_size", "device", "timeout_seconds"} ──▶  server  ── fork ──▶  rank 0 .. N-1
-           ◀────────────────────── {"ended"} ──────────────────────           ◀─ pidfds ──
+    sweep  ── {"folder", "world_size", "device", ...} ──▶  server  ── fork ──▶  rank 0 .. N-1
+           ◀────────────────── {"ended"} ─────────────────           ◀─ pidfds ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
 as if it had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the
@@ -28,9 +28,10 @@ from typing import NoReturn
 
 import torch
 
+from zeroexp import advance
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.leaving import run_and_leave
-from zeroexp.cluster.supervise import Rank, end, supervise
+from zeroexp.cluster.supervise import Limits, Rank, end, supervise
 from zeroexp.tracking import attempt, failure
 from zeroexp.world import Place, environment
 
@@ -53,6 +54,7 @@ class Request:
     world_size: int
     device: str  # auto | cpu | cuda
     timeout_seconds: float
+    hang_seconds: float | None
 
 
 def serve(control: socket.socket, code: RankCode) -> None:
@@ -81,14 +83,18 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
         ranks: list[Rank] = []
         for rank in range(request.world_size):
             place = Place(rank, request.world_size, local_rank=rank)
+            descriptor, numbers = advance.create()
             pid = os.fork()
             if pid == 0:
                 control.close()
+                os.environ[advance.DESCRIPTOR] = str(descriptor)
                 _be_rank(server, place, rendezvous, lambda: code.main(folder, device=device))
             os.setpgid(pid, pid)  # the child does it too; the first call counts
-            ranks.append(Rank(rank, pid, os.pidfd_open(pid)))
+            os.close(descriptor)
+            ranks.append(Rank(rank, pid, os.pidfd_open(pid), numbers))
         try:
-            return supervise(ranks, folder, control, request.timeout_seconds)
+            limits = Limits(request.timeout_seconds, request.hang_seconds)
+            return supervise(ranks, folder, control, limits)
         finally:
             end(ranks)
 

@@ -4,7 +4,7 @@
 
 Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
-minutes.
+minutes. A beat carries what the task reports of its rank; what that means is the task's business (lookout.py).
 
 A task that never connects is noticed as well, one period after the time that a job has to start. The task of rank 0
 knows how many tasks should connect; the others know whether its machine answers at all. A machine that refuses their
@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-BEAT, BYE = b".", b"!"
+BEAT, BYE = b".", b"!"  # how a line begins; a report may follow
 BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0
 PACKET_BYTES = MAX_NAME_BYTES = 4096
+MAX_LINE_BYTES = 64 << 10
 NAME = re.compile(r"rank (\d+) on \S+")
 
 
@@ -51,13 +52,22 @@ class Peer:
     name: str  # "rank 1 on node2"
     heard: float  # the time of its last beat
     left: bool = False
+    unread: bytes = b""  # the beginning of a line
+    report: str = ""  # the newest, empty before the first
+
+    def take(self, packet: bytes) -> None:
+        *lines, self.unread = (self.unread + packet).split(b"\n")
+        for line in lines:
+            self.left = self.left or line.startswith(BYE)
+            self.report = line[1:].decode(errors="replace") or self.report
+        self.unread = self.unread[:MAX_LINE_BYTES]
 
 
 class Heartbeat:
     """The heartbeat of one task; `address` is host:port of the task of rank 0.
 
     It is a context manager, and leaving it says goodbye. name_of: the name of a rank that never connected and so never
-    sent its own.
+    sent its own. report: called at every beat for the line that goes with it.
     """
 
     def __init__(
@@ -68,6 +78,7 @@ class Heartbeat:
         period_seconds: float,
         *,
         name_of: Callable[[int], str] = "rank {}".format,
+        report: Callable[[], str] = str,
         start_seconds: float = START_SECONDS,
         clock: Clock | None = None,
     ) -> None:
@@ -75,7 +86,7 @@ class Heartbeat:
         host, _, port = address.rpartition(":")
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
         self._period, self._start = period_seconds, start_seconds
-        self._name_of = name_of
+        self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._peers: dict[socket.socket, Peer] = {}
         self._selector = selectors.DefaultSelector()
@@ -111,6 +122,27 @@ class Heartbeat:
             self._selector.unregister(child)
             os.close(child)
 
+    @property
+    def reports(self) -> list[str]:
+        """The newest report of each task that has reported, without this one's."""
+        return [peer.report for peer in self._peers.values() if peer.report]
+
+    def tell_now(self) -> None:
+        """Send a beat though none is due."""
+        line = BEAT + self._report().encode() + b"\n"
+        for peer in self._peers.values():
+            self._send(peer, line)
+
+    def wait_for_goodbyes(self, seconds: float) -> None:
+        """Wait until every task that ever came has left, at most for so long."""
+        deadline = self._clock.now() + seconds
+        while not all(peer.left for peer in self._peers.values()):
+            if (left := deadline - self._clock.now()) <= 0:
+                return
+            ready = [key.fileobj for key, _ in self._clock.select(self._selector, left)]
+            if self._hear(ready):
+                return
+
     def __enter__(self) -> Heartbeat:
         return self
 
@@ -121,7 +153,7 @@ class Heartbeat:
         trace: TracebackType | None,
     ) -> None:
         for peer in self._peers.values():
-            self._send(peer, BYE)
+            self._send(peer, BYE + b"\n")
             peer.socket.close()
         if self._listener:
             self._listener.close()
@@ -159,8 +191,7 @@ class Heartbeat:
             packet = peer.socket.recv(PACKET_BYTES)
         except ConnectionError:
             return False
-        if BYE in packet:
-            peer.left = True
+        peer.take(packet)
         peer.heard = self._clock.now()
         return bool(packet)
 
@@ -196,8 +227,7 @@ class Heartbeat:
             self._next_call = now + SECONDS_BETWEEN_CALLS
         if now < self._next_beat:
             return False
-        for peer in self._peers.values():
-            self._send(peer, BEAT)
+        self.tell_now()
         self._next_beat = now + self._period / BEATS_PER_PERIOD
         return True
 

@@ -67,6 +67,7 @@ class LocalCluster:
             world_size=config.world_size,
             device=config.cluster.device,
             timeout_seconds=config.cluster.timeout_s,
+            hang_seconds=config.cluster.hang_s,
         )
         answer = None
         while answer is None:

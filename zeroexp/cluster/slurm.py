@@ -82,6 +82,7 @@ class SlurmCluster:
             self._rank_main,
             self._config.device,
             self._config.heartbeat_s,
+            self._config.hang_s,
             self._max_requeues,
             sends_live(job.config.tracking),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroexp.cluster.hang import LOOK_SECONDS, Watched, behind, leave_stacks, write_hang
 from zeroexp.cluster.job import Ending
 from zeroexp.tracking import failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
@@ -25,6 +27,7 @@ class Rank:
     rank: int
     pid: int
     pidfd: int
+    numbers: memoryview  # how far it is, see advance.py
     status: int | None = None  # exit code, or minus the signal; None while it lives
     peak_bytes: int | None = None  # peak resident memory; None while it lives
 
@@ -43,16 +46,23 @@ class Rank:
             os.killpg(self.pid, number)
 
 
-def supervise(
-    ranks: list[Rank], folder: Path, control: socket.socket, timeout_seconds: float
-) -> Ending:
-    """Wait until all ranks are done, one failed, the time is over, or the sweep hung up."""
-    deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
+@dataclass(frozen=True)
+class Limits:
+    timeout_seconds: float  # for the whole job
+    hang_seconds: float | None = None  # without progress; None: no limit
+
+
+def supervise(ranks: list[Rank], folder: Path, control: socket.socket, limits: Limits) -> Ending:
+    """Wait until all ranks are done, one failed, all hang, the time is over, or the sweep hung up."""
+    deadline, kills = time.monotonic() + limits.timeout_seconds, kills_by_kernel()
+    lookout = _Lookout(ranks, folder, limits.hang_seconds)
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([control, *alive], [], [], left)
-        if not ready:
+        ready, _, _ = select.select([control, *alive], [], [], min(left, lookout.pause))
+        if not ready and time.monotonic() >= deadline:
             return "timed_out"
+        if not ready and lookout.found_hang():
+            return "failed"
         if control in ready:
             return "cancelled"
         ended = [rank for rank in alive if rank in ready]
@@ -61,6 +71,36 @@ def supervise(
             _tell(folder, failed, out_of_memory=kills_by_kernel() > kills)
             return "failed"
     return "done"
+
+
+class _Lookout:
+    """Looks now and then whether the ranks still advance."""
+
+    def __init__(self, ranks: list[Rank], folder: Path, hang_seconds: float | None) -> None:
+        self._ranks, self._folder, self._hang_seconds = ranks, folder, hang_seconds
+        self.pause = math.inf if hang_seconds is None else min(LOOK_SECONDS, hang_seconds / 4)
+        self._looked = time.monotonic()
+        host = socket.gethostname()
+        self._watched = {
+            each.rank: Watched(
+                each.rank, host, each.pid, each.numbers, failure.log_path(folder, each.rank)
+            )
+            for each in ranks
+        }
+
+    def found_hang(self) -> bool:
+        """Look if it is time; return whether the ranks hang, which failure.json and their logs then say."""
+        now = time.monotonic()
+        if self._hang_seconds is None or now - self._looked < self.pause:
+            return False
+        # Where this process itself was stopped, its ranks are not to blame.
+        passed, self._looked = min(now - self._looked, 2 * self.pause), now
+        watched = [self._watched[each.rank] for each in _alive(self._ranks)]
+        sights = [each.look(passed) for each in watched]
+        if guilty := behind(sights, self._hang_seconds):
+            write_hang(self._folder, guilty)
+            leave_stacks(watched, sights)
+        return bool(guilty)
 
 
 def _tell(folder: Path, failed: list[Rank], *, out_of_memory: bool) -> None:

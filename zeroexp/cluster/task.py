@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,9 +27,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from zeroexp import advance
+from zeroexp.cluster.hang import Watched
 from zeroexp.cluster.heartbeat import Heartbeat
 from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.live import sender
+from zeroexp.cluster.lookout import Lookout
 from zeroexp.stop import ASKS_TO_STOP, SAVED
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
@@ -51,6 +55,7 @@ class Duty:
     rank_main: str  # module:function, called with (folder, device=...)
     device: str
     heartbeat_s: float
+    hang_s: float | None = None  # None: a rank that hangs is not looked for
     max_requeues: int = 0  # 0: the run cannot be requeued
     sends: bool = False  # True: rank 0's task sends the steps to MLflow
 
@@ -64,17 +69,28 @@ def run_task(duty: Duty) -> NoReturn:
         attempt.begin(folder, attempt.mine() or 1)
         failure.forget(folder)
     kills = kills_by_kernel()
-    child = _start(duty, rank)
+    child, numbers = _start(duty, rank)
+    watched = Watched(
+        rank, socket.gethostname(), child.pid, numbers, failure.log_path(folder, rank)
+    )
+    lookout = Lookout(watched, folder, rank, world_size, duty.hang_s, duty.heartbeat_s)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    with beside, _heartbeat(duty, rank, world_size) as heartbeat:
-        lost = heartbeat.wait(child.pid, until=lambda: _superseded(folder))
-        if lost:
+    with beside, _heartbeat(duty, rank, world_size, lookout) as heartbeat:
+        lost = heartbeat.wait(
+            child.pid, until=lambda: _superseded(folder) or lookout.verdict(heartbeat.reports)
+        )
+        if lookout.hung:
+            lookout.leave_stack(heartbeat)
+            child.kill()
+        elif lost:
             failure.write_unranked(folder, "TaskLost", lost, over=not asked.to_end)
             child.kill()
         _, status, used = os.wait4(child.pid, 0)
         status = os.waitstatus_to_exitcode(status)
         if status == -signal.SIGTERM:
             asked.wait()
+        if rank == 0 and lookout.hung:
+            heartbeat.wait_for_goodbyes(duty.heartbeat_s)
         if status not in (0, SAVED) and not lost and not asked.to_end:
             failure.write_died(
                 folder,
@@ -90,8 +106,11 @@ def run_task(duty: Duty) -> NoReturn:
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
-def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
-    """Start the rank in its own interpreter, because this one has submitit's signal handlers."""
+def _start(duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
+    """Start the rank in its own interpreter, because this one has submitit's signal handlers.
+
+    Returns it and the memory in which it says how far it is.
+    """
     command = [sys.executable, "-u", "-m", "zeroexp.cluster.task"]
     command += [duty.rank_main, str(duty.folder), duty.device]
     log = failure.log_path(duty.folder, rank)
@@ -99,18 +118,28 @@ def _start(duty: Duty, rank: int) -> subprocess.Popen[bytes]:
     # These signals stay blocked until a rank that can stop early handles them.
     waiting = ASKS_TO_STOP if duty.max_requeues else ()
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    descriptor, numbers = advance.create()
     with log.open("ab") as output:  # also catches errors before the rank opens its log itself
-        child = subprocess.Popen(command, stdout=output, stderr=output)
+        child = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            pass_fds=[descriptor],
+            env={**os.environ, advance.DESCRIPTOR: str(descriptor)},
+        )
+    os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
-    return child
+    return child, numbers
 
 
-def _heartbeat(duty: Duty, rank: int, world_size: int) -> Heartbeat:
+def _heartbeat(duty: Duty, rank: int, world_size: int, lookout: Lookout) -> Heartbeat:
     def name_of(other: int) -> str:
         return _name_of(other, world_size)
 
     address = os.environ[HEARTBEAT_AT]
-    return Heartbeat(rank, world_size, address, duty.heartbeat_s, name_of=name_of)
+    return Heartbeat(
+        rank, world_size, address, duty.heartbeat_s, name_of=name_of, report=lookout.report
+    )
 
 
 def _name_of(rank: int, world_size: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zeroexp import advance
 from zeroexp.comm.facts import Facts
 from zeroexp.measure.verbs import Move, meter
 from zeroexp.sharding.layout import Chunk
@@ -62,6 +63,7 @@ class Pending:
         self.move: Move | None = None  # as what the wait is timed
 
     def wait(self) -> None:
+        advance.move()
         move, self.move = self.move, None
         with nullcontext() if move is None else meter.waiting(move):
             for work in self._works:

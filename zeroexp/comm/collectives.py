@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroexp import advance
 from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
@@ -162,6 +163,7 @@ class Collectives:
 
     def _count(self, kind: str, sent: Sent, move: Move) -> Pending:
         pending, num_bytes = sent
+        advance.move()
         pending.move, move.in_flight = move, True
         sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind
         sums[kind] = sums.get(kind, 0) + num_bytes

@@ -85,6 +85,12 @@ def write_unranked(folder: Path, exception: str, message: str, *, over: bool = F
     _write(folder, {**cause, "traceback": None, "log": None}, over=over)
 
 
+def write_hung(folder: Path, rank: int, host: str, message: str) -> None:
+    """Record that a rank no longer advances, over what its peers met. The launcher calls this."""
+    cause = _cause(folder, rank, "Hang", message)
+    _write(folder, {**cause, "host": host}, over=True)
+
+
 def _of_memory(short: Shortage) -> dict[str, Any]:
     return {"message": str(short), "out_of_memory": asdict(short)}
 

@@ -1,0 +1,27 @@
+"""Ranks that train for real until rank 1 hangs: test_hang.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from zeroexp import rank as ranks
+from zeroexp import train
+from zeroexp.rank import prepare as prepare
+
+
+def sleep_in_forward(folder: Path, *, device: str) -> None:
+    """Rank 1 sleeps for ever in the third forward pass, as in a lock that nobody gives back."""
+    loss_sum, calls = train._loss_sum, 0
+
+    def lock(*words: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] == "1" and calls == 3:
+            time.sleep(1000)
+        return loss_sum(*words)
+
+    train._loss_sum = lock
+    ranks.main(folder, device=device)

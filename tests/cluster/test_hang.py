@@ -1,0 +1,113 @@
+"""A rank that hangs is found, named and asked where it stands: real training, whose rank 1 is stopped or sleeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests import rank_code
+from tests.test_rank import log_of, make_job, process_of
+from zeroexp import advance
+from zeroexp.cluster.hang import Sight, behind
+from zeroexp.cluster.local import LocalCluster
+from zeroexp.config import save
+
+HANG_SECONDS = 5  # ranks of a busy machine must advance meanwhile
+
+
+def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", train__steps=1_000_000, cluster__hang_s=HANG_SECONDS)
+    seen = 0
+
+    def stop_rank_1(record: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            os.kill(process_of(job, 1), signal.SIGSTOP)
+
+    outcome = local.run(job, on_record=stop_rank_1, on_event=lambda line: None)
+    cause = outcome.cause
+    assert outcome.status == "failed" and cause is not None
+    assert (cause["rank"], cause["exception"]) == (1, "Hang")
+    assert f"process {process_of(job, 1)} is stopped: kill -CONT" in cause["message"]
+    assert "(cluster.hang_s)" in cause["message"]
+    for rank in (0, 1):
+        _, asked, stack = log_of(job, rank).partition(f" rank {rank}: no progress for ")
+        assert asked and "train.py" in stack and "most recent call first" in stack
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+def test_of_sleeping_ranks_the_one_that_did_least_is_named(
+    local: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Both processes sleep: rank 0 since it waits for rank 1."""
+    job = make_job(tmp_path / "run", cluster__hang_s=HANG_SECONDS, strategy__name=strategy)
+    if strategy == "zero3":
+        config = job.config
+        for row in (
+            config.strategy.parameters,
+            config.strategy.gradients,
+            config.strategy.optimizer,
+        ):
+            row.placement = "shard"
+        config.train.steps = 10
+        save(config, job.folder / "config.yaml")
+    rank_code.choose(job.folder, "tests.cluster.hanging_ranks:sleep_in_forward")
+    outcome = local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+    cause = outcome.cause
+    assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
+    assert " in forward of step 1; " in cause["message"]
+    assert "hanging_ranks.py" in log_of(job, 1).partition(" rank 1: no progress for ")[2]
+
+
+def sight(rank: int, done: tuple[int, int, int], seconds: float, **other: str) -> Sight:
+    values = {"phase": advance.FORWARD, "state": "S", "kernel": "futex_wait", **other}
+    return Sight(rank, "here", 100 + rank, done, seconds=seconds, **values)
+
+
+ENDED = {"phase": advance.AFTER}
+STARTS = {"phase": advance.BEFORE}
+CASES = {
+    "all wait for the one that did less": (
+        [sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9)],
+        [1],
+    ),
+    "a step counts more than its phases": (
+        [sight(0, (7, 1, 0), 9), sight(1, (6, 9, 99), 9)],
+        [1],
+    ),
+    "one of them still advances": ([sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 1)], []),
+    "a stopped one is guilty wherever it is": (
+        [sight(0, (7, 2, 4), 9), sight(1, (7, 2, 5), 9, state="T")],
+        [1],
+    ),
+    "nobody is behind": ([sight(0, (7, 2, 4), 9), sight(1, (7, 2, 4), 9)], [0, 1]),
+    "loading may take any time": (
+        [sight(0, (0, 0, 0), 900, **STARTS), sight(1, (0, 0, 0), 900, **STARTS)],
+        [],
+    ),
+    "but not stopped": (
+        [sight(0, (0, 0, 0), 0, **STARTS), sight(1, (0, 0, 0), 9, **STARTS, state="T")],
+        [1],
+    ),
+    "one never comes to its first step": (
+        [sight(0, (0, 1, 2), 9), sight(1, (0, 0, 0), 0, **STARTS)],
+        [1],
+    ),
+    "whoever is done waits for nobody": (
+        [sight(0, (8, 1, 0), 0, **ENDED), sight(1, (7, 4, 0), 9)],
+        [1],
+    ),
+    "all are done": ([sight(0, (8, 1, 0), 900, **ENDED)], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_is_behind(name: str) -> None:
+    sights, guilty = CASES[name]
+    read = [Sight.read(each.line()) for each in sights]
+    assert read == sights
+    assert [each.rank for each in behind(read, hang_seconds=5)] == guilty

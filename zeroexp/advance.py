@@ -1,0 +1,61 @@
+"""How far this rank is: a few numbers in memory that it shares with the process that started it.
+
+That process looks whether they move, and so notices a rank that hangs (cluster/hang.py). The rank writes them in less
+than a microsecond and never waits. Without such a process the numbers lie in a list that nobody reads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import sys
+
+DESCRIPTOR = "ZEROEXP_ADVANCE"  # the variable that holds the shared memory's descriptor
+LEAVES_STACK = signal.SIGUSR1  # has a rank write the stacks of its threads into its log
+
+BEFORE, DATA, FORWARD, BACKWARD, STEP, SAVING, AFTER = PHASES = (
+    *("start", "data", "forward", "backward", "step", "saving", "end"),
+)
+# A rank that stands still in one of these phases for long hangs. Loading, saving and writing files may take any time.
+MUST_ADVANCE = (DATA, FORWARD, BACKWARD, STEP)
+
+# The places of the numbers: the step, the phases entered in it, the moves of this phase, the phase, "leaves its stack".
+NUM_STEPS, NUM_PHASES, NUM_MOVES, PHASE, LISTENS = range(5)
+NUM_BYTES = 5 * 8
+
+_numbers: list[int] | memoryview[int] = [0] * 5
+
+
+def create() -> tuple[int, memoryview[int]]:
+    """Return a descriptor for a rank that is about to start, and its numbers."""
+    descriptor = os.memfd_create("zeroexp-advance")
+    os.ftruncate(descriptor, NUM_BYTES)
+    return descriptor, _map(descriptor)
+
+
+def share() -> None:
+    """Share this rank's numbers from now on, and leave a stack when asked. Call it once the log is standard error."""
+    global _numbers
+    if descriptor := os.environ.get(DESCRIPTOR):
+        _numbers = _map(int(descriptor))
+        faulthandler.register(LEAVES_STACK, file=sys.stderr, all_threads=True)
+        _numbers[LISTENS] = 1
+
+
+def enter(step: int, phase: str) -> None:
+    """Enter one of PHASES in this step."""
+    numbers = _numbers
+    numbers[NUM_PHASES] = numbers[NUM_PHASES] + 1 if numbers[NUM_STEPS] == step else 1
+    numbers[NUM_STEPS], numbers[NUM_MOVES] = step, 0
+    numbers[PHASE] = PHASES.index(phase)
+
+
+def move() -> None:
+    """Count a move between ranks that starts, or a wait for one that begins."""
+    _numbers[NUM_MOVES] += 1
+
+
+def _map(descriptor: int) -> memoryview[int]:
+    return memoryview(mmap.mmap(descriptor, NUM_BYTES)).cast("q")
