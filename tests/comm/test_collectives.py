@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeroexp import advance
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
@@ -265,3 +266,23 @@ def test_scalars(ranks, world_size):
     total = sum(range(1, world_size + 1))
     expected = (total, num_bytes, True, world_size == 1)
     assert ranks(scalars, world_size=world_size) == [expected] * world_size
+
+
+def moves_counted(world: World) -> list[int]:
+    """How many moves this rank has counted: before one, once it is under way, and once it was waited for."""
+    wire = Collectives(world)
+    counts = [_moves()]
+    under_way = wire.sum_scalar_later(torch.ones(1), "norm")
+    counts.append(_moves())
+    under_way.wait()
+    return [*counts, _moves()]
+
+
+def _moves() -> int:
+    return advance._numbers[advance.NUM_MOVES]
+
+
+def test_a_move_counts_when_it_starts_and_when_a_rank_begins_to_wait_for_it(ranks):
+    """Whoever looks for a hang tells by it which of two ranks in one phase has done less."""
+    for before, under_way, awaited in ranks(moves_counted, world_size=2):
+        assert before < under_way < awaited
