@@ -35,7 +35,8 @@ class ZeroexpLauncher(Launcher):
         if batch is not None and batch < 1:
             key = f"hydra.sweeper.max_batch_size={batch}"
             raise ConfigError(f"{key}: too small; use at least 1, or leave it null")
-        for key in ("outputs", "hydra.sweep.dir"):
+        writes = getattr(task_function, "writes", True)  # a plan does not
+        for key in ("outputs", "hydra.sweep.dir") if writes else ():
             folder = OmegaConf.select(config, key)
             require_writable(f"{key}={folder}", folder, "choose a folder that is yours")
 

@@ -35,17 +35,19 @@ ORDER = [
         "zeroexp.strategies.python_values",
     },
     {"zeroexp.sharding", "zeroexp.measure"},
-    {"zeroexp.plan"},
     {"zeroexp.models", "zeroexp.data", "zeroexp.optim", "zeroexp.stop"},
     {"zeroexp.strategies"},
     {"zeroexp.train", "zeroexp.tracking"},
     {"zeroexp.checkpoint"},
     {"zeroexp.links"},
+    {"zeroexp.plan"},
     {"zeroexp.rank"},
     {"zeroexp.report"},
     {"zeroexp.cluster"},
-    {"zeroexp.sync"},
+    {"zeroexp.sync", "zeroexp.plan.points"},
+    {"zeroexp.plan.table"},
     {"zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "hydra_plugins"},
+    {"zeroexp.plan.__main__"},
 ]
 
 DOORS = {

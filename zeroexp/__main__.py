@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -76,11 +76,22 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
         sweep.rerun(Path(arguments[-1]).resolve())
     else:
-        _compose(sweep, arguments)
+        compose(sweep, arguments)
 
 
-def _compose(sweep: Sweep, arguments: list[str]) -> None:
-    """Have Hydra compose every point and hand them to `sweep.run` through our launcher."""
+class TakesPoints(Protocol):
+    """What `compose` hands the points of a command line to: a sweep that runs them, or a plan."""
+
+    @property
+    def has_failures(self) -> bool: ...
+    def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]], /) -> list[Any]: ...
+
+
+def compose(taker: TakesPoints, arguments: list[str], *, writes: bool = True) -> None:
+    """Have Hydra compose every point and hand them to `taker.run` through our launcher.
+
+    writes: False: the folders that a sweep needs are neither made nor tried.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
     ConfigStore.instance().store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
@@ -99,15 +110,16 @@ def _compose(sweep: Sweep, arguments: list[str]) -> None:
         try:
             if not isinstance(points, list):
                 raise ConfigError("hydra.mode, hydra/launcher: not to be changed; leave them out")
-            return sweep.run(points)
+            return taker.run(points)
         except Exception as error:
             raised.append(error)
             raise
 
+    run_points.writes = writes
     try:
         hydra.main(version_base="1.3", config_path=str(_conf()), config_name="config")(run_points)()
     except Exception as error:
-        if error in raised or not sweep.has_failures:
+        if error in raised or not taker.has_failures:
             raise
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {_first_line(error)}", file=sys.stderr)

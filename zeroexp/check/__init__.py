@@ -11,7 +11,11 @@ from zeroexp.check import data, fit, single, strategy
 from zeroexp.config import Config
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError, or its subclass UndefinedCombination, for the first rule that the config breaks."""
-    for rule in (*single.RULES, *strategy.RULES, *data.RULES, *fit.RULES):
+def check(config: Config, *, on_paper: bool = False) -> None:
+    """Raise ConfigError, or its subclass UndefinedCombination, for the first rule that the config breaks.
+
+    on_paper: nothing runs, so this machine does not have to be able to.
+    """
+    machine = () if on_paper else fit.MACHINE
+    for rule in (*single.RULES, *strategy.RULES, *data.RULES, *fit.RULES, *machine):
         rule(config)

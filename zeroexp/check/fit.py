@@ -89,4 +89,5 @@ def requeue(config: Config) -> None:
         undefined(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
 
 
-RULES = (batch, optimizer, tracking, device, slurms_own, warmup, requeue)
+RULES = (batch, optimizer, tracking, slurms_own, warmup, requeue)
+MACHINE = (device,)  # rules about the machine that a run needs and a plan does not

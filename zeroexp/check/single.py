@@ -75,7 +75,10 @@ AT_LEAST = {
     "cluster.slurm.max_requeues": 1,
     "cluster.slurm.save_s": 1,
 }
-ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement")
+ABOVE_ZERO = (
+    *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
+    "cluster.device_memory_gib",
+)
 AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
 
 

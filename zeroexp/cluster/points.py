@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroexp.check import check
+from zeroexp.check import check as check_run
 from zeroexp.check.refusal import value_of
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import Config, ConfigError, UndefinedCombination, from_mapping, resolve
@@ -23,13 +23,17 @@ class Point:
     refusal: str | None  # the reason if the point is skipped
 
 
-def points_of(overrides: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
+def points_of(
+    overrides: Sequence[str],
+    values: Mapping[str, Any],
+    check: Callable[[Config], None] = check_run,
+) -> list[Point]:
     """Return the points of one set of overrides: none outside its study, several for world_size=all.
 
     `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
     """
     config = from_mapping(Config, values)
-    return [_point(overrides, one) for one in _world_sizes(config) if _in_study(one)]
+    return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 
 def _world_sizes(config: Config) -> Iterator[Config]:
@@ -48,7 +52,7 @@ def _in_study(config: Config) -> bool:
     )
 
 
-def _point(overrides: Sequence[str], config: Config) -> Point:
+def _point(overrides: Sequence[str], config: Config, check: Callable[[Config], None]) -> Point:
     refusal = None
     try:
         check(config)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from dataclasses import dataclass
 
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -24,6 +23,7 @@ from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, Duty, run_task
 from zeroexp.config import ClusterConfig, ConfigError
+from zeroexp.plan.place import Shape
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import write_json
 from zeroexp.tracking.run import SLURM
@@ -35,22 +35,6 @@ HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
 NO_GPUS = (
     "its nodes have no such GPUs: use cluster.device=cpu, fewer ranks_per_node or another partition"
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The size of one point's job: `nodes * ranks_per_node` is its world size."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @classmethod
-    def of(cls, world_size: int, most_per_node: int) -> Shape:
-        """Return the fewest nodes that share the ranks evenly."""
-        nodes = -(-world_size // most_per_node)
-        while world_size % nodes:
-            nodes += 1
-        return cls(nodes, world_size // nodes)
 
 
 class _BatchFile(SlurmExecutor):

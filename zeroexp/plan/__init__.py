@@ -1,1 +1,8 @@
-"""What a run will cost, computed before it runs: predict.py has the closed forms of bytes sent and bytes held."""
+"""What a run will cost, computed before it runs: `python -m zeroexp.plan` with the words of the run.
+
+predict.py, torch_forms.py    closed forms of bytes sent and held: our engine, torch's engines
+transient.py                  what exists for a moment beside the model states
+form.py, place.py             the form of a configured point; the machines that it is planned for
+outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
+points.py, table.py           the points of a command line; tables, JSON and CSV
+"""

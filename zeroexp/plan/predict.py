@@ -4,9 +4,11 @@
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
     form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
-The arithmetic uses no torch and takes microseconds for a thousand ranks. For evenly cut chunks and the plain schedule
-(nothing kept, one microbatch) the bytes are those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and
-zero1_allreduce.
+The arithmetic uses no torch. For evenly cut chunks and the plain schedule (nothing kept, one microbatch) the bytes are
+those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_allreduce.
+
+[Note: repeated blocks] The blocks of a model are cut alike. So sums over chunks and units run over the different ones
+and multiply; a thousand ranks of 7B take a tenth of a second.
 
 [Note: one step] The forms describe a step in the middle of a run: it gathers ahead as much for the next step as the
 step before gathered for it. Units run in the given order in forward and in the opposite order in backward.
@@ -18,21 +20,26 @@ first survive from one microbatch to the next. After the optimizer's step all va
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.sharding.bucket import cut_in_buckets
-from zeroexp.sharding.layout import Chunk, Span, aligned
+from zeroexp.sharding.bucket import Bucket, cut_in_buckets
+from zeroexp.sharding.layout import Chunk, aligned
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Size of each number that ranks sum before a step, see tally.py: the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
+FROZEN = "frozen"  # the kind of chunks that get no gradient
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
+
+
+Cut = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class UnitForm:
 
     @property
     def trainable(self) -> tuple[Chunk, ...]:
-        return tuple(chunk for chunk in self.chunks if chunk.kind != "frozen")
+        return tuple(chunk for chunk in self.chunks if chunk.kind != FROZEN)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class ScheduleForm:
     reduce_each: str = "step"  # microbatch | step
     bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
     transport: str = "gloo"  # direct (ranks of one host) | gloo | native
+    overlap: bool = True  # reductions travel beside backward
 
     @property
     def facts(self) -> Facts:
@@ -76,6 +84,24 @@ class OptimizerForm:
 
     num_moments: int = 2  # each as large as its master weight, in the master's dtype
     bytes_per_tensor: int = 4
+
+
+class Holding(NamedTuple):
+    """What one rank holds of all chunks, in elements; padding is part of no owned span."""
+
+    resting: int  # parameters at rest, padding included
+    padding: int  # the part of `resting` that is padding
+    owned: int  # elements that the optimizer updates
+    num_owned: int  # spans that the optimizer updates, each a tensor
+
+
+class Alike(NamedTuple):
+    """Units of one shape that are gathered equally often, see [Note: repeated blocks]."""
+
+    unit: UnitForm  # the first of them
+    num_units: int
+    num_gathers: int  # of each, in one step
+    buckets: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True)
@@ -98,30 +124,27 @@ class Form:
         """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         traffic = Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
-        for index, unit in enumerate(self.units):
-            _add(
-                traffic,
-                "gather",
-                self._num_gathers[index],
-                self._gather(unit.chunks, rank, compute),
-            )
+        for unit, num_units, num_gathers, buckets in self.alike:
+            gathered = self._gather(unit.chunks, rank, compute) if num_gathers else 0
+            _add(traffic, "gather", num_units * num_gathers, gathered)
             if not unit.trainable:
                 continue
-            for bucket in cut_in_buckets(unit.trainable, reduce, self.schedule.bucket_bytes):
-                chunks = [part.chunk for part in bucket.slices]
-                num_bytes = self._reduce(chunks, rank, reduce)
-                _add(traffic, "reduce", self._num_reductions, num_bytes)
-            num_publishes = int(self.stage.publish is Move.ALL_GATHER)
-            _add(traffic, "publish", num_publishes, self._gather(unit.trainable, rank, compute))
+            for bucket in buckets:
+                num_bytes = self._reduce([part.chunk for part in bucket.slices], rank, reduce)
+                _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
+            if self.stage.publish is Move.ALL_GATHER:
+                _add(traffic, "publish", num_units, self._gather(unit.trainable, rank, compute))
         if self.world_size > 1:
             native = self.schedule.transport == "native"
             num_checks = NUM_CHECKS if native and self.stage.gather is Move.ALL_GATHER else 0
-            num_parameters = sum(len(chunk.members) for chunk in self._trainable)
+            num_parameters = sum(
+                num * len(chunk.members) for chunk, num in self._chunks if chunk.kind != FROZEN
+            )
             num_bytes = TALLY_BYTES * (1 + num_parameters + num_checks)
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         return traffic
 
-    def _gather(self, chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
+    def _gather(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
         """Return the bytes `rank` sends in an all-gather: its section, to every peer."""
         own = sum(self._section(chunk, rank) for chunk in chunks)
         return (self.world_size - 1) * own * itemsize
@@ -132,8 +155,8 @@ class Form:
         Each peer gets the terms that it sums; in an all-reduce it also gets the sums of `rank`.
         """
         own = sum(self._section(chunk, rank) for chunk in chunks)
-        total = sum(self._moved(chunk) for chunk in chunks)
-        if self._reduction is not Move.ALL_REDUCE:
+        total = sum(self.moved(chunk) for chunk in chunks)
+        if self.reduction is not Move.ALL_REDUCE:
             return (total - own) * itemsize
         if self.schedule.transport == "native":
             # In the backend's ring every rank sends as much, without padding.
@@ -141,7 +164,7 @@ class Form:
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
         return (total - own) * itemsize + self._gather(chunks, rank, itemsize)
 
-    def _moved(self, chunk: Chunk) -> int:
+    def moved(self, chunk: Chunk) -> int:
         """Return the elements of a chunk that travel; only the backend's collectives send padding."""
         return chunk.padded_numel if self.schedule.facts.sends_padding else chunk.numel
 
@@ -152,7 +175,7 @@ class Form:
     # -- how often ---------------------------------------------------------------------------------
 
     @property
-    def _reduction(self) -> Move:
+    def reduction(self) -> Move:
         """The move that takes partial gradients to where the optimizer needs them."""
         return self.stage.reduce if self.stage.reduce is not Move.NOTHING else self.stage.hand_over
 
@@ -182,6 +205,30 @@ class Form:
         sharing = [index for index, unit in enumerate(self.units) if not unit.private]
         return [sharing[i :: self.schedule.num_pools] for i in range(self.schedule.num_pools)]
 
+    # -- what is alike -----------------------------------------------------------------------------
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """All units, those of one shape together."""
+        same: dict[tuple[int, tuple[Cut, ...]], list[UnitForm]] = {}
+        for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
+            key = num_gathers, tuple(_cut_of(chunk) for chunk in unit.chunks)
+            same.setdefault(key, []).append(unit)
+        reduce, most = ITEMSIZE[self.precision.reduce], self.schedule.bucket_bytes
+        return [
+            Alike(units[0], len(units), num, cut_in_buckets(units[0].trainable, reduce, most))
+            for (num, _), units in same.items()
+        ]
+
+    @cached_property
+    def _chunks(self) -> list[tuple[Chunk, int]]:
+        """The different chunks and how many there are of each."""
+        same: dict[Cut, list[Chunk]] = {}
+        for unit in self.units:
+            for chunk in unit.chunks:
+                same.setdefault(_cut_of(chunk), []).append(chunk)
+        return [(chunks[0], len(chunks)) for chunks in same.values()]
+
     # -- bytes held --------------------------------------------------------------------------------
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
@@ -191,39 +238,61 @@ class Form:
         """
         assert moment in MOMENTS, moment
         compute, master = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.master]
-        owned = [span for chunk in self._trainable for span in self._owned(chunk, rank)]
-        owned_numel = sum(span.numel for span in owned)
+        holding = self.holding(rank)
         has_master = self.precision.master != self.precision.compute
-        per_element = self.optimizer.num_moments * master
-        kept = self._kept_bytes if moment == "after_forward" else 0
+        moments = self.optimizer.num_moments * master * holding.owned
         return {
-            "parameters": compute * sum(self._resting(chunk, rank) for chunk in self._chunks),
-            "gradients": self._gradient_bytes(moment, owned_numel),
-            "optimizer": per_element * owned_numel + self.optimizer.bytes_per_tensor * len(owned),
-            "master": master * owned_numel if has_master else 0,
-            "buffers": self._pool_bytes(rank) + kept + self._staging_bytes(rank),
+            "parameters": compute * holding.resting,
+            "gradients": self._gradient_bytes(moment, holding.owned),
+            "optimizer": moments + self.optimizer.bytes_per_tensor * holding.num_owned,
+            "master": master * holding.owned if has_master else 0,
+            "buffers": sum(self.buffer_bytes(moment, rank).values()),
         }
 
-    @property
-    def _chunks(self) -> list[Chunk]:
-        return [chunk for unit in self.units for chunk in unit.chunks]
+    def holding(self, rank: int) -> Holding:
+        """Return what `rank` holds of all chunks."""
+        if rank not in self._holdings:
+            parts = [(self._holding(chunk, rank), num) for chunk, num in self._chunks]
+            sums = (sum(num * part[i] for part, num in parts) for i in range(len(Holding._fields)))
+            self._holdings[rank] = Holding(*sums)
+        return self._holdings[rank]
 
-    @property
-    def _trainable(self) -> list[Chunk]:
-        return [chunk for unit in self.units for chunk in unit.trainable]
+    def like(self, rank: int) -> Hashable:
+        """Return a key that is equal for ranks that hold and send as much."""
+        if self.schedule.facts.shares_memory:
+            return rank  # what peers read of it differs
+        return tuple(
+            (_length(chunk.section(rank)), _length(chunk.real_section(rank)), len(spans))
+            for chunk, _ in self._chunks
+            for spans in (chunk.spans(rank),)
+        )
 
-    def _owned(self, chunk: Chunk, rank: int) -> tuple[Span, ...]:
-        """Return the spans of a chunk that the optimizer updates on `rank`."""
+    @cached_property
+    def _holdings(self) -> dict[int, Holding]:
+        return {}
+
+    def _holding(self, chunk: Chunk, rank: int) -> Holding:
+        whole = self.stage.parameters is not Placement.SHARD
+        resting = chunk.padded_numel if whole else _length(chunk.section(rank))
+        real = chunk.numel if whole else _length(chunk.real_section(rank))
+        if chunk.kind == FROZEN:
+            return Holding(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
-        return chunk.spans(rank) if sharded else chunk.whole()
+        spans = chunk.spans(rank) if sharded else chunk.whole()
+        return Holding(resting, resting - real, sum(span.numel for span in spans), len(spans))
 
-    def _resting(self, chunk: Chunk, rank: int) -> int:
-        """Return the number of elements of a chunk that rest on `rank`, padding included."""
-        sharded = self.stage.parameters is Placement.SHARD
-        return _length(chunk.section(rank)) if sharded else chunk.padded_numel
+    @property
+    def parameter_itemsize(self) -> int:
+        """Bytes of one element of a parameter at rest."""
+        return ITEMSIZE[self.precision.compute]
+
+    @cached_property
+    def num_trainable(self) -> int:
+        """Elements of all trainable parameters."""
+        return sum(num * chunk.numel for chunk, num in self._chunks if chunk.kind != FROZEN)
 
     def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
-        whole = sum(chunk.numel for chunk in self._trainable)
+        whole = self.num_trainable
         reduce = ITEMSIZE[self.precision.reduce]
         if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
             return 0
@@ -237,6 +306,12 @@ class Form:
         in_place = self.precision.reduce == self.precision.compute
         return (whole + (0 if in_place else owned_numel)) * reduce
 
+    def buffer_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        """Return what makes up the kind `buffers` at a moment: pools, units kept gathered, memory shared with peers."""
+        kept = self.kept_bytes if moment == "after_forward" else 0
+        pools, staging = self._pool_bytes(rank), self._staging_bytes(rank)
+        return {"pools": pools, "kept units": kept, "shared slots": staging}
+
     def _pool_bytes(self, rank: int) -> int:
         """Return the bytes of all pools; each pool is as large as its largest unit."""
         if self.stage.gather is not Move.ALL_GATHER:
@@ -246,28 +321,40 @@ class Form:
     def _pooled(self, index: int, rank: int) -> int:
         """Return the bytes a unit takes of its pool. On one host a rank's own section is mapped and takes none."""
         if not self.schedule.facts.shares_memory or self.world_size == 1:
-            return self._full_bytes(index)
+            return self._full_bytes[index]
         return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
 
-    @property
-    def _kept_bytes(self) -> int:
+    @cached_property
+    def kept_bytes(self) -> int:
         """Bytes that stay gathered outside of pools between forward and backward."""
         if self.stage.gather is not Move.ALL_GATHER or self.schedule.keep == "none":
             return 0
-        kept = range(len(self.units)) if self.schedule.keep == "all" else range(1)
-        return sum(self._full_bytes(index) for index in kept)
+        return sum(self._full_bytes if self.schedule.keep == "all" else self._full_bytes[:1])
 
     def _staging_bytes(self, rank: int) -> int:
         if not self.schedule.facts.shares_memory or self.world_size == 1:
             return 0
-        units = [unit.trainable for unit in self.units]
-        schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
-        slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
-        return num_slots(schedule.transport) * slot
+        if rank not in self._staged:
+            units = [alike.unit.trainable for alike in self.alike]
+            schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
+            slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
+            self._staged[rank] = num_slots(schedule.transport) * slot
+        return self._staged[rank]
 
-    def _full_bytes(self, index: int) -> int:
+    @cached_property
+    def _staged(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _full_bytes(self) -> list[int]:
+        """Bytes of each unit while it is gathered."""
         itemsize = ITEMSIZE[self.precision.compute]
-        return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index].chunks)
+        return [sum(aligned(c.padded_numel * itemsize) for c in unit.chunks) for unit in self.units]
+
+
+def _cut_of(chunk: Chunk) -> Cut:
+    """Return all of a chunk but its parameters' names."""
+    return chunk.kind, chunk.page_bytes, chunk.cuts, tuple(member.stop for member in chunk.members)
 
 
 def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zeroexp.sharding.layout import Chunk, Member
 
@@ -112,5 +112,5 @@ def _slice(index: int, chunk: Chunk, picked: Sequence[Range]) -> Slice:
         low, high = whole.start + each.start, whole.start + each.stop
         for rank, (start, stop) in enumerate(pairwise(chunk.cuts)):
             owned[rank] += max(0, min(high, stop) - max(low, start))
-    cuts = tuple(sum(owned[:rank]) for rank in range(len(owned) + 1))
+    cuts = (0, *accumulate(owned))
     return Slice(index, ranges, Chunk(tuple(members), cuts, chunk.kind))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.facts import Facts
 from zeroexp.measure.record import Traffic
 from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
@@ -59,6 +60,23 @@ class Options:
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # auto | direct | gloo | native
+
+    def num_prefetched(self, facts: Facts) -> int:
+        """Return how many units are gathered ahead over a transport.
+
+        Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
+        """
+        if not self.overlap:
+            return 0
+        if self.prefetch is None:
+            return 0 if facts.moves_on_wait else 1
+        return self.prefetch
+
+    def bucket_bytes(self, facts: Facts, world_size: int) -> int | None:
+        """Return the most bytes of one reduction over a transport; None: a whole unit."""
+        if self.bucket_mb is not None:
+            return int(self.bucket_mb * MIB)
+        return facts.bucket_bytes if world_size > 1 else None
 
 
 class Sharded:
@@ -114,9 +132,9 @@ class Sharded:
             owners=options.owners,
             dtypes=dtypes,
             wire=self.wire,
-            bucket_bytes=self._bucket_bytes(options),
+            bucket_bytes=options.bucket_bytes(self.wire.facts, world.size),
         )
-        prefetch = self._prefetch_depth(options)
+        prefetch = options.num_prefetched(self.wire.facts)
         self.settings = self._settings(options, prefetch)
         self.pools = give_memory(self.units, options.keep, 1 + prefetch, self.wire)
         self._schedule = Schedule(
@@ -239,20 +257,10 @@ class Sharded:
         """Return what the engine's collectives sent since the last call."""
         return self.wire.take_traffic()
 
-    def _prefetch_depth(self, options: Options) -> int:
-        """Return how many units are gathered ahead.
-
-        Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
-        """
-        if not options.overlap:
-            return 0
-        if options.prefetch is None:
-            return 0 if self.wire.facts.moves_on_wait else 1
-        return options.prefetch
-
     def _settings(self, options: Options, prefetch: int) -> dict[str, Any]:
         """Return the settings that the options left open, as this transport and stage settle them."""
-        facts, bucket_bytes = self.wire.facts, self._bucket_bytes(options)
+        facts = self.wire.facts
+        bucket_bytes = options.bucket_bytes(facts, self.wire.world.size)
         sharded = self.units[0].is_sharded
         return {
             "transport": facts.name,
@@ -262,11 +270,6 @@ class Sharded:
             "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
             "page_bytes": self.wire.page_bytes,
         }
-
-    def _bucket_bytes(self, options: Options) -> int | None:
-        if options.bucket_mb is not None:
-            return int(options.bucket_mb * MIB)
-        return self.wire.facts.bucket_bytes if self.wire.world.size > 1 else None
 
     def state_dict(self) -> CanonicalState:
         state = canonical_state(

@@ -19,6 +19,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 ALIGNMENT_BYTES = 64  # alignment of chunks that lie side by side in one memory
 PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 KiB on others
@@ -168,7 +169,7 @@ def by_parameter(
         sizes = [0] * world_size
         for spec in ordered:
             sizes[owner_of[spec.name]] += spec.numel
-        cuts = (0, *(sum(sizes[: rank + 1]) for rank in range(world_size)))
+        cuts = (0, *accumulate(sizes))
         chunks.append(Chunk(_side_by_side(ordered), cuts, specs[0].kind, page_bytes))
     return tuple(chunks)
 

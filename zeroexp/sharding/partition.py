@@ -69,7 +69,7 @@ def make_units(
 ) -> list[Unit]:
     """Cut every group and move its parameters into their memory, of which the modules' parameters become views."""
     world = wire.world
-    specs = [[_spec(name, p) for name, p in group.parameters.items()] for group in groups]
+    specs = [specs_of(group) for group in groups]
     layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
@@ -155,9 +155,12 @@ def _covers(span: Span, shape: torch.Size) -> bool:
     return span.numel == shape.numel()
 
 
-def _spec(name: str, parameter: nn.Parameter) -> ParameterSpec:
-    kind = "trainable" if parameter.requires_grad else FROZEN
-    return ParameterSpec(name, parameter.numel(), parameter.itemsize, kind)
+def specs_of(group: Group) -> list[ParameterSpec]:
+    """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
+    return [
+        ParameterSpec(name, p.numel(), p.itemsize, "trainable" if p.requires_grad else FROZEN)
+        for name, p in group.parameters.items()
+    ]
 
 
 def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:

@@ -38,9 +38,9 @@ def _sharded(config: Config, model: BuiltModel, world: World, common: dict[str, 
     return Sharded(
         model.module,
         blocks=model.blocks,
-        stage=_stage(config.strategy),
-        dtypes=_dtypes(config.strategy),
-        options=_options(config.strategy),
+        stage=stage_of(config.strategy),
+        dtypes=dtypes_of(config.strategy),
+        options=options_of(config.strategy),
         world=world,
         **common,
     )
@@ -64,7 +64,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         model.module,
         blocks=model.blocks,
         reshard_after_forward=config.strategy.name == "zero3",
-        dtypes=_dtypes(config.strategy),
+        dtypes=dtypes_of(config.strategy),
         world=world,
         **common,
     )
@@ -81,18 +81,20 @@ ENGINES: dict[str, Callable[[Config, BuiltModel, World, dict[str, Any]], Strateg
 }
 
 
-def _stage(strategy: StrategyConfig) -> Stage:
+def stage_of(strategy: StrategyConfig) -> Stage:
+    """Return the stage that the config's three rows form."""
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     return Stage.of(*(row.placement for row in rows))
 
 
-def _dtypes(strategy: StrategyConfig) -> Dtypes:
+def dtypes_of(strategy: StrategyConfig) -> Dtypes:
+    """Return the dtypes of the config's three rows."""
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     return Dtypes(*(DTYPES[row.dtype] for row in rows))
 
 
-def _options(strategy: StrategyConfig) -> Options:
-    """Build Options from the config's fields; a None (no effect in this stage) keeps the default."""
+def options_of(strategy: StrategyConfig) -> Options:
+    """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
     if strategy.bucket_mb == AUTO:
         raise ValueError("strategy.bucket_mb=auto: measure it first, with zeroexp.links.settle")
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}

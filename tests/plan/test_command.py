@@ -1,0 +1,137 @@
+"""`python -m zeroexp.plan`: the words of a run in, every rank's bytes out, no file left."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.composing import compose_once
+from zeroexp.plan import __main__ as plan
+
+GIB = 2**30
+P7 = 6_738_415_616 * 4  # bytes of LLaMA 7B's parameters in fp32
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path, capsys):
+    """Calls the command in an empty folder: (exit code, output, errors)."""
+    compose_once(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def call(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zeroexp.plan", *line.split()])
+        code = plan.main()
+        told = capsys.readouterr()
+        assert list(tmp_path.iterdir()) == [], "a plan leaves no file"
+        return code, told.out, told.err
+
+    return call
+
+
+def test_7b_at_1024_ranks(planned):
+    """The published skew and idle ranks, and 16 P / N but for padding."""
+    line = "model=llama_7b world_size=1024 strategy=zero3 strategy.implementation=parameter,buffer"
+    code, out, _ = planned(f"{line} strategy.keep=none cluster.device=cuda --json")
+    assert code == 0
+    whole, flat = json.loads(out)
+    assert whole["skew"] == pytest.approx(19.9, abs=0.05) and whole["num_idle_ranks"] == 733
+    assert len(flat["total"]["per_rank"]) == 1024
+    states = sum(flat["by_kind"][k]["fullest"] for k in ("parameters", "gradients", "optimizer"))
+    assert 1 <= states / (4 * P7 / 1024) < 1.001
+    assert flat["place"] == "cuda, 128 nodes of 8"
+    # 3P (N-1)/N, padding and the norm included; one message in eight leaves its node.
+    assert flat["sent"]["mean"] == pytest.approx(3 * P7 * 1023 / 1024, rel=3e-4)
+    assert flat["sent_between"] == pytest.approx(flat["sent"]["mean"] / 8)
+
+
+def test_every_engine_and_what_is_skipped(planned):
+    line = "model=tiny world_size=2 strategy=ddp,zero1_allreduce,zero3 cluster.device=cpu"
+    code, out, _ = planned(f"{line} strategy.implementation=parameter,tensor,buffer,torch --csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and len(rows) == 12
+    skipped = [row for row in rows if row["skipped"]]
+    assert [(r["strategy"], r["implementation"]) for r in skipped] == [("zero1_allreduce", "torch")]
+    assert "use zero1" in skipped[0]["skipped"] and skipped[0]["total_bytes"] == ""
+    assert all(float(row["total_bytes"]) > 0 for row in rows if not row["skipped"])
+
+
+def test_the_table_keeps_to_80_columns(planned):
+    line = "model=llama_7b world_size=8,64 strategy=ddp,zero1_allreduce precision=fp32,bf16_master"
+    _, out, _ = planned(
+        f"{line} strategy.implementation=parameter,torch cluster.device_memory_gib=80"
+    )
+    assert max(map(len, out.splitlines())) <= 80
+    assert "skipped zero1_allreduce-torch-n8" in out.replace("\n", " ")
+    assert "with 64" in out, "the batch that is planned instead of 12"
+
+
+def test_a_study_is_planned_point_by_point(planned):
+    code, out, _ = planned("study=compare --json")
+    names = [entry["name"] for entry in json.loads(out)]
+    assert code == 0 and len(names) == 10 and "zero3-tensor-n2" in names
+
+
+def test_what_does_not_fit_is_told_what_to_change(planned):
+    """DDP holds 4 P = 100 GiB and more; ZeRO-2 2 P / 8 and one P of gradients at most; on 64 ranks ZeRO-3 fits 10."""
+    line = "model=llama_7b world_size=8 strategy=ddp,zero3 cluster.device=cuda"
+    _, out, _ = planned(f"{line} cluster.device_memory_gib=48 --json")
+    ddp, zero3 = json.loads(out)
+    assert ddp["fits"] is False and zero3["fits"] is True
+    assert ddp["remedies"][0] == "strategy=zero2"
+    _, out, _ = planned(f"{line} cluster.device_memory_gib=10")
+    told = " ".join(out.split())
+    assert "zero3-buffer-n8 does not fit 10 GiB; it would with world_size=32" in told
+
+
+# Command line -> the start of the line that refuses it, and a part of its remedy.
+WRONG = {
+    "world_size=0": ("world_size=0:", "use 1 or more"),
+    "world_size=-8": ("world_size=-8:", "use 1 or more"),
+    "world_size=many": ("world_size=many:", "use 1 or more"),
+    "cluster.device=tpu": ("cluster.device=tpu:", "auto, cpu, cuda"),
+    "cluster.device_memory_gib=0": ("cluster.device_memory_gib=0", "use more than 0"),
+    "cluster.device_memory_gib=big": ("cluster.device_memory_gib=big:", "use a number"),
+    "model=llama_8b": ("model=llama_8b:", "did you mean llama_"),
+    "model=tiny data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
+    "model.hf_config.hidden_size=0": ("model.hf_config", "change it"),
+    "world_size=4 data.global_batch_size=6": ("data.global_batch_size=6:", "use 4 or 8"),
+    "strategy=zero4": ("strategy=zero4:", "use one of ddp"),
+    "study=table_z": ("study=table_z:", "compare"),
+    "--fast": ("--fast:", "use one of --json"),
+    "--json --csv": ("--json --csv:", "leave out all but one"),
+    "--cfg job": ("--cfg:", "use one of"),
+    "hydra/sweeper=optuna": ("hydra/sweeper=optuna:", "leave it out"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_mistake_is_one_line(line, planned):
+    code, out, err = planned(line)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1, err
+    start, remedy = WRONG[line]
+    assert err.startswith(f"zeroexp: {start}") and remedy in err
+
+
+@pytest.mark.slow
+def test_planning_needs_neither_outputs_nor_weights_nor_a_hub(tmp_path):
+    """As a process of its own, in a folder that nobody may write to."""
+    root = Path(plan.__file__).resolve().parents[2]
+    words = ["model=smollm2_135m", "model.weights=me/not-there", "outputs=/proc/no", "world_size=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroexp.plan", *words, "cluster.device=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "smollm2_135m" in done.stdout and list(tmp_path.iterdir()) == []

@@ -1,0 +1,114 @@
+"""The forms of torch's engines against what DDP, ZeroRedundancyOptimizer and FSDP2 really hold and send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.composing import composed
+from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.measure.record import MOMENTS
+from zeroexp.measure.traffic import sent_bytes
+from zeroexp.models.build import build_model
+from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.place import Place, Shape
+from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
+from zeroexp.strategies.build import build_strategy
+from zeroexp.world import World, barrier
+
+
+def config_of(strategy: str, world_size: int, accumulation: int, *words: str):
+    """A LLaMA whose sizes three ranks can not divide."""
+    return composed(
+        "model=tiny",
+        "model.hf_config.hidden_size=40",
+        "model.hf_config.intermediate_size=67",
+        "model.hf_config.vocab_size=101",
+        f"strategy={strategy}",
+        "strategy.implementation=torch",
+        f"world_size={world_size}",
+        f"data.global_batch_size={accumulation * world_size}",
+        *words,
+    )
+
+
+def run_step(strategy, accumulation: int, held: dict) -> None:
+    ids = torch.arange(8).view(1, 8)
+    for index in range(accumulation):
+        last = index == accumulation - 1
+        with strategy.microbatch(last=last):
+            loss = strategy.model(ids).logits.float().sum()
+            if last:
+                held["after_forward"] = bytes_by_kind(strategy.model_states())
+            strategy.backward(loss)
+    held["after_backward"] = bytes_by_kind(strategy.model_states())
+    strategy.step()
+    held["after_step"] = bytes_by_kind(strategy.model_states())
+    strategy.zero_grad()
+    held["at_rest"] = bytes_by_kind(strategy.model_states())
+
+
+def check_on_ranks(world: World) -> None:
+    for stage in ("ddp", "zero1", "zero2", "zero3"):
+        for accumulation in (1, 2):
+            config = config_of(stage, world.size, accumulation)
+            form = form_of(config, on_meta(config), Place("cpu", Shape(1, world.size)))
+            model = build_model(config.model, seed=0, device=world.device)
+            strategy = build_strategy(config, model, world)
+            held: dict[str, dict[str, int]] = {}
+            for _ in range(2):
+                run_step(strategy, accumulation, held)
+            expected = {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
+            assert held == expected, (stage, accumulation)
+            barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_real_ranks_hold_what_the_forms_say(ranks, world_size):
+    ranks(check_on_ranks, world_size=world_size)
+
+
+def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
+    """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that."""
+    config = config_of(stage, world.size, 2, *words)
+    form = form_of(config, on_meta(config), Place("cpu", Shape(1, world.size)))
+    model = build_model(config.model, seed=0, device=world.device)
+    strategy = build_strategy(config, model, world)
+    for _ in range(2):
+        run_step(strategy, 2, {})
+    barrier()
+    before = sent_bytes()
+    run_step(strategy, 2, {})
+    barrier()
+    sent = form.traffic(world.rank).bytes_by_kind
+    doubled = sent["reduce"] if isinstance(form, FsdpForm) else 0
+    wire = sent_bytes() - before - doubled
+    assert sum(sent.values()) <= wire <= 1.02 * sum(sent.values()) + 20_000, (stage, wire, sent)
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero2", "zero3"])
+def test_the_wire_carries_what_the_forms_say(ranks, stage):
+    ranks(check_wire, stage, ("model.hf_config.hidden_size=136",), world_size=2)
+
+
+def test_the_state_of_zero1_is_dealt_out_by_size():
+    """Sizes 9, 5, 4 and then 2, 2: the ranks get 9 | 5 + 4, then both 2 to the ranks with least, one each."""
+    groups = [
+        [Parameter((4,)), Parameter((9,)), Parameter((5,))],
+        [Parameter((2,)), Parameter((2,))],
+    ]
+    form = DdpForm(groups, [Parameter((3,), trainable=False)], 2, shards_optimizer=True)
+    assert [form.holding(rank).owned for rank in range(2)] == [9 + 2, 5 + 4 + 2]
+    assert form.held_bytes("at_rest", 0)["optimizer"] == 8 * 11 + 4 * 2
+    assert form.traffic(0).bytes_by_kind == {"reduce": 4 * 22, "publish": 4 * 11}
+    assert replace(form, shards_optimizer=False).holding(1).owned == 22
+
+
+def test_the_last_ranks_of_fsdp2_have_fewer_rows():
+    """Five rows of 3 on 4 ranks: 2, 2, 1 and 0 rows, each in the room of two."""
+    form = FsdpForm([[Parameter((5, 3))]], 4)
+    assert [form.holding(rank).owned for rank in range(4)] == [6, 6, 3, 0]
+    assert [form.holding(rank).padding for rank in range(4)] == [0, 0, 3, 6]
+    assert {form.held_bytes("at_rest", rank)["parameters"] for rank in range(4)} == {4 * 6}

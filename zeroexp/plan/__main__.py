@@ -1,0 +1,71 @@
+"""`python -m zeroexp.plan WORDS`: what each rank would hold and send, planned before anything runs.
+
+The words are those of a run, lists and studies too:
+
+    python -m zeroexp.plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
+    python -m zeroexp.plan study=compare cluster.device_memory_gib=16
+
+--json   every rank's bytes; --csv: one line for each point
+
+cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
+Exit codes: 0 planned (points that mean nothing are skipped with their reason); 2 refused in one line.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+from zeroexp import interruption, output
+from zeroexp.__main__ import INTERRUPTED, MISTAKES, REFUSED, compose, explain
+from zeroexp.config import ConfigError
+from zeroexp.plan.points import Planned, Plans
+from zeroexp.plan.table import as_csv, as_json, render
+
+FORMS: dict[str, Callable[[Sequence[Planned]], str]] = {"--json": as_json, "--csv": as_csv}
+ALLOWED = ("-m", "--multirun")
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:]
+    output.keep_going()
+    interruption.listen()
+    try:
+        print(_answer(arguments))
+        return 0
+    except MISTAKES as error:
+        print(f"zeroexp: {explain(error)}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _answer(arguments: Sequence[str]) -> str:
+    if "-h" in arguments or "--help" in arguments:
+        return str(__doc__).rstrip()
+    flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
+    words = [word for word in arguments if not word.startswith("-")]
+    _refuse(flags, words)
+    plans = Plans(words)
+    # Hydra writes down what it sweeps, and a plan leaves no file.
+    with tempfile.TemporaryDirectory() as folder:
+        compose(plans, [*words, f"hydra.sweep.dir={folder}"], writes=False)
+    form = FORMS[flags[0]] if flags else None
+    return form(plans.planned) if form else render(plans.planned, plans.notes)
+
+
+def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
+    for flag in flags:
+        if flag not in FORMS:
+            raise ConfigError(f"{flag}: a plan has no such flag; use one of {', '.join(FORMS)}")
+    if len(flags) > 1:
+        raise ConfigError(f"{' '.join(flags)}: one form at a time; leave out all but one")
+    for word in words:
+        if word.partition("=")[0] in ("hydra/sweeper", "hydra.sweep.dir"):
+            raise ConfigError(f"{word}: a plan neither learns nor writes; leave it out")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The closed form of a configured point: its model, on the device `meta`, is grouped and cut as engines do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.config import AUTO, Config, resolve
+from zeroexp.models.build import BuiltModel, build_model
+from zeroexp.optim import parameter_groups
+from zeroexp.plan.place import Place
+from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
+from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
+from zeroexp.plan.transient import transient_bytes
+from zeroexp.sharding.housing import private_units
+from zeroexp.sharding.layout import PAGE_BYTES, lay_out
+from zeroexp.sharding.partition import group_parameters, rows_for, specs_of
+from zeroexp.strategies.build import options_of, stage_of
+
+NATIVE_PAGE_BYTES = 4096  # what comm/native.py cuts for
+
+AnyForm = Form | DdpForm | FsdpForm
+
+
+def on_meta(config: Config) -> BuiltModel:
+    """Build the point's model without memory. Raises ConfigError."""
+    words = config.data.vocab_size
+    return build_model(config.model, seed=0, device="meta", vocab_size=words)
+
+
+def form_of(config: Config, model: BuiltModel, place: Place) -> AnyForm:
+    """Return the form of a point whose ranks are at `place`; `model` may be on the device `meta`."""
+    config = resolve(config)
+    if config.strategy.implementation != "torch":
+        return _ours(config, model, place)
+    if config.strategy.name in ("ddp", "zero1"):
+        return _ddp(config, model)
+    return _fsdp(config, model)
+
+
+def transients(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
+    """Return an upper bound of the bytes that exist for a moment in a phase, by name of the term."""
+    if isinstance(form, Form):
+        return transient_bytes(form, phase, rank)
+    return form.transient_bytes(phase, rank)
+
+
+def _ours(config: Config, model: BuiltModel, place: Place) -> Form:
+    strategy, world_size = config.strategy, config.world_size
+    if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
+        strategy.bucket_mb = None
+    options, facts = options_of(strategy), TRANSPORTS[place.transport]
+    stage = rows_for(stage_of(strategy), world_size)
+    groups = group_parameters(model.module, model.blocks, options.unit)
+    layout = lay_out(
+        options.family,
+        [specs_of(group) for group in groups],
+        world_size,
+        owners=options.owners,
+        page_bytes=NATIVE_PAGE_BYTES if place.transport == "native" else PAGE_BYTES,
+    )
+    private = private_units([group.name for group in groups], options.keep)
+    units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]
+    schedule = ScheduleForm(
+        accumulation=_accumulation(config),
+        keep=options.keep,
+        num_pools=1 + options.num_prefetched(facts),
+        reduce_each=options.reduce_each or stage.reduce_each,
+        bucket_bytes=options.bucket_bytes(facts, world_size),
+        transport=place.transport,
+        overlap=options.overlap,
+    )
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    precision = PrecisionForm(*(row.dtype for row in rows))
+    return Form(units, stage, world_size, schedule, precision, _optimizer(config))
+
+
+def _ddp(config: Config, model: BuiltModel) -> DdpForm:
+    groups = parameter_groups(model.module, config.optimizer)
+    frozen = [p for p in model.module.parameters() if not p.requires_grad]
+    return DdpForm(
+        groups=[_shapes(group["params"]) for group in groups],
+        frozen=_shapes(frozen),
+        world_size=config.world_size,
+        shards_optimizer=config.strategy.name == "zero1",
+        gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
+        accumulation=_accumulation(config),
+        precision=_precision(config),
+        optimizer=_optimizer(config),
+    )
+
+
+def _fsdp(config: Config, model: BuiltModel) -> FsdpForm:
+    groups = group_parameters(model.module, model.blocks, "block")
+    return FsdpForm(
+        units=[_shapes(group.parameters.values()) for group in groups],
+        world_size=config.world_size,
+        reshards=config.strategy.name == "zero3",
+        accumulation=_accumulation(config),
+        precision=_precision(config),
+        optimizer=_optimizer(config),
+    )
+
+
+def _shapes(parameters: Iterable[nn.Parameter]) -> list[Parameter]:
+    return [Parameter(tuple(p.shape), p.requires_grad) for p in parameters]
+
+
+def _precision(config: Config) -> PrecisionForm:
+    mode = config.precision
+    return PrecisionForm(mode.compute, mode.reduce, mode.master)
+
+
+def _optimizer(config: Config) -> OptimizerForm:
+    if config.optimizer.name == "adamw":
+        return OptimizerForm()
+    return OptimizerForm(num_moments=int(config.optimizer.momentum > 0), bytes_per_tensor=0)
+
+
+def _accumulation(config: Config) -> int:
+    data = config.data
+    return data.global_batch_size // (data.micro_batch_size * config.world_size)

@@ -1,0 +1,145 @@
+"""What is planned for one point: bytes of every rank by kind, what makes the peak, traffic by kind and by link."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from zeroexp.config import Config
+from zeroexp.measure.record import KINDS, MOMENTS, Spread
+from zeroexp.measure.summary import spread
+from zeroexp.plan.form import AnyForm, transients
+from zeroexp.plan.place import Place
+from zeroexp.plan.predict import Holding
+from zeroexp.plan.torch_forms import DdpForm, FsdpForm
+from zeroexp.plan.transient import PHASES
+
+# What the numbers of torch's engines are, where the stage's name promises something else.
+LABELS = {
+    "zero1": "DDP and ZeroRedundancyOptimizer: gradients rest replicated",
+    "zero2": "FSDP2 without reshard: parameters rest sharded",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One planned point. Bytes are those of one rank; a Spread has all ranks."""
+
+    name: str
+    strategy: str
+    implementation: str
+    model: str
+    world_size: int
+    place: str
+    by_kind: dict[str, Spread]  # the most at any named moment, as a run's summary counts it
+    total: Spread  # the most of all kinds together at one moment
+    owned: Spread  # elements that each rank's optimizer updates
+    peak: Spread  # with what exists for a moment; activations are not in it
+    peak_phase: str  # the phase in which the fullest rank reaches it
+    peak_terms: dict[str, int]  # what makes it there, largest first
+    padding_bytes: Spread  # padding of parameters at rest
+    sent: Spread  # bytes of one step
+    sent_by_kind: dict[str, int]  # of the rank that sends most
+    sent_inside: float  # the mean over ranks of what stays inside a node
+    sent_between: float
+    label: str | None = None  # what the engine is, where its name tells less
+    memory_gib: float | None = None  # cluster.device_memory_gib
+    remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether model states and transients fit; None where no limit is set."""
+        return None if self.memory_gib is None else self.peak.fullest <= self.memory_gib * 2**30
+
+    @property
+    def skew(self) -> float:
+        """What the rank that owns most updates, over the mean."""
+        return self.owned.fullest / self.owned.mean if self.owned.mean else 1.0
+
+    @property
+    def num_idle_ranks(self) -> int:
+        """Ranks whose optimizer updates nothing."""
+        return self.owned.per_rank.count(0)
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank holds and sends."""
+
+    by_kind: dict[str, int]
+    total_bytes: int
+    peak_phase: str
+    peak_terms: dict[str, int]
+    sent: dict[str, int]
+    holding: Holding
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak_terms.values())
+
+
+def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcome:
+    first: dict[Hashable, RankOutcome] = {}
+    ranks: list[RankOutcome] = []
+    for rank in range(form.world_size):
+        like = form.like(rank)
+        if like not in first:
+            first[like] = _of_rank(form, rank)
+        ranks.append(first[like])
+    fullest = max(ranks, key=lambda rank: rank.peak_bytes)
+    busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
+    sent = spread([sum(rank.sent.values()) for rank in ranks])
+    return Outcome(
+        name=name,
+        strategy=config.strategy.name,
+        implementation=config.strategy.implementation,
+        model=config.model.name,
+        world_size=form.world_size,
+        place=str(place),
+        by_kind={kind: spread([rank.by_kind[kind] for rank in ranks]) for kind in KINDS},
+        total=spread([rank.total_bytes for rank in ranks]),
+        owned=spread([rank.holding.owned for rank in ranks]),
+        peak=spread([rank.peak_bytes for rank in ranks]),
+        peak_phase=fullest.peak_phase,
+        peak_terms=fullest.peak_terms,
+        padding_bytes=spread([rank.holding.padding * form.parameter_itemsize for rank in ranks]),
+        sent=sent,
+        sent_by_kind=busiest.sent,
+        sent_inside=sent.mean * place.inside(),
+        sent_between=sent.mean * (1 - place.inside()),
+        label=_label(config, form),
+        memory_gib=config.cluster.device_memory_gib,
+    )
+
+
+def _of_rank(form: AnyForm, rank: int) -> RankOutcome:
+    held = [form.held_bytes(moment, rank) for moment in MOMENTS]
+    terms = {phase: peak_terms(form, phase, rank) for phase in PHASES}
+    phase = max(PHASES, key=lambda phase: sum(terms[phase].values()))
+    return RankOutcome(
+        by_kind={kind: max(kinds[kind] for kinds in held) for kind in KINDS},
+        total_bytes=max(sum(kinds.values()) for kinds in held),
+        peak_phase=phase,
+        peak_terms=dict(sorted(terms[phase].items(), key=lambda term: -term[1])),
+        sent=form.traffic(rank).bytes_by_kind,
+        holding=form.holding(rank),
+    )
+
+
+def peak_terms(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
+    """Return what `rank` holds at most in one of PHASES, by term; terms that are zero are left out.
+
+    Model states are those after backward, when all gradients exist; backward also has what exists for a moment.
+    """
+    terms = form.held_bytes("after_backward", rank)
+    del terms["buffers"]
+    for more in (form.buffer_bytes("after_backward", rank), transients(form, phase, rank)):
+        for term, num_bytes in more.items():
+            terms[term] = terms.get(term, 0) + num_bytes
+    return {term: num_bytes for term, num_bytes in terms.items() if num_bytes}
+
+
+def _label(config: Config, form: AnyForm) -> str | None:
+    if isinstance(form, DdpForm | FsdpForm):
+        return LABELS.get(config.strategy.name)
+    return None

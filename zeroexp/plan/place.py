@@ -1,0 +1,78 @@
+"""Where the ranks of a planned run are: nodes, ranks on each, and the transport between them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zeroexp.config import Config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of one point's job: `nodes * ranks_per_node` is its world size."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, world_size: int, most_per_node: int) -> Shape:
+        """Return the fewest nodes that share the ranks evenly."""
+        nodes = -(-world_size // most_per_node)
+        while world_size % nodes:
+            nodes += 1
+        return cls(nodes, world_size // nodes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machines a point is planned for."""
+
+    device: str  # cpu | cuda
+    shape: Shape
+
+    @property
+    def transport(self) -> str:
+        """The transport that our engine finds there: a word of comm.facts.TRANSPORTS."""
+        if self.device == "cuda":
+            return "native"
+        return "direct" if self.shape.nodes == 1 else "gloo"
+
+    def inside(self) -> float:
+        """Return the part of what a rank sends that stays inside its node, the mean over ranks.
+
+        Between CPUs every rank sends as much to each peer. Between GPUs messages go round a ring through all ranks,
+        which leaves each node once.
+        """
+        nodes, per_node = self.shape.nodes, self.shape.ranks_per_node
+        if nodes == 1:
+            return 1.0
+        if self.device == "cuda":
+            return (per_node - 1) / per_node
+        return (per_node - 1) / (nodes * per_node - 1)
+
+    def __str__(self) -> str:
+        nodes = f"{self.shape.nodes} node{'s' if self.shape.nodes > 1 else ''}"
+        return f"{self.device}, {nodes} of {self.shape.ranks_per_node}"
+
+
+def place_of(config: Config, device: str) -> Place:
+    """Return where the ranks of a point are.
+
+    On Slurm and on GPUs at most cluster.slurm.ranks_per_node share a node. The ranks of a local run on CPUs share one
+    machine.
+    """
+    world_size, cluster = config.world_size, config.cluster
+    if cluster.kind == "slurm" or device == "cuda":
+        return Place(device, Shape.of(world_size, cluster.slurm.ranks_per_node))
+    return Place(device, Shape(1, world_size))
+
+
+def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:
+    """Return the device that cluster.device=auto means in a plan, one for all points.
+
+    It is the device that a run on this machine would take, if the machine has one for each rank of every point. Else
+    no run is possible here, and the plan is for GPUs.
+    """
+    most = max(config.world_size for config in configs)
+    return "cpu" if not num_gpus and most <= num_cpus else "cuda"

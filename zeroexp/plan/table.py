@@ -1,0 +1,220 @@
+"""The plan as text: a table for 80 columns, JSON with every rank, or CSV with one line a point."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+
+from zeroexp.measure.record import KINDS
+from zeroexp.plan.outcome import Outcome
+from zeroexp.plan.points import Planned
+
+WIDTH = 80
+MIB, GIB = 2**20, 2**30
+KIND_NAMES = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "master": "master",
+    "buffers": "buffers",
+}
+
+
+MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    value: Callable[[Outcome], str]
+    left: bool = False
+
+
+def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
+    """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
+    outcomes = [each.outcome for each in planned if each.outcome]
+    unit, size = _unit([o.peak.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
+    point, caption = _point_columns(planned)
+    memory = [*point, *_memory_columns(outcomes, size)]
+    traffic = [*point, *_traffic_columns(outcomes, size)]
+    lines = [
+        *_wrapped(f"Planned, not measured; {unit} of one rank, fullest first. {caption}"),
+        "",
+        *_lines(memory, outcomes),
+        "",
+        *_lines(traffic, outcomes),
+        "",
+        *_foot(planned, outcomes),
+        *[line for note in notes for line in _wrapped(note)],
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def as_json(planned: Sequence[Planned]) -> str:
+    """Return every point with every rank's bytes, or with the reason why it is skipped."""
+    return json.dumps([_entry(each) for each in planned], indent=1)
+
+
+def as_csv(planned: Sequence[Planned]) -> str:
+    """Return one line for each point; bytes are those of the fullest rank, and `mean` where that is said."""
+    rows = [_row(each) for each in planned]
+    text = io.StringIO()
+    names = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip()
+
+
+def _entry(planned: Planned) -> dict[str, object]:
+    outcome = planned.outcome
+    if outcome is None:
+        return {"name": planned.point.name, "skipped": planned.point.refusal}
+    more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.fits}
+    return {**asdict(outcome), **more}
+
+
+def _row(planned: Planned) -> dict[str, object]:
+    outcome, config = planned.outcome, planned.point.config
+    row: dict[str, object] = {
+        "name": planned.point.name,
+        "model": config.model.name,
+        "strategy": config.strategy.name,
+        "implementation": config.strategy.implementation,
+        "world_size": config.world_size,
+        "skipped": planned.point.refusal or "",
+    }
+    if outcome is None:
+        return row
+    for kind, spread in {**outcome.by_kind, "total": outcome.total, "peak": outcome.peak}.items():
+        row |= {f"{kind}_bytes": spread.fullest, f"{kind}_bytes_mean": spread.mean}
+    row |= {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks}
+    row |= {"padding_bytes": outcome.padding_bytes.fullest, "place": outcome.place}
+    row |= {"sent_bytes": outcome.sent.fullest, "sent_bytes_mean": outcome.sent.mean}
+    row |= {f"sent_{kind}_bytes": sent for kind, sent in outcome.sent_by_kind.items()}
+    row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
+    return {**row, "fits": "" if outcome.fits is None else outcome.fits}
+
+
+def _point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
+    """Return the columns that tell points apart, and a sentence of what they share."""
+    outcomes = [each.outcome for each in planned if each.outcome]
+    columns = [
+        Column("strategy", lambda o: o.strategy, left=True),
+        Column("layout", lambda o: o.implementation, left=True),
+        Column("ranks", lambda o: str(o.world_size)),
+    ]
+    usual = {id(o): f"{o.strategy}-{o.implementation}-n{o.world_size}" for o in outcomes}
+    if any(o.name != usual[id(o)] for o in outcomes):
+        settings = Column("settings", lambda o: o.name.removeprefix(usual[id(o)] + "-"), left=True)
+        columns.append(settings)
+    models = dict.fromkeys(o.model for o in outcomes)
+    places = dict.fromkeys(o.place for o in outcomes)
+    caption = f"Model {', '.join(models)}; {' | '.join(places)} ranks."
+    return columns, caption
+
+
+def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
+    def kind(name: str) -> Column:
+        return Column(KIND_NAMES[name], lambda o: _amount(o.by_kind[name].fullest, size))
+
+    kinds = [kind(name) for name in KINDS if any(o.by_kind[name].fullest for o in outcomes)]
+    columns = [
+        *kinds,
+        Column("total", lambda o: _amount(o.total.fullest, size)),
+        Column("mean", lambda o: _amount(o.total.mean, size)),
+        Column("peak", lambda o: _amount(o.peak.fullest, size)),
+    ]
+    if any(o.fits is not None for o in outcomes):
+        columns.append(
+            Column("fits", lambda o: "" if o.fits is None else "yes" if o.fits else "no")
+        )
+    return columns
+
+
+def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
+    kinds = [k for k in MOVES if any(k in o.sent_by_kind for o in outcomes)]
+
+    def kind(name: str) -> Column:
+        return Column(name, lambda o: _amount(o.sent_by_kind.get(name, 0), size))
+
+    return [
+        Column("sent", lambda o: _amount(o.sent.fullest, size)),
+        *[kind(name) for name in kinds],
+        Column("inside", lambda o: _amount(o.sent_inside, size)),
+        Column("between", lambda o: _amount(o.sent_between, size)),
+        Column("skew", lambda o: f"{o.skew:.2f}"),
+        Column("idle", lambda o: str(o.num_idle_ranks)),
+        Column("padding", lambda o: _amount(o.padding_bytes.fullest, size)),
+    ]
+
+
+def _lines(columns: Sequence[Column], outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the lines of a table; columns that do not fit beside each other follow in tables of their own."""
+    texts = [[column.name, *(column.value(o) for o in outcomes)] for column in columns]
+    widths = [max(map(len, cells)) for cells in texts]
+    num_points = next(i for i, c in enumerate(columns) if not c.left and c.name != "ranks")
+    tables: list[list[int]] = [list(range(num_points))]
+    for index in range(num_points, len(columns)):
+        wide = sum(widths[i] + 1 + columns[i].left for i in [*tables[-1], index]) - 1
+        if wide > WIDTH and len(tables[-1]) > num_points:
+            tables.append(list(range(num_points)))
+        tables[-1].append(index)
+    lines: list[str] = []
+    for table in tables:
+        lines += [""] if lines else []
+        for row in range(len(outcomes) + 1):
+            cells = (
+                texts[i][row].ljust(widths[i] + 1)
+                if columns[i].left
+                else texts[i][row].rjust(widths[i])
+                for i in table
+            )
+            lines.append(" ".join(cells).rstrip())
+    return lines
+
+
+def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
+    skipped: dict[str, list[str]] = {}
+    for each in planned:
+        if each.outcome is None:
+            skipped.setdefault(str(each.point.refusal), []).append(each.point.name)
+    labels = dict.fromkeys(f"{o.strategy}/torch is {o.label}." for o in outcomes if o.label)
+    remedies = dict.fromkeys(
+        f"{o.name} does not fit {o.memory_gib:g} GiB; {_remedy(o)}"
+        for o in outcomes
+        if o.fits is False
+    )
+    sentences = [
+        "total: the most held at one named moment; mean: over ranks. peak: with what exists for a "
+        "moment (gathered units, gradients on their way, casts); activations come on top. skew: "
+        "what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
+        "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks.",
+        *labels,
+        *remedies,
+        *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],
+    ]
+    return [line for sentence in sentences for line in _wrapped(sentence)]
+
+
+def _remedy(outcome: Outcome) -> str:
+    if not outcome.remedies:
+        return "no stage and no number of ranks helps: use a smaller model or unit"
+    return f"it would with {', or with '.join(outcome.remedies)}"
+
+
+def _unit(amounts: Sequence[float]) -> tuple[str, int]:
+    """Return the unit in which the largest amount has few digits."""
+    return ("GiB", GIB) if max(amounts, default=0) >= 10 * GIB else ("MiB", MIB)
+
+
+def _amount(num_bytes: float, size: int) -> str:
+    return f"{num_bytes / size:,.2f}" if size == GIB else f"{num_bytes / size:,.1f}"
+
+
+def _wrapped(sentence: str) -> list[str]:
+    return wrap(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)
