@@ -72,7 +72,8 @@ def write_run(
         for record in ranks[0]:
             writer.write(record)
     if status == "done":
-        write_summary(folder, summarise(ranks[0], summaries(ranks)))
+        number = PARAMETER_BYTES // 4
+        write_summary(folder, summarise(ranks[0], summaries(ranks), num_parameters=number))
     times = {"running_at": started, f"{status}_at": started + 60.0}
     write_json(folder / "state.json", {"status": status, "reason": reason, **times})
     return folder

@@ -63,6 +63,8 @@ DOORS = {
     "datasets": {"zeroexp.data.text"},
     "xxhash": {"zeroexp.checkpoint.manifest"},
     "matplotlib": {"zeroexp.report.figure"},
+    "plotly": {"zeroexp.report.page"},
+    "scipy": {"zeroexp.report.compare"},
 }
 
 COLLECTIVES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 import time
@@ -147,7 +148,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if not over:
         saver.save_now(records[-1].step + 1)
     elif records:  # without records the resumed run had no step left to do
-        _summarise(folder, world, records, strategy, data.source)
+        number = sum(math.prod(shape) for shape in shapes.values())
+        _summarise(folder, world, records, strategy, data.source, number)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -190,7 +192,12 @@ def _drain(
 
 
 def _summarise(
-    folder: Path, world: World, records: list[StepRecord], strategy: Strategy, data_source: str
+    folder: Path,
+    world: World,
+    records: list[StepRecord],
+    strategy: Strategy,
+    data_source: str,
+    num_parameters: int,
 ) -> None:
     """Write the summary on rank 0.
 
@@ -202,7 +209,8 @@ def _summarise(
     all_ranks = worlds.gather(mine)
     if world.rank == 0:
         steps = read_records(folder)
-        write_summary(folder, summarise(steps, all_ranks, data_source=data_source))
+        known = {"data_source": data_source, "num_parameters": num_parameters}
+        write_summary(folder, summarise(steps, all_ranks, **known))
 
 
 def _send_output_to(log: Path) -> None:

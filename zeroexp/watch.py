@@ -72,7 +72,12 @@ def watch(arguments: argparse.Namespace) -> int:
     uploads = open_uploads(jobs)
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
-    show([read_run(job.folder) for job in jobs])
+    runs = [read_run(job.folder) for job in jobs]
+    show(runs)
+    if not unfinished(jobs) and any(run.summary for run in runs):
+        from zeroexp.report import page  # plotly and scipy take a second to import
+
+        page.write_into(arguments.sweep, runs)
     sync(jobs, uploads)
     failed = [job for job in jobs if job.state["status"] not in FINE]
     return SOMETHING_FAILED if failed else EVERYTHING_FINE

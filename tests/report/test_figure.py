@@ -14,7 +14,8 @@ from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config,
 from zeroexp.config import ConfigError
 from zeroexp.measure.record import KINDS
 from zeroexp.measure.summary import summarise
-from zeroexp.report.figure import NAMES, bars, draw, save
+from zeroexp.report.figure import bars, draw, save
+from zeroexp.report.palette import KIND_NAMES as NAMES
 from zeroexp.tracking.files import write_summary
 from zeroexp.tracking.run import Run, read_run
 

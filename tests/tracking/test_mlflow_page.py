@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser import browse, needs_browser
 from tests.mlflow_server import MlflowServer
 from tests.run_folders import STRATEGIES, WORLD_SIZES
 from zeroexp.tracking import views
@@ -20,12 +19,7 @@ from zeroexp.tracking.mlflow import UI_PORT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-BROWSER_FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--window-size=1900,2400", "--virtual-time-budget=90000", "--dump-dom"),
-)
+WINDOW = "--window-size=1900,2400"
 
 
 @dataclass(frozen=True)
@@ -80,18 +74,8 @@ def test_the_server_knows_runs_metrics_and_views(server: Server) -> None:
     assert len(history) == 23
 
 
-def browse(url: str, folder: Path) -> str:
-    """The document after its scripts have run, without tags inside of words."""
-    assert BROWSER is not None
-    command = [BROWSER, *BROWSER_FLAGS, f"--user-data-dir={folder}", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-
-
 def texts(dom: str) -> set[str]:
     return {text.strip() for text in re.findall(r">([^<>]+)<", dom)}
-
-
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 
 
 @pytest.mark.browser
@@ -99,7 +83,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this 
 def test_the_table_shows_every_run_of_the_sweep_and_the_right_columns(
     server: Server, tmp_path: Path
 ) -> None:
-    dom = browse(server.links["table"], tmp_path)
+    dom = browse(server.links["table"], tmp_path, WINDOW).dom
     seen = texts(dom)
     assert {f"{s}-buffer-n{n}" for s in STRATEGIES for n in WORLD_SIZES} <= seen
     assert "of-another-sweep" not in seen
@@ -137,6 +121,6 @@ LINE = r'class="js-line" d="[^"]+" style="[^"]*stroke-opacity: 1;'  # a band's e
 def test_the_charts_show_every_run(
     server: Server, tmp_path: Path, title: str, words: set[str], mark: str, num_marks: int
 ) -> None:
-    dom = browse(server.links[title], tmp_path)
+    dom = browse(server.links[title], tmp_path, WINDOW).dom
     assert words <= texts(dom)
     assert len(re.findall(mark, dom)) == num_marks

@@ -110,6 +110,7 @@ class Sweep:
         runs = [read_run(job.folder) for job in self._jobs]
         show(runs)
         holds = self._verdict()
+        self._write_page(runs)
         if self._uploads:
             self._uploads.conclude(runs[0].folder.parent)
         self._tell_of_queued(runs)
@@ -234,6 +235,12 @@ class Sweep:
         if queued and self._folder:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
             print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
+
+    def _write_page(self, runs: Sequence[Run]) -> None:
+        if self._folder and any(run.summary for run in runs):
+            from zeroexp.report import page  # plotly and scipy take a second to import
+
+            page.write_into(self._folder, runs)
 
     def _verdict(self) -> bool:
         """Do the claims of the study hold? The verdict is printed in words."""

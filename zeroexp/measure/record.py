@@ -167,6 +167,7 @@ class RunSummary:
     num_private_units: int = 0  # the most of all ranks, see RankSummary
     data_source: str = ""  # which text, from where, under which licence
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
+    num_parameters: int | None = None  # numbers in the whole model; None in older summaries
     times: list[RankTimes] = field(
         default_factory=list[RankTimes]
     )  # by rank; empty in older summaries

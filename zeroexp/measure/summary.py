@@ -49,7 +49,11 @@ def summarise_rank(
 
 
 def summarise(
-    records: Sequence[StepRecord], per_rank: Sequence[RankSummary], *, data_source: str = ""
+    records: Sequence[StepRecord],
+    per_rank: Sequence[RankSummary],
+    *,
+    data_source: str = "",
+    num_parameters: int | None = None,
 ) -> RunSummary:
     """Summarise the run. `records` are those of rank 0; `per_rank` holds one entry of every rank, in any order."""
     steps = measured(records)
@@ -80,6 +84,7 @@ def summarise(
         num_private_units=max(r.num_private_units for r in ranks),
         data_source=data_source,
         diverged_at=diverged_at(records),
+        num_parameters=num_parameters,
         times=[r.times for r in ranks if r.times],
     )
 

@@ -1,9 +1,10 @@
-"""`python -m zeroexp.report [outputs/<sweep> ...]`: the table of sweeps, from the files of their runs.
+"""`python -m zeroexp.report [FOLDER ...]`: what sweeps or runs cost, from the files of their folders alone.
 
---figure FILE.svg   also draw what each point of the sweep holds after backward, by kind
---write PAGE.md     also put the results as a Markdown table between the two markers of that page
+    python -m zeroexp.report                                 the newest sweep in outputs/ as a table
+    python -m zeroexp.report outputs/a --html report.html    one page with every chart, which needs no network
+    python -m zeroexp.report outputs/a --csv - --json a.json numbers for other programs; - is standard output
 
-Without a folder it is the newest sweep in outputs/. Exit codes: 0 fine, 2 refused in one line.
+Exit codes: 0 fine; 2 refused in one line. A folder that cannot be read costs one line on standard error.
 """
 
 from __future__ import annotations
@@ -15,44 +16,81 @@ from pathlib import Path
 
 from zeroexp import output
 from zeroexp.config import ConfigError
-from zeroexp.report import markdown
+from zeroexp.report import exports, markdown
+from zeroexp.report.points import Point, points_of
+from zeroexp.report.reading import read_runs
 from zeroexp.report.table import show
-from zeroexp.tracking.run import Run, read_run
 
-REFUSED = 2
+FINE, REFUSED = 0, 2
+STANDARD_OUTPUT = "-"
+ONE_SWEEP = ("figure", "write")  # what shows a single sweep
+TEXTS = ("markdown", "csv", "json", "latex")
 
 
 def main() -> int:
     output.keep_going()
     arguments = _arguments()
     try:
-        sweeps = arguments.sweeps or _newest(Path("outputs"))
-        _refuse_several(arguments, sweeps)
-        for sweep in sweeps:
-            runs = _runs_of(sweep)
-            print(f"{sweep}\n")
-            show(runs)
-            print()
-            _write(arguments, runs)
+        return _report(arguments)
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return REFUSED
-    return 0
 
 
-def _write(arguments: argparse.Namespace, runs: Sequence[Run]) -> None:
+def _report(arguments: argparse.Namespace) -> int:
+    folders = arguments.folders or _newest(Path("outputs"))
+    for option in ONE_SWEEP:
+        if getattr(arguments, option) and len(folders) > 1:
+            raise ConfigError(f"--{option}: it shows one sweep, not {len(folders)}; name one")
+    runs, problems = read_runs(folders)
+    for line in problems:
+        print(f"zeroexp: {line}", file=sys.stderr)
+    points = points_of(runs)
+    if not any(getattr(arguments, option) == STANDARD_OUTPUT for option in TEXTS):
+        _show_tables(folders)
+    _write(arguments, points, problems)
+    return FINE
+
+
+def _show_tables(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        print(f"{folder}\n")
+        show([point.pooled for point in points_of(read_runs([folder])[0])])
+        print()
+
+
+def _write(arguments: argparse.Namespace, points: Sequence[Point], problems: Sequence[str]) -> None:
+    pooled = [point.pooled for point in points]
+    if arguments.html:
+        from zeroexp.report import page  # plotly and scipy take a second to import
+
+        page.save(points, problems, arguments.html)
     if arguments.figure:
-        from zeroexp.report import figure  # matplotlib takes a second to import
+        from zeroexp.report import figure  # so does matplotlib
 
-        figure.save(runs, arguments.figure)
+        figure.save(pooled, arguments.figure)
     if arguments.write:
-        markdown.replace_in(arguments.write, markdown.render(runs))
+        markdown.replace_in(arguments.write, markdown.render(pooled))
+    texts = {
+        "markdown": lambda: markdown.render(pooled),
+        "csv": lambda: exports.as_csv(points),
+        "json": lambda: exports.as_json(points, problems=list(problems)),
+        "latex": lambda: exports.as_latex(points),
+    }
+    for option, text in texts.items():
+        if where := getattr(arguments, option):
+            _put(option, where, text())
 
 
-def _refuse_several(arguments: argparse.Namespace, sweeps: Sequence[Path]) -> None:
-    for option in ("figure", "write"):
-        if getattr(arguments, option) and len(sweeps) > 1:
-            raise ConfigError(f"--{option}: it shows one sweep, not {len(sweeps)}; name one")
+def _put(option: str, where: str, text: str) -> None:
+    if where == STANDARD_OUTPUT:
+        print(text)
+        return
+    try:
+        Path(where).write_text(f"{text}\n")
+    except OSError as error:
+        remedy = "use a file in a folder that you may write to, or -"
+        raise ConfigError(f"--{option} {where}: {error.strerror}; {remedy}") from None
 
 
 def _newest(outputs: Path) -> list[Path]:
@@ -62,23 +100,22 @@ def _newest(outputs: Path) -> list[Path]:
     return sorted(sweeps, key=lambda sweep: sweep.stat().st_mtime)[-1:]
 
 
-def _runs_of(sweep: Path) -> list[Run]:
-    """Return the sweep's runs in the order in which they were started."""
-    runs = [read_run(config.parent) for config in sweep.glob("*/config.yaml")]
-    if not runs:
-        raise ConfigError(f"{sweep}: no run in there; give outputs/<sweep>")
-    return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name))
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m zeroexp.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sweeps", nargs="*", type=Path, metavar="outputs/<sweep>")
-    parser.add_argument("--figure", type=Path, metavar="FILE.svg")
-    parser.add_argument("--write", type=Path, metavar="PAGE.md")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="outputs/<sweep>")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page with every chart")
+    for option in TEXTS:
+        parser.add_argument(f"--{option}", metavar="FILE", help="the results as text; - prints it")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE.svg", help="draw what each point holds after backward"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE.md", help="put the table between that page's markers"
+    )
     return parser.parse_args()
 
 

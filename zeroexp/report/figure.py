@@ -19,27 +19,13 @@ from matplotlib.figure import Figure
 from zeroexp.config import ConfigError
 from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB, Column, point_of
+from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
+from zeroexp.report.points import words
 from zeroexp.tracking.run import Run
 
 # At this moment gradients are reduced and the optimizer has not run, so our stages differ most.
 MOMENT = "after_backward"
-NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "master": "master weights",
-    "buffers": "buffers and pools",
-}
 PEAK = "peak of any step"
-# The colours are Okabe and Ito's, made for any colour vision; the green is lightened to keep the black numbers on it
-# readable.
-COLOURS = {
-    "parameters": "#56b4e9",
-    "gradients": "#e69f00",
-    "optimizer": "#3fb992",
-    "master": "#cc79a7",
-    "buffers": "#c9c9c9",
-}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "zeroexp",  # fixes the identifiers inside the file
@@ -88,7 +74,7 @@ def bars(runs: Sequence[Run]) -> list[list[Bar]]:
     names = [strategy, implementation, *[c for c in settings if _differs(c, done)]]
     groups: dict[str, list[Bar]] = {}
     for run in done:
-        name = " · ".join(_words(column, run) for column in names)
+        name = " · ".join(words(column, run) for column in names)
         groups.setdefault(run.strategy, []).append(Bar(name, *_held(run)))
     return list(groups.values())
 
@@ -123,7 +109,9 @@ def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: flo
     for kind in KINDS:
         held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
         if any(held):
-            drawn = axes.barh(rows, held, BAR, ends, color=COLOURS[kind], label=NAMES[kind])
+            drawn = axes.barh(
+                rows, held, BAR, ends, color=KIND_COLOURS[kind], label=KIND_NAMES[kind]
+            )
             numbers = [format(mib, form) if mib > NARROWEST * longest else "" for mib in held]
             axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
             ends = [end + mib for end, mib in zip(ends, held, strict=True)]
@@ -162,13 +150,3 @@ def _held(run: Run) -> tuple[dict[str, int], float | None]:
 
 def _differs(column: Column, runs: Sequence[Run]) -> bool:
     return len({column.value(run) for run in runs}) > 1
-
-
-def _words(column: Column, run: Run) -> str:
-    """Return the column's value; a number gets the name of its setting in front."""
-    value = column.value(run)
-    return (
-        value
-        if column.name in ("strategy", "implementation", "model")
-        else f"{column.name} {value}"
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -119,10 +119,9 @@ def read_summary(folder: Path) -> RunSummary | None:
 
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl."""
-    values = {key: value for key, value in row.items() if key != "written_at"}
     return StepRecord(
         **{
-            **values,
+            **_known(StepRecord, row),
             "traffic": Traffic(**row["traffic"]),
             "verbs": verbs_from_json(row.get("verbs", {})),  # absent in records of older versions
             "peak": _peak(row.get("peak")),
@@ -134,7 +133,7 @@ def _summary(content: dict[str, Any]) -> RunSummary:
     memory = content["memory"]
     return RunSummary(
         **{
-            **content,
+            **_known(RunSummary, content),
             "memory": MemorySummary(
                 by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
                 total=Spread(**memory["total"]),
@@ -147,6 +146,12 @@ def _summary(content: dict[str, Any]) -> RunSummary:
             "wire_bytes_per_step": _spread(content["wire_bytes_per_step"]),
         }
     )
+
+
+def _known(schema: type, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that this version knows; files of a later version have others."""
+    names = {field.name for field in fields(schema)}
+    return {key: value for key, value in content.items() if key in names}
 
 
 def _spread(content: dict[str, Any] | None) -> Spread | None:

@@ -15,6 +15,8 @@ from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary
 
 SLURM = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
+# The loader in C is ten times as fast, which counts for a report of hundreds of runs.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 
@@ -61,7 +63,7 @@ def read_run(folder: Path) -> Run:
     state = settled(folder)
     return Run(
         folder=folder,
-        config=flatten(yaml.safe_load((folder / "config.yaml").read_text())),
+        config=flatten(yaml.load((folder / "config.yaml").read_text(), LOADER)),
         status=state["status"],
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},

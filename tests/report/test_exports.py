@@ -1,0 +1,47 @@
+"""The results as other programs read them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import PARAMETER_BYTES, write_run
+from zeroexp.report import exports
+from zeroexp.report.points import Point, points_of
+from zeroexp.report.reading import read_runs
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> list[Point]:
+    write_run(tmp_path / "sweep/a", "zero2")
+    write_run(tmp_path / "sweep/b", "zero1", status="failed", reason="a & b_c", num_steps=0)
+    return points_of(read_runs([tmp_path / "sweep"])[0])
+
+
+def test_json_holds_bytes_and_seconds_and_null_where_nothing_is_known(points: list[Point]) -> None:
+    told = json.loads(exports.as_json(points, problems=[]))
+    done, failed = told["points"]
+    assert (told["format"], told["problems"]) == (1, [])
+    assert done["total_bytes"] == 2.5 * PARAMETER_BYTES
+    assert done["table_bytes"] == 2.5 * PARAMETER_BYTES
+    assert done["step_seconds"] == pytest.approx(0.31)
+    assert done["step_phase_seconds"] == pytest.approx(0.2 * 0.31)
+    assert failed["status"] == "failed" and "step_seconds" not in failed
+
+
+def test_csv_has_a_row_for_each_point(points: list[Point]) -> None:
+    done, failed = csv.DictReader(io.StringIO(exports.as_csv(points)))
+    assert float(done["total_bytes"]) == 2.5 * PARAMETER_BYTES
+    assert (failed["reason"], failed["total_bytes"]) == ("a & b_c", "")
+
+
+def test_latex_escapes_what_it_would_take_for_commands(points: list[Point]) -> None:
+    lines = exports.as_latex(points).splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrrrrrrr}"
+    assert lines[4].startswith(r"zero2 $\cdot$ buffer & 96.0 & 48.0 & 96.0 & 240.0 & ")
+    assert lines[5].startswith(r"zero1 $\cdot$ buffer & -- & ")
+    assert exports._escaped("a_b & 5 %") == r"a\_b \& 5 \%"

@@ -1,0 +1,124 @@
+"""The page as text: what its charts say, from run folders alone. tests/report/test_page_in_browser.py looks at it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import PARAMETER_BYTES, write_run
+from zeroexp.config import ConfigError
+from zeroexp.report import page
+from zeroexp.report.columns import MIB
+from zeroexp.report.points import Point, points_of
+from zeroexp.report.reading import read_runs
+
+P = PARAMETER_BYTES / MIB
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for strategy, size in product(("ddp", "zero2", "zero3"), (1, 2)):
+        write_run(tmp_path / "sweep" / f"{strategy}-{size}", strategy, "buffer", size)
+    return tmp_path / "sweep"
+
+
+def points(folder: Path) -> list[Point]:
+    return points_of(read_runs([folder])[0])
+
+
+def charts(text: str) -> dict[str, dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.S)
+    assert found
+    return {chart["name"]: chart for chart in json.loads(found[1])}
+
+
+def bars(chart: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Name of a part -> row -> length."""
+    return {t["name"]: dict(zip(t["y"], t["x"], strict=True)) for t in chart["data"]}
+
+
+def test_memory_stands_beside_the_table_of_its_stage(sweep: Path) -> None:
+    drawn = bars(charts(page.render(points(sweep)))["memory"])
+    zero2 = "zero2 · buffer · ranks 2"
+    assert drawn["parameters"][zero2] == P
+    assert drawn["gradients"][zero2] == P / 2
+    assert drawn["optimizer state"][zero2] == P
+    # The table: whole parameters, half of the gradients, half of two moments.
+    assert drawn["the stage's table"][zero2] == pytest.approx(2.5 * P)
+    assert drawn["peak of any step"][zero2] == pytest.approx(2.5 * P + 11)  # rank 1 has 11 MiB more
+    assert "master weights" not in drawn
+
+
+def test_bytes_sent_stand_beside_the_table_of_the_stage(sweep: Path) -> None:
+    drawn = bars(charts(page.render(points(sweep)))["traffic"])
+    assert drawn["gather"]["zero3 · buffer · ranks 2"] == P / 2
+    # One all-reduce of P at two ranks; two all-gathers and a reduce-scatter for each of six microbatches.
+    assert drawn["the stage's table"]["ddp · buffer · ranks 2"] == P
+    assert drawn["the stage's table"]["zero3 · buffer · ranks 2"] == 6 * 1.5 * P
+    assert drawn["the stage's table"]["zero3 · buffer · ranks 1"] == 0
+
+
+def test_lines_of_scaling_have_an_ideal(sweep: Path) -> None:
+    drawn = {t["name"]: t for t in charts(page.render(points(sweep)))["scaling"]["data"]}
+    assert list(drawn) == ["ddp · buffer", "zero2 · buffer", "zero3 · buffer", "ideal"]
+    assert drawn["zero3 · buffer"]["x"] == [1, 2]
+    fastest = max(t["y"][0] for name, t in drawn.items() if name != "ideal")
+    assert drawn["ideal"]["y"] == [fastest, 2 * fastest]
+
+
+def test_one_world_size_is_a_sentence_and_no_empty_chart(tmp_path: Path) -> None:
+    text = page.render(points(write_run(tmp_path / "sweep/a").parent))
+    assert "scaling" not in charts(text)
+    assert "sweep world_size=1,2,4" in text
+
+
+def test_the_frontier_holds_what_no_point_beats(sweep: Path) -> None:
+    words = charts(page.render(points(sweep)))["pareto"]["words"]
+    # One rank is slower and holds as much; of two ranks a later stage is slower and holds less.
+    assert words.endswith(
+        "both: ddp · buffer · ranks 2, zero2 · buffer · ranks 2, zero3 · buffer · ranks 2."
+    )
+
+
+def test_every_chart_is_one_that_plotly_knows(sweep: Path) -> None:
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    drawn = json.loads(json.dumps(charts(page.render(points(sweep)))).replace('"INK"', '"#000"'))
+    assert set(drawn) == {make.__name__ for make in page.CHARTS}
+    for chart in drawn.values():
+        graph_objects.Figure(
+            chart["data"], chart["layout"]
+        )  # raises for a word that it does not know
+
+
+def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    write_run(tmp_path / "sweep/good")
+    write_run(tmp_path / "sweep/bad", "zero2", status="failed", reason=evil)
+    text = page.render(points(tmp_path / "sweep"), [evil])
+    assert evil not in text
+    assert unescape(text).count(evil) == 2  # in the row of the run, and among the problems
+
+
+def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:
+    write_run(tmp_path / "sweep/a", status="failed", reason="rank 0: ValueError: x", num_steps=0)
+    text = page.render(points(tmp_path / "sweep"))
+    assert "not all came to their end: 1 failed" in text
+    assert "failed: rank 0: ValueError: x" in text
+
+
+def test_what_was_run_can_be_run_again(sweep: Path) -> None:
+    text = page.render(points(sweep))
+    assert "python -m zeroexp -m study=compare" in text
+    assert "a processor" in text
+    assert "2.13.0" in text
+
+
+def test_a_page_that_cannot_be_written_is_one_line(sweep: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--html .*nowhere/x\.html: No such file"):
+        page.save(points(sweep), [], sweep / "nowhere/x.html")

@@ -1,0 +1,103 @@
+"""Hundreds of folders, torn files and files of other versions: what is whole is shown, the rest is one line each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_folders import write_run
+from zeroexp.config import ConfigError
+from zeroexp.report import exports, page
+from zeroexp.report.points import points_of
+from zeroexp.report.reading import read_runs, records_of
+
+
+def changed(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("summary.json", '{"world_size": 2, "num_st'),
+        ("summary.json", "{}"),
+        ("summary.json", "[]"),
+        ("config.yaml", "model: [1, 2"),
+        ("config.yaml", ""),
+        ("config.yaml", "model: {name: small}"),
+        ("state.json", "{"),
+        ("environment.json", "{"),
+        ("summary.json", b"\xff\xfe"),
+    ],
+)
+def test_a_torn_file_costs_its_run_and_one_line(tmp_path: Path, name: str, text: Any) -> None:
+    whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn")
+    (torn / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    runs, (line,) = read_runs([tmp_path])
+    assert [run.folder for run in runs] == [whole]
+    assert line.startswith(f"{torn}: left out") and "\n" not in line
+
+
+def test_torn_records_cost_the_curve_alone(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sweep/a")
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    (folder / "records.jsonl").write_text("\n".join(["{torn", *lines]) + "\n")
+    (run,), problems = read_runs([tmp_path / "sweep"])
+    assert problems == [] and records_of(run) == []
+    assert "No point recorded a step" in page.render(points_of([run]))
+
+
+def test_a_later_version_may_say_more(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sweep/a")
+    changed(folder / "summary.json", new_number=1.0)
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    (folder / "records.jsonl").write_text(
+        "".join(json.dumps({**x, "new": 1}) + "\n" for x in lines)
+    )
+    (run,), problems = read_runs([tmp_path / "sweep"])
+    assert problems == [] and run.summary and len(records_of(run)) == len(lines)
+
+
+def test_an_earlier_version_may_say_less(tmp_path: Path) -> None:
+    """Without the number of parameters and the bytes at each moment, both are taken from what ranks held at most."""
+    folder = write_run(tmp_path / "sweep/a")
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["num_parameters"], summary["memory"]["fullest_at"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (run,), problems = read_runs([tmp_path / "sweep"])
+    assert problems == []
+    (row,) = map(exports.row, points_of([run]))
+    assert row["table_bytes"] == row["total_bytes"]
+    page.render(points_of([run]))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "sweep/a")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty: no run in there; give outputs/<sweep>"):
+        read_runs([tmp_path / "sweep", tmp_path / "empty"])
+
+
+def test_one_run_is_given_by_its_own_folder(tmp_path: Path) -> None:
+    write_run(tmp_path / "sweep/a")
+    write_run(tmp_path / "sweep/b", "zero2")
+    runs, _ = read_runs([tmp_path / "sweep/b"])
+    assert [run.name for run in runs] == ["b"]
+
+
+def test_two_hundred_runs_are_two_hundred_points(tmp_path: Path) -> None:
+    """They are told apart by the one setting in which they differ."""
+    first = write_run(tmp_path / "first", num_steps=6)
+    config = (first / "config.yaml").read_text()
+    for seed in range(200):
+        folder = tmp_path / f"sweep/{seed}"
+        shutil.copytree(first, folder)
+        (folder / "config.yaml").write_text(config.replace("seed: 0", f"seed: {seed}"))
+    points = points_of(read_runs([tmp_path / "sweep"])[0])
+    assert len({point.name for point in points}) == 200
+    text = page.render(points)
+    assert text.count("<tr>") > 200 and "zero3 · buffer · seed 137" in text

@@ -1,0 +1,127 @@
+"""Is one point faster than another? A verdict over runs, from paired log ratios of their step times. Pure.
+
+Runs of one round ran after one another, so that their ratio is free of what changed slowly between rounds. The mean of
+the log ratios gets two intervals, a bootstrap's (scipy) and Student's, and the verdict uses the wider end of both: a
+bootstrap of a few values is too sure of itself, and Student's trusts in a bell curve. Where many pairs are judged
+at once, each interval is widened (Bonferroni), so that the chance of any false claim among them stays ALPHA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean, stdev
+
+import numpy as np
+from scipy import stats
+
+ALPHA = 0.05
+MARGIN = math.log(1.02)  # a smaller difference is none
+FEWEST, MOST = 3, 1000  # pairs: with fewer nothing is claimed, and more are not asked for
+NUM_RESAMPLES = 4999
+
+
+class Verdict(Enum):
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "no difference within ±2 %"
+    OPEN = "can't tell"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The step time of a point over that of its reference."""
+
+    ratio: float  # geometric mean over pairs
+    low: float | None  # the interval of the ratio; None with fewer than FEWEST pairs
+    high: float | None
+    num_pairs: int
+    verdict: Verdict
+    needed: (
+        int | None
+    )  # repeats that would tell, if runs go on to scatter as they did; None if none would
+
+    @property
+    def words(self) -> str:
+        """The verdict with its numbers: `0.71 [0.69, 0.74]: faster`."""
+        interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.ratio:.2f}{interval}: {self.verdict.value}{self._remedy}"
+
+    @property
+    def _remedy(self) -> str:
+        if self.verdict is not Verdict.OPEN:
+            return ""
+        if self.num_pairs < FEWEST:
+            runs = "one run" if self.num_pairs == 1 else f"{self.num_pairs} runs"
+            return f" from {runs} each; repeats={FEWEST} at least"
+        return (
+            f"; repeats={self.needed} would" if self.needed else f"; not even with repeats={MOST}"
+        )
+
+
+def compare(
+    seconds: Mapping[int, float], reference: Mapping[int, float], *, num_comparisons: int = 1
+) -> Comparison | None:
+    """Compare step seconds by round with those of the reference; None if no round has both.
+
+    num_comparisons: how many pairs of points are judged beside one another.
+    """
+    rounds = sorted(seconds.keys() & reference.keys())
+    if not rounds:
+        return None
+    logs = [math.log(seconds[number] / reference[number]) for number in rounds]
+    if len(logs) < FEWEST:
+        return Comparison(math.exp(fmean(logs)), None, None, len(logs), Verdict.OPEN, FEWEST)
+    alpha = ALPHA / num_comparisons
+    low, high = _interval(logs, alpha)
+    verdict = judge(low, high)
+    needed = num_needed(logs, alpha) if verdict is Verdict.OPEN else None
+    return Comparison(
+        math.exp(fmean(logs)), math.exp(low), math.exp(high), len(logs), verdict, needed
+    )
+
+
+def judge(low: float, high: float) -> Verdict:
+    """Judge the interval of a mean log ratio; a difference that is surely below MARGIN counts as none."""
+    if low >= -MARGIN and high <= MARGIN:
+        return Verdict.SAME
+    if high < 0:
+        return Verdict.FASTER
+    return Verdict.SLOWER if low > 0 else Verdict.OPEN
+
+
+def num_needed(logs: Sequence[float], alpha: float) -> int | None:
+    """Return how many pairs would tell, if their mean and scatter stayed as they are; None beyond MOST.
+
+    Student's interval must end before the nearest border: zero, or MARGIN where the mean lies within it.
+    """
+    mean, scatter = fmean(logs), stdev(logs)
+    room = max(abs(mean), MARGIN - abs(mean))
+    for number in range(max(FEWEST, len(logs) + 1), MOST + 1):
+        if stats.t.ppf(1 - alpha / 2, number - 1) * scatter / math.sqrt(number) < room:
+            return number
+    return None
+
+
+def log_interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
+    """Return the interval of the geometric mean of positive values. At least two are needed."""
+    low, high = _interval([math.log(value) for value in values], alpha)
+    return math.exp(low), math.exp(high)
+
+
+def _interval(logs: Sequence[float], alpha: float) -> tuple[float, float]:
+    mean, scatter = fmean(logs), stdev(logs)
+    if scatter == 0:
+        return mean, mean
+    half = float(stats.t.ppf(1 - alpha / 2, len(logs) - 1)) * scatter / math.sqrt(len(logs))
+    found = stats.bootstrap(
+        (logs,),
+        np.mean,
+        confidence_level=1 - alpha,
+        n_resamples=NUM_RESAMPLES,
+        method="percentile",
+        rng=0,  # the same runs give the same verdict
+    ).confidence_interval
+    return min(mean - half, float(found.low)), max(mean + half, float(found.high))

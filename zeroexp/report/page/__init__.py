@@ -1,0 +1,114 @@
+"""The page of a report: one HTML file with every table, chart and word, and the library that draws it inside.
+
+`render` needs run folders and nothing else. Each chart is a function of the points, in a file of its own.
+`template.html` holds the style and the few lines of JavaScript that hand the charts to plotly, in the colours of the
+reader's theme. The page states that it may load nothing (its Content-Security-Policy), so that it works from a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from zeroexp.config import ConfigError
+from zeroexp.report.headline import headline
+from zeroexp.report.page.chart import Chart
+from zeroexp.report.page.losses import losses
+from zeroexp.report.page.memory import memory
+from zeroexp.report.page.pareto import pareto
+from zeroexp.report.page.provenance import provenance
+from zeroexp.report.page.ranks import ranks
+from zeroexp.report.page.scaling import scaling
+from zeroexp.report.page.tables import results_table
+from zeroexp.report.page.times import times
+from zeroexp.report.page.traffic import traffic
+from zeroexp.report.points import Point, points_of
+from zeroexp.tracking.run import Run
+
+NAME = "report.html"
+CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
+    memory,
+    times,
+    pareto,
+    scaling,
+    traffic,
+    ranks,
+    losses,
+]
+
+
+def write_into(folder: Path, runs: Sequence[Run]) -> None:
+    """Write the page of a sweep into its folder and print where it is; a full disk costs one line."""
+    path = folder / NAME
+    try:
+        save(points_of(runs), [], path)
+    except ConfigError as error:
+        print(f"\nno report: {error}")
+        return
+    print(f"\nReport: {os.path.relpath(path)}")
+
+
+def save(points: Sequence[Point], problems: Sequence[str], path: Path) -> None:
+    """Write the page. Raises ConfigError if the file cannot be written."""
+    text = render(points, problems)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        remedy = "use a file in a folder that you may write to"
+        raise ConfigError(f"--html {path}: {error.strerror}; {remedy}") from None
+
+
+def render(points: Sequence[Point], problems: Sequence[str] = ()) -> str:
+    """Return the page about these points; `problems` are lines about runs that are not on it."""
+    charts = [make(points) for make in CHARTS]
+    sections = [
+        ("results", "Results", results_table(points)),
+        *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
+        ("provenance", "What was run, and how to repeat it", provenance(points)),
+    ]
+    sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
+    drawn = [asdict(chart) for chart in charts if chart.data]
+    values = {
+        "title": escape(" and ".join(sweeps)),
+        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline(points)),
+        "problems": "".join(f'<p class="problem">{escape(line)}</p>' for line in problems),
+        "links": " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
+        "sections": "\n".join(
+            f'<section id="{name}"><h2>{escape(title)}</h2>\n{body}</section>'
+            for name, title, body in sections
+        ),
+        # No text of a run can end the script that holds it.
+        "charts": json.dumps(drawn).replace("<", "\\u003c"),
+        "plotly": _plotly(),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _template())
+
+
+def _figure(chart: Chart) -> str:
+    caption = f"<figcaption>{escape(chart.words)}</figcaption>"
+    if not chart.data:
+        return f"<figure>{caption}</figure>"
+    label = escape(f"{chart.title}. {chart.words}", quote=True)
+    box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="min-height:{chart.height}px">'
+    return f"<figure>{caption}{box}</div></figure>"
+
+
+def _template() -> str:
+    return files(__name__).joinpath("template.html").read_text()
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()

@@ -1,0 +1,85 @@
+"""The loss curves, and below them how far each lies from the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zeroexp.report.agreement import judge
+from zeroexp.report.page.chart import Chart, Trace
+from zeroexp.report.palette import DASHES, SERIES
+from zeroexp.report.points import Point
+
+TITLE = "Loss curves"
+NOTHING = "No point recorded a step."
+
+
+def losses(points: Sequence[Point]) -> Chart:
+    curves = {
+        point.name: [record.loss for record in point.records] for point in points if point.records
+    }
+    if not curves:
+        return Chart("losses", TITLE, NOTHING)
+    reference = next(iter(curves))
+    data: list[Trace] = []
+    for index, (name, curve) in enumerate(curves.items()):
+        data.append(_line(name, curve, index))
+        data.append(_line(name, _distances(curve, curves[reference]), index, below=True))
+    layout = {
+        "xaxis": {"title": {"text": "step"}, "anchor": "y2"},
+        "yaxis": {"title": {"text": "loss"}, "domain": [0.42, 1]},
+        "yaxis2": {
+            "title": {"text": "relative distance"},
+            "domain": [0, 0.32],
+            "type": "log",
+            "exponentformat": "power",
+        },
+        "hovermode": "closest",
+    }
+    return Chart("losses", TITLE, largest_distance(curves), data, layout, 520)
+
+
+def largest_distance(curves: dict[str, list[float]]) -> str:
+    """Say how far the curves lie from the first, at most."""
+    if len(curves) < 2:
+        return "One curve has nothing to be compared with."
+    verdict = judge(curves, bound=math.inf)
+    worst = max(verdict.curves, key=lambda curve: curve.difference)
+    if worst.difference == 0:
+        return f"All {len(curves)} curves are equal to the last bit."
+    if math.isinf(worst.difference):
+        return (
+            f"{worst.name} has other steps than {verdict.reference}, or a loss that is no number."
+        )
+    return (
+        f"Largest relative distance of {len(curves)} curves to that of {verdict.reference}: {worst.difference:.1e} "
+        f"({worst.name}, step {worst.step}). The lower half shows each step's distance; equal losses leave a gap."
+    )
+
+
+def _line(name: str, values: Sequence[float | None], index: int, *, below: bool = False) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if below else "lines",
+        "name": name,
+        "legendgroup": name,
+        "showlegend": not below,
+        "x": list(range(len(values))),
+        "y": [value if value is not None and math.isfinite(value) else None for value in values],
+        "yaxis": "y2" if below else "y",
+        "line": {
+            "color": SERIES[index % len(SERIES)],
+            "dash": DASHES[(index // len(SERIES)) % len(DASHES)],
+            "width": 1.5,
+        },
+        "marker": {"size": 4},
+        "hovertemplate": f"{'%{y:.1e}' if below else '%{y:.6f}'} at step %{{x}}",
+    }
+
+
+def _distances(curve: Sequence[float], reference: Sequence[float]) -> list[float | None]:
+    """Return |loss − reference| / |reference| by step; None where they are equal, as a logarithm has no zero."""
+    return [
+        abs(a - b) / abs(b) if b and a != b else None
+        for a, b in zip(curve, reference, strict=False)
+    ]

@@ -1,0 +1,52 @@
+"""What each point holds after backward, stacked by kind, with the stage's table and the peak marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroexp.measure.record import KINDS, RunSummary
+from zeroexp.report.columns import MIB
+from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
+from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES, RED
+from zeroexp.report.points import Point
+from zeroexp.report.theory import table_bytes
+
+MOMENT = "after_backward"
+WORDS = (
+    "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
+    "The diamond is what the stage's table gives a rank, without buffers, padding and imbalance; the line is the most "
+    "that was allocated at once in any step, activations included."
+)
+TITLE = "Memory by kind"
+
+
+def memory(points: Sequence[Point]) -> Chart:
+    done = [(point, point.summary) for point in points if point.summary]
+    held = {point.name: at_moment(summary) for point, summary in done}
+    rows = list(held)
+    data = [
+        stacked(
+            KIND_NAMES[kind],
+            rows,
+            [held[row].get(kind, 0) / MIB for row in rows],
+            KIND_COLOURS[kind],
+            index,
+        )
+        for index, kind in enumerate(KINDS)
+        if any(held[row].get(kind) for row in rows)
+    ]
+    tables = [table_bytes(point.run) for point, _ in done]
+    forms = [sum(table.values()) / MIB if table else None for table in tables]
+    peaks = [s.memory.peak.fullest / MIB if s.memory.peak else None for _, s in done]
+    data.append(marks("the stage's table", rows, forms, "diamond-open", RED))
+    data.append(marks("peak of any step", rows, peaks, "line-ns-open", "INK"))
+    layout = bars_layout("MiB of the fullest rank")
+    return Chart("memory", TITLE, WORDS, data, layout, bars_height(len(rows)))
+
+
+def at_moment(summary: RunSummary) -> dict[str, float]:
+    """Return bytes by kind of the fullest rank after backward; old summaries know only the most of each kind."""
+    told = summary.memory.fullest_at.get(MOMENT)
+    if told:
+        return dict(told)
+    return {kind: ranks.fullest for kind, ranks in summary.memory.by_kind.items()}

@@ -1,0 +1,62 @@
+"""The tables of the page as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from zeroexp.report.columns import ABSENT, RESULTS, STATUS, memory_of, traffic_of
+from zeroexp.report.points import Point
+from zeroexp.report.spread import interval
+
+LONG = 40  # characters of a cell that may break into lines
+
+
+def results_table(points: Sequence[Point]) -> str:
+    """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
+    pooled = [point.pooled for point in points]
+    loss, step, slow, tokens = RESULTS
+    columns = [
+        *[step, slow, tokens, loss],
+        *(column for part in memory_of(pooled) for column in part),
+        *(column for part in traffic_of(pooled) for column in part),
+        STATUS,
+    ]
+    heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
+    rows = [
+        [(point.name, True), (_interval(point), False), *((c.value(run), c.left) for c in columns)]
+        for point, run in zip(points, pooled, strict=True)
+    ]
+    return table(heads, rows) + _note(points)
+
+
+def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:
+    """Return a table that scrolls sideways where it must; each cell is (text, is it words rather than a number)."""
+    top = "".join(f"<th>{escape(name)}<small>{escape(unit)}</small></th>" for name, unit in heads)
+    body = "\n".join(f"<tr>{''.join(_cell(*cell) for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _cell(text: str, words: bool) -> str:
+    long = " long" if words and len(text) > LONG else ""
+    return f'<td class="left{long}">{escape(text)}</td>' if words else f"<td>{escape(text)}</td>"
+
+
+def _interval(point: Point) -> str:
+    found = interval(point)
+    return f"{1e3 * found.low:,.1f}–{1e3 * found.high:,.1f}" if found else ABSENT
+
+
+def _note(points: Sequence[Point]) -> str:
+    over = dict.fromkeys(found.over for point in points if (found := interval(point)))
+    said = {
+        "runs": "over runs",
+        "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
+    }
+    intervals = (
+        f" The interval of the step is {' or '.join(said[o] for o in over)}." if over else ""
+    )
+    return (
+        "<p>Bytes are MiB of the fullest rank (mean: over ranks, where they differ). Step times are medians of rank 0"
+        f" over the measured steps.{intervals}</p>"
+    )

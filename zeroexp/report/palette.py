@@ -1,0 +1,44 @@
+"""Names and colours of what reports draw, the same in every picture. Pure.
+
+The colours are Okabe and Ito's, made for any colour vision; the green is lightened to keep black numbers on it
+readable. Wherever a colour tells something, a pattern, a symbol or a word tells it too.
+"""
+
+from __future__ import annotations
+
+BLUE, ORANGE, GREEN, PINK, GREY = "#56b4e9", "#e69f00", "#3fb992", "#cc79a7", "#c9c9c9"
+RED, YELLOW, NAVY = "#d55e00", "#f0e442", "#0072b2"
+
+KIND_NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "master": "master weights",
+    "buffers": "buffers and pools",
+}
+KIND_COLOURS = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "master": PINK,
+    "buffers": GREY,
+}
+# Kinds of messages and phases of a step; a kind that is not named here gets a colour by its place.
+PART_COLOURS = {
+    "forward": BLUE,
+    "backward": ORANGE,
+    "step": GREEN,
+    "gather": BLUE,
+    "reduce": ORANGE,
+    "publish": GREEN,
+    "norm": PINK,
+    "loss": YELLOW,
+}
+SERIES = (NAVY, ORANGE, GREEN, RED, PINK, BLUE, "#8a8a8a", "#b8a800")
+PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "x", "hexagon")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+
+
+def part_colour(name: str, index: int) -> str:
+    return PART_COLOURS.get(name, SERIES[index % len(SERIES)])

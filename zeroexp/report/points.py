@@ -1,0 +1,129 @@
+"""The points of sweeps: runs of one configuration are repeats of one point. Pure, but for reading records.
+
+Repeats are numbered, and repeats of equal number ran after one another: what disturbs one disturbs its neighbours, so
+that comparisons are made within a round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+from zeroexp.measure.record import RunSummary, StepRecord
+from zeroexp.report.columns import Column, point_of
+from zeroexp.report.reading import records_of
+from zeroexp.tracking.run import Run
+
+# Keys of the config that say why or where a point ran, not what it was.
+OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cell of a sweep; `name` tells it from all others of the report."""
+
+    name: str
+    runs: tuple[Run, ...]  # at least one, in the order in which they were started
+
+    @property
+    def run(self) -> Run:
+        """The first run that came to its end, else the first."""
+        return next(iter(self.done), self.runs[0])
+
+    @property
+    def summary(self) -> RunSummary | None:
+        """The summary of `run`: bytes and losses are the same in every repeat."""
+        return self.run.summary
+
+    @property
+    def done(self) -> list[Run]:
+        return [run for run in self.runs if run.summary]
+
+    @property
+    def seconds_by_round(self) -> dict[int, float]:
+        """Median step seconds of each repeat that came to its end, by its number."""
+        return {
+            repeat_of(run, index): run.summary.step_seconds_median
+            for index, run in enumerate(self.runs)
+            if run.summary
+        }
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median over repeats; None if no run came to its end."""
+        seconds = self.seconds_by_round.values()
+        return median(seconds) if seconds else None
+
+    @cached_property
+    def records(self) -> list[StepRecord]:
+        """The steps of `run`."""
+        return records_of(self.run)
+
+    @cached_property
+    def pooled(self) -> Run:
+        """`run` with the median of its repeats in every time, for tables that show one row per point."""
+        summaries = [run.summary for run in self.done if run.summary]
+        if len(summaries) < 2:
+            return self.run
+        phases = summaries[0].phase_seconds_median
+        summary = replace(
+            summaries[0],
+            step_seconds_median=median(s.step_seconds_median for s in summaries),
+            step_seconds_p95=median(s.step_seconds_p95 for s in summaries),
+            tokens_per_second=median(s.tokens_per_second for s in summaries),
+            phase_seconds_median={
+                phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
+                for phase in phases
+            },
+        )
+        return replace(self.run, summary=summary)
+
+
+def points_of(runs: Sequence[Run]) -> list[Point]:
+    """Group runs into points, in the order of their first runs."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_identity(run), []).append(run)
+    names = _names([group[0] for group in groups.values()])
+    return [Point(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
+
+
+def repeat_of(run: Run, index: int) -> int:
+    """Return the number of a run's round; `index` counts the point's runs where a folder does not say it."""
+    return int(run.environment.get("repeat", index))
+
+
+def words(column: Column, run: Run) -> str:
+    """Return the column's value; a number gets the name of its setting in front."""
+    value = column.value(run)
+    plain = column.name in ("strategy", "implementation", "model")
+    return value if plain else f"{column.name} {value}"
+
+
+def _identity(run: Run) -> tuple[str, ...]:
+    settings = (
+        f"{key}={value}" for key, value in run.config.items() if not key.startswith(OUTSIDE)
+    )
+    return (run.sweep, *settings)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Name each run by what differs among them: zero3 · buffer · ranks 4; the sweep and a number come last."""
+    strategy, implementation, *settings = point_of(runs)
+    shown = [strategy, implementation, *[c for c in settings if _differs(c, runs)]]
+    names = [" · ".join(words(column, run) for column in shown) for run in runs]
+    if len({run.sweep for run in runs}) > 1:
+        names = [f"{name} · {run.sweep}" for name, run in zip(names, runs, strict=True)]
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name} · {seen[name]}"
+    return names
+
+
+def _differs(column: Column, runs: Sequence[Run]) -> bool:
+    return len({column.value(run) for run in runs}) > 1

@@ -1,0 +1,103 @@
+"""The table of stages in bytes: what a rank would hold and send if only placements mattered. Pure.
+
+A stage's table (README.md) knows placements, dtypes and the number of ranks. It knows no imbalance, padding, buffers,
+pools or schedules; a run differs from it by just these, and `explain.py` says by which.
+"""
+
+from __future__ import annotations
+
+from zeroexp.sharding.placement import STAGES, Move, Placement, Stage, reduce_each
+from zeroexp.tracking.run import Run
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NUM_MOMENTS = {"adamw": 2, "sgd": 0}
+# Bytes that each move sends, as a multiple of (N-1)/N of what it moves; freeing and slicing send nothing.
+SENDS = {Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_REDUCE: 2}
+# What torch's engines carry out under the name of a stage.
+BY_TORCH = {
+    "zero1": STAGES["zero1_allreduce"],  # DistributedDataParallel with ZeroRedundancyOptimizer
+    "zero2": STAGES["zero3"],  # FSDP2 without reshard: parameters rest sharded
+}
+
+
+def stage_of(run: Run) -> Stage | None:
+    """Return where the run's parameters, gradients and optimizer state rest; None for a stage that nobody knows."""
+    if run.implementation == "torch" and run.strategy in BY_TORCH:
+        return BY_TORCH[run.strategy]
+    return STAGES.get(run.strategy)
+
+
+def num_parameters(run: Run) -> int | None:
+    """Return how many numbers the model has; runs of older versions are asked what their ranks hold at rest."""
+    summary, stage = run.summary, stage_of(run)
+    if summary is None or stage is None:
+        return None
+    if summary.num_parameters:
+        return summary.num_parameters
+    held = summary.memory.by_kind["parameters"].per_rank
+    whole = sum(held) if stage.parameters is Placement.SHARD else max(held)
+    return round(whole / _size(run, "compute"))
+
+
+def table_bytes(run: Run) -> dict[str, int] | None:
+    """Return the bytes by kind that the table gives a rank after backward; None where it cannot be said."""
+    stage, number = stage_of(run), num_parameters(run)
+    if stage is None or number is None:
+        return None
+    master, compute = _size(run, "master"), _size(run, "compute")
+    has_master = run.config.get("precision.master") != run.config.get("precision.compute")
+    moments = _num_moments(run)
+    share = {
+        place: number // run.world_size if place is Placement.SHARD else number
+        for place in Placement
+    }
+    return {
+        "parameters": compute * share[stage.parameters],
+        "gradients": _size(run, "reduce") * share[stage.gradients],
+        "optimizer": moments * master * share[stage.optimizer],
+        "master": master * share[stage.optimizer] if has_master else 0,
+    }
+
+
+def table_traffic(run: Run) -> dict[str, int] | None:
+    """Return the bytes by kind that the table lets a rank send in one step; None where it cannot be said."""
+    stage, number = stage_of(run), num_parameters(run)
+    if stage is None or number is None:
+        return None
+    compute, reduce = (number * _size(run, kind) for kind in ("compute", "reduce"))
+    each_microbatch = _reduces_each_microbatch(run, stage)
+    times = accumulation(run)
+    reduction = stage.reduce if stage.reduce is not Move.NOTHING else stage.hand_over
+    resharded = not (run.implementation == "torch" and run.strategy == "zero2")
+    sent = {
+        "gather": (2 * times if resharded else 1) * SENDS.get(stage.gather, 0) * compute,
+        "reduce": (times if each_microbatch else 1) * SENDS.get(reduction, 0) * reduce,
+        "publish": SENDS.get(stage.publish, 0) * compute,
+    }
+    parts = run.world_size
+    return {kind: num_bytes * (parts - 1) // parts for kind, num_bytes in sent.items() if num_bytes}
+
+
+def accumulation(run: Run) -> int:
+    """Return the number of microbatches in a step."""
+    samples = int(run.config["data.global_batch_size"])
+    return max(1, samples // (int(run.config["data.micro_batch_size"]) * run.world_size))
+
+
+def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
+    if run.implementation == "torch":
+        return False
+    told = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
+    said = [word for word in told if word not in (None, "null")]
+    return [*said, reduce_each(stage.gradients.value)][0] == "microbatch"
+
+
+def _num_moments(run: Run) -> int:
+    name = run.config.get("optimizer.name", "adamw")
+    if name == "sgd" and float(run.config.get("optimizer.momentum", 0)) > 0:
+        return 1
+    return NUM_MOMENTS.get(name, 2)
+
+
+def _size(run: Run, kind: str) -> int:
+    return ITEMSIZE.get(run.config.get(f"precision.{kind}", "float32"), 4)
