@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.config import Config, save
-from zeroexp.measure.record import RankSummary, StepRecord, Traffic
+from zeroexp.measure.record import RankSummary, StepRecord, Traffic, VerbSeconds
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.tracking.files import RecordWriter, write_json, write_summary
 from zeroexp.tracking.mlflow import MlflowTracker
@@ -126,5 +126,11 @@ def record(
         traffic=Traffic(
             {"gather": sent // 2, "reduce": sent - sent // 2}, {"gather": 8, "reduce": 8}
         ),
+        verbs={
+            "gather": VerbSeconds(8, working=0.01, overlapped=0.03, exposed=0.02),
+            "reduce": VerbSeconds(8, working=0.01, overlapped=0.04, exposed=0.01 * rank),
+        },
+        waited_seconds={str(1 - rank): 0.01 * rank} if world_size > 1 else {},
     )
-    return StepRecord(**{**asdict(made), "traffic": made.traffic, **changes})
+    whole = {"traffic": made.traffic, "verbs": made.verbs}
+    return StepRecord(**{**asdict(made), **whole, **changes})

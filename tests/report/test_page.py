@@ -64,6 +64,17 @@ def test_bytes_sent_stand_beside_the_table_of_the_stage(sweep: Path) -> None:
     assert drawn["the stage's table"]["zero3 · buffer · ranks 1"] == 0
 
 
+def test_a_step_is_cut_into_what_waits_for_each_verb_and_the_rest(sweep: Path) -> None:
+    chart = charts(page.render(points(sweep)))["exposed"]
+    drawn, point = bars(chart), "zero3 · buffer · ranks 2"
+    # Rank 1 waits 10 ms for reductions, rank 0 not at all; both wait 20 ms for gathers.
+    assert drawn["gather, exposed"][point] == pytest.approx(20)
+    assert drawn["reduce, exposed"][point] == pytest.approx(5)
+    assert drawn["all else"][point] == pytest.approx(359.5 - 25)  # the mean of 20 steps in turn
+    assert drawn["overlapped with compute"][point] == pytest.approx(70)
+    assert "rank 1 waited 10.0 ms a step for rank 0" in chart["words"]
+
+
 def test_lines_of_scaling_have_an_ideal(sweep: Path) -> None:
     drawn = {t["name"]: t for t in charts(page.render(points(sweep)))["scaling"]["data"]}
     assert list(drawn) == ["ddp · buffer", "zero2 · buffer", "zero3 · buffer", "ideal"]

@@ -27,7 +27,10 @@ KIND_COLOURS = {
 PART_COLOURS = {
     "forward": BLUE,
     "backward": ORANGE,
-    "step": GREEN,
+    "optimizer": GREEN,
+    "step": PINK,
+    "data": GREY,
+    "hand_over": RED,
     "gather": BLUE,
     "reduce": ORANGE,
     "publish": GREEN,

@@ -30,7 +30,7 @@ def interval(point: Point) -> Interval | None:
     if len(seconds) >= FEWEST_RUNS:
         return _of_mean(seconds)
     if len(seconds) == 1:
-        steps = sorted(record.step_seconds for record in point.records if not record.warmup)
+        steps = sorted(r.step_seconds for r in point.records if not r.warmup and not r.traced)
         return _of_median(steps)
     return None
 

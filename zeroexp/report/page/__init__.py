@@ -20,6 +20,7 @@ from pathlib import Path
 from zeroexp.config import ConfigError
 from zeroexp.report.headline import headline
 from zeroexp.report.page.chart import Chart
+from zeroexp.report.page.exposed import exposed
 from zeroexp.report.page.losses import losses
 from zeroexp.report.page.memory import memory
 from zeroexp.report.page.pareto import pareto
@@ -36,6 +37,7 @@ NAME = "report.html"
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     memory,
     times,
+    exposed,
     pareto,
     scaling,
     traffic,

@@ -11,7 +11,8 @@ from zeroexp.report.spread import interval
 
 WORDS = (
     "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is waited "
-    "for in it; step is clipping, the optimizer and what follows it. The line is the median of the whole step, and its "
+    "for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the median of the "
+    "whole step, and its "
     "whiskers are the 95 % interval of that median."
 )
 
