@@ -26,6 +26,11 @@ class World:
     backend: str  # gloo | nccl | fake
     timeout_seconds: float = 600.0  # a peer that is silent for longer counts as dead
 
+    @property
+    def is_fake(self) -> bool:
+        """Whether the other ranks do not exist: collectives move nothing, and tensors may have no values to read."""
+        return self.backend == "fake"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -115,6 +120,20 @@ def joined(*, device: str = "cpu", timeout_seconds: float = 600.0) -> Iterator[W
     world = join(device=device, timeout_seconds=timeout_seconds)
     yield world
     leave()  # not in a `finally`: after an error the peers may be gone, and leaving would wait for them
+
+
+@contextmanager
+def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iterator[World]:
+    """Be one rank of a world whose other ranks do not exist: collectives return at once and move nothing.
+
+    It shows what does not depend on values: which moves happen, what they count and what memory is held. A model in it
+    must lie on `device` already, and may consist of fake tensors.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield World(rank, size, torch.device(device), "fake")
+    finally:
+        dist.destroy_process_group()
 
 
 def barrier() -> None:

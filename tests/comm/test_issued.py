@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.sharding.fake_ranks import fake_world
 from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units

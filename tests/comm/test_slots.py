@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.sharding.fake_ranks import fake_world
 from zeroexp import world as worlds
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
@@ -22,7 +21,7 @@ from zeroexp.comm.meeting import Listener
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.sharding.layout import PAGE_BYTES, Chunk, Member, ParameterSpec, lay_out
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 AWHILE_SECONDS = (
     0.5  # who is not held up is done by then; on a slower machine a bug is missed, nothing fails

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from tests.sharding.fake_ranks import fake_world
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.predict import (
@@ -29,7 +28,7 @@ from zeroexp.sharding.housing import private_units
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.world import World, barrier
+from zeroexp.world import World, barrier, fake_world
 
 NUM_BLOCKS = 4
 WORDS = 11

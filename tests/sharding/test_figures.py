@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
-from tests.sharding.fake_ranks import fake_world
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.sharding.engine import MIB, Options, Sharded
 from zeroexp.sharding.layout import ParameterSpec, lay_out
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -36,13 +36,12 @@ from tests.oracle import (
     train_on_ranks,
     train_oracle,
 )
-from tests.sharding.fake_ranks import fake_world
 from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel
 from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Residence, Unit
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

@@ -1,6 +1,6 @@
 """A unit's memory and its transitions: what is freed is gone, what is illegal raises.
 
-Over ranks that do not exist (fake_ranks.py): the section of rank 0 is real, that of rank 1 is what the pool held.
+Over ranks that do not exist (`fake_world`): the section of rank 0 is real, that of rank 1 is what the pool held.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.fake_ranks import fake_world
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.partition import group_parameters, make_units
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.storage import Pool, Private
 from zeroexp.sharding.unit import Dtypes, Residence, Unit
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32)
 BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)

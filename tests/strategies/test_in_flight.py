@@ -23,7 +23,6 @@ from tests.oracle import (
     run_steps,
     train_on_ranks,
 )
-from tests.sharding.fake_ranks import fake_world
 from tests.strategies.engine import Ours
 from zeroexp.comm.collectives import Collectives
 from zeroexp.models.build import BuiltModel
@@ -31,7 +30,7 @@ from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.strategies.canonical import whole
-from zeroexp.world import World
+from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

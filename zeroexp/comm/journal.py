@@ -43,7 +43,7 @@ class Journal:
         self.changed = time.monotonic()  # when the last collective was issued
         self._world = world
         self._num_issued = 0
-        self._watches = world.size > 1 and world.backend != "fake"
+        self._watches = world.size > 1 and not world.is_fake
         self._cuts_waits = world.backend == "gloo"
 
     def meet(self) -> None:

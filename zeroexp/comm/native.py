@@ -31,8 +31,9 @@ class Native:
     def __init__(self, world: World):
         self._rank = world.rank
         self._size = world.size
-        # Other backends gather parts of one size only, so smaller parts are padded there.
+        # gloo gathers parts of one size only, so smaller parts are padded there.
         self._gathers_uneven = world.backend == "nccl"
+        self._is_fake = world.is_fake
         self._journal = Journal(world)
 
     @property
@@ -118,6 +119,9 @@ class Native:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
         if packing.is_even:
             return self._pending(_all_gather(message, mine))
+        if self._is_fake:
+            self._own_part(packing, message).copy_(mine)
+            return self._pending(_all_gather(*_nothing(mine)))
         if self._gathers_uneven:
             parts = list(message.split(packing.sizes))
             return self._pending(dist.all_gather(parts, mine, async_op=True))
@@ -128,7 +132,14 @@ class Native:
     def _reduce(self, packing: Packing, own: Tensor, message: Tensor) -> Any:
         if packing.is_even:
             return _reduce_scatter(own, message)
+        if self._is_fake:
+            own.copy_(self._own_part(packing, message))
+            return _reduce_scatter(*_nothing(own))
         return dist.reduce_scatter(own, list(message.split(packing.sizes)), async_op=True)
+
+    def _own_part(self, packing: Packing, message: Tensor) -> Tensor:
+        start = sum(packing.sizes[: self._rank])
+        return message[start : start + packing.sizes[self._rank]]
 
 
 def _all_gather(full: Tensor, piece: Tensor) -> Any:
@@ -141,3 +152,8 @@ def _reduce_scatter(own: Tensor, message: Tensor) -> Any:
     # torch 2.13 renamed it.
     op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return op(own, message, async_op=True)
+
+
+def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a fake world is given for uneven parts: it moves nothing, and a list for a thousand ranks is slow."""
+    return like.new_empty(0), like.new_empty(0)

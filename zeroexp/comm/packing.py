@@ -19,6 +19,9 @@ from zeroexp.comm.base import GatherPart
 from zeroexp.sharding.layout import Chunk
 
 PADDING = -1
+# From so many ranks on, chunks are copied as columns of a table: a column takes two copies that jump from rank to rank,
+# else every rank's piece of every chunk takes a part of one copy.
+MANY_RANKS = 128
 NUM_REMEMBERED = 4096  # packings kept; each unit and bucket of a model has one
 
 
@@ -69,13 +72,9 @@ class Packing:
         return [_length(chunk.section(rank)) for rank in ranks for chunk in self.chunks]
 
     @cached_property
-    def _pieces_by_rank(self) -> list[list[Piece]]:
-        """For each rank, the pieces of its part of the message, in order."""
-        return [list(_pieces_of(self.chunks, rank)) for rank in range(self.world_size)]
-
-    @cached_property
     def _pieces(self) -> list[Piece]:
-        return [piece for pieces in self._pieces_by_rank for piece in pieces]
+        """The pieces of all ranks' parts of the message, in order."""
+        return [piece for rank in range(self.world_size) for piece in _pieces_of(self.chunks, rank)]
 
     @cached_property
     def _cuts_of_members(self) -> list[list[list[int]]]:
@@ -88,6 +87,14 @@ class Packing:
 
     def pack_gradients(self, message: Tensor, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Copy the flat gradients of each chunk's members into the message; padding is not written."""
+        if len(self.chunks) == 1:  # the message is the chunk
+            (flats,), (chunk,) = gradients, self.chunks
+            lengths = [*(flat.numel() for flat in flats), chunk.padded_numel - chunk.numel]
+            torch._foreach_copy_(message.split(lengths)[:-1], list(flats))
+            return
+        if self.world_size >= MANY_RANKS and self._is_table:
+            torch._foreach_copy_(*self._rows_of(message, [flat for (flat,) in gradients]))
+            return
         cut = [
             [list(g.split(lengths)) for g, lengths in zip(each, members, strict=True)]
             for each, members in zip(gradients, self._cuts_of_members, strict=True)
@@ -96,9 +103,30 @@ class Packing:
         sources = [cut[piece.chunk][piece.member].pop(0) for piece in real]
         torch._foreach_copy_(_real_parts(message, self._pieces), sources)
 
+    @cached_property
+    def _is_table(self) -> bool:
+        """Whether every rank has as much of a chunk, which is one member: a column of the message's table of ranks."""
+        return all(chunk.even and len(chunk.members) == 1 for chunk in self.chunks)
+
+    def _rows_of(
+        self, message: Tensor, flats: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the places of flat tensors in the table, and the tensors: its full rows, then a shorter one."""
+        widths = [_length(chunk.section(0)) for chunk in self.chunks]
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for flat, column in zip(
+            flats, message.view(self.world_size, -1).split(widths, dim=1), strict=True
+        ):
+            num_full, rest = divmod(flat.numel(), column.shape[1])
+            full, last = flat.split([num_full * column.shape[1], rest])
+            places += [column[:num_full], *([column[num_full, :rest]] if rest else [])]
+            sources += [full.view(num_full, -1), *([last] if rest else [])]
+        return places, sources
+
     def spans_of(self, rank: int, own: Tensor) -> list[Tensor]:
         """Return views of the spans that `rank` owns; `own` is its part of the message."""
-        return _real_parts(own, self._pieces_by_rank[rank])
+        return _real_parts(own, list(_pieces_of(self.chunks, rank)))
 
     def padded(self, mine: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for the ranks' parts, all as long as the longest, and `mine` padded to that length."""

@@ -58,6 +58,23 @@ def _reproducible(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Replace every parameter and buffer of a module built on meta by an empty one on `device`; tied ones stay one.
+
+    Under FakeTensorMode the new ones take no memory. (`nn.Module.to_empty` would untie tied parameters.)
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for key, old in held.items():
+                if old is not None and old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                if old is not None:
+                    held[key] = made[old]  # pyright: ignore[reportArgumentType]
+
+
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     if config.family == "mlp":
         module = Mlp(_shape(MlpShape, config.mlp, "model.mlp"))

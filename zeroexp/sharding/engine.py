@@ -108,14 +108,16 @@ class Sharded:
             )
         stage = rows_for(stage, world.size)
         shards = stage.optimizer is Placement.SHARD and world.size > 1
-        refuse_unless_elementwise(
-            optimizer_factory,
-            param_groups,
-            family=options.family,
-            cut=shards and options.family != "parameter",
-            shared=shards,
-        )
-        self.model = module.to(world.device)
+        if not world.is_fake:  # the trial compares values
+            refuse_unless_elementwise(
+                optimizer_factory,
+                param_groups,
+                family=options.family,
+                cut=shards and options.family != "parameter",
+                shared=shards,
+            )
+        # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
+        self.model = module if world.is_fake else module.to(world.device)
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self.wire = Collectives(world, transport=options.transport)
@@ -150,7 +152,7 @@ class Sharded:
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
-        self._parameters = ParameterWatch(module, self.units, alone=world.size == 1)
+        self._parameters = ParameterWatch(module, self.units, world)
         self.optimizer = optimizer_factory(_masters_in_groups(self.units, param_groups))
         named = {parameter: name for name, parameter in module.named_parameters()}
         names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
@@ -308,7 +310,8 @@ class Sharded:
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        on_host = norm.device.type == "cpu"  # elsewhere reading the value would stop the stream
+        # Elsewhere reading the value would stop the stream.
+        on_host = norm.device.type == "cpu" and not self.wire.world.is_fake
         return None if on_host and float(scale) == 1.0 else scale
 
     def _update(self, handed: Sequence[HandedOver], scale: Tensor | None) -> None:

@@ -41,11 +41,12 @@ class Tally:
         """
         self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
         self._all_here = all(has_gradient)
+        self._is_fake = wire.world.is_fake
         issued = wire.issued if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
         checks = [] if issued is None else terms_of(issued)
-        counts = torch.tensor([0.0, *has_gradient, *checks], dtype=torch.float64)
-        self._sums = counts.to(wire.world.device)
+        self._told = [0.0, *has_gradient, *checks]
+        self._sums = torch.tensor(self._told, dtype=torch.float64).to(wire.world.device)
         # Where every rank holds whole gradients, only rank 0 contributes their squares.
         if stage.optimizer is Placement.SHARD or wire.world.rank == 0:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
@@ -77,7 +78,8 @@ class Tally:
     def _heard(self) -> list[float]:
         if not self._counts:
             self._summed.wait()
-            self._counts = self._sums.tolist()
+            # Ranks that do not exist tell nothing, and what this rank told is known without reading a tensor.
+            self._counts = self._told if self._is_fake else self._sums.tolist()
         return self._counts
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.unit import Residence, Unit
+from zeroexp.world import World
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class _Seat:
 class ParameterWatch:
     """The watch remembers what `module` held when the engine was built around it."""
 
-    def __init__(self, module: nn.Module, units: Iterable[Unit], *, alone: bool):
+    def __init__(self, module: nn.Module, units: Iterable[Unit], world: World):
         self._units = list(units)
         modules = list(module.named_modules())
         self._seats = [
@@ -45,15 +46,16 @@ class ParameterWatch:
         self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
         self._all = [p for unit in self._units for p in unit.parameters()]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
-        self._alone = alone and not any(unit.has_separate_masters for unit in self._units)
+        self._alone = world.size == 1 and not any(unit.has_separate_masters for unit in self._units)
         self._versions: list[int] = []
         self.note_versions()
         self._frozen = [p for unit in self._units for p in unit.frozen_parameters()]
         self._names = {seat.parameter: seat.name for seat in self._seats}
+        # Tensors of a fake world may have no address.
         self._addresses = [
             (parameter, view.data_ptr())
             for unit in self._units
-            if unit.store is None
+            if unit.store is None and not world.is_fake
             for tensors in unit.chunks
             for parameter, view in zip(tensors.parameters, tensors.views, strict=True)
         ]

@@ -1,0 +1,79 @@
+"""Every stage, layout and unit runs as one of 1,024 ranks on fake tensors, whose values nobody can read."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroexp.config import OptimizerConfig
+from zeroexp.models.build import materialize
+from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.placement import STAGES
+from zeroexp.world import World, fake_world
+
+WIDTH, NUM_RANKS = 48, 1024
+LAST = NUM_RANKS - 1
+LAYOUTS = ("parameter", "tensor", "buffer")
+UNITS = ("model", "block", "module")
+BLOCKS = ["1", "2", "3"]
+
+
+def model_on_meta() -> nn.Sequential:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(block() for _ in BLOCKS))
+
+
+def train_two_steps(model: nn.Module, stage: str, layout: str, unit: str, world: World) -> Sharded:
+    config = OptimizerConfig(max_grad_norm=1.0)
+    strategy = Sharded(
+        model,
+        blocks=BLOCKS,
+        stage=STAGES[stage],
+        param_groups=parameter_groups(model, config),
+        optimizer_factory=optimizer_factory(config),
+        world=world,
+        max_grad_norm=config.max_grad_norm,
+        options=Options(family=layout, unit=unit),
+    )
+    for _ in range(2):
+        for last in (False, True):
+            with strategy.microbatch(last=last):
+                strategy.backward(strategy.model(torch.empty(2, WIDTH)).square().mean())
+        strategy.step()
+        strategy.zero_grad()
+    return strategy
+
+
+def points() -> list[object]:
+    """All points; the quick ones hold every stage with every layout, and every unit with every layout."""
+    found: list[object] = []
+    for rank, stage, layout, unit in itertools.product((0, LAST), STAGES, LAYOUTS, UNITS):
+        quick = rank == 0 and (unit == "block" or stage == "zero3")
+        marks = () if quick else pytest.mark.slow
+        found.append(pytest.param(rank, stage, layout, unit, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("rank", "stage", "layout", "unit"), points())
+def test_a_rank_trains_on_fake_tensors(rank, stage, layout, unit):
+    model = model_on_meta()
+    with fake_world(rank, NUM_RANKS) as world, FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        materialize(model, "cpu")
+        strategy = train_two_steps(model, stage, layout, unit, world)
+        held = strategy.model_states()
+        num_bytes = sum(t.untyped_storage().nbytes() for t in held.parameters)
+        whole = sum(4 * p.numel() for p in model_on_meta().parameters())
+        if stage == "zero3":
+            assert num_bytes <= whole // 4
+        else:
+            assert num_bytes >= whole
