@@ -58,9 +58,8 @@ class CheckpointRunner:
         training = Training(spec)
         self._world = training.world
         self._strategy = cast(Strategy, training.strategy)
-        for _ in range(NUM_STEPS):
-            training.step()
-        self._strategy.drain()
+        for number in range(1, NUM_STEPS + 1):
+            training.step(drain=number == NUM_STEPS)
         gc.collect()
         self._held_bytes = self._held()
         shapes = shapes_of(spec.model)

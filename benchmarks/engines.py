@@ -22,7 +22,6 @@ from zeroexp.config import (
     Row,
     StrategyConfig,
 )
-from zeroexp.measure.record import Traffic
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.sharding.engine import DTYPES, Options, Sharded
@@ -50,12 +49,8 @@ class Timed(Protocol):
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def step(self) -> Tensor: ...
+    def step(self, *, drain: bool = False) -> Tensor: ...
     def zero_grad(self) -> None: ...
-    def drain(self) -> None: ...
-    @property
-    def shared_bytes(self) -> int: ...
-    def take_traffic(self) -> Traffic: ...
 
 
 Build = Callable[[Config, BuiltModel, World], Timed]
@@ -66,6 +61,7 @@ class Engine:
     stage: str
     settings: dict[str, Any] | None = None  # of StrategyConfig; None: built by `build`
     build: Build = build_strategy
+    tied_rows: bool = False  # ModelConfig.tied_rows
     # Bytes a rank must send in a step in units of parameter bytes x (N-1)/N. None: our collectives count them.
     theory: float | None = None
 
@@ -116,13 +112,17 @@ ENGINES: dict[str, Engine] = {
     "zero3_buffer_keep_all": Engine(
         "zero3", {"implementation": "buffer", "keep": "all", "prefetch": 2}
     ),
+    "zero3_buffer_tied_rows": Engine("zero3", {"implementation": "buffer"}, tied_rows=True),
+    "fsdp2_tied_rows": Engine("zero3", {"implementation": "torch"}, tied_rows=True, theory=3),
+    "zero1_buffer_sockets": Engine("zero1", {"implementation": "buffer"}, build=_over_sockets),
     "zero2_buffer_sockets": Engine("zero2", {"implementation": "buffer"}, build=_over_sockets),
     "zero3_buffer_sockets": Engine("zero3", {"implementation": "buffer"}, build=_over_sockets),
 }
 
 
-# Compared on slow links only: what is kept from forward to backward is not gathered again.
-ON_REQUEST = ("zero3_buffer_keep_all",)
+# Compared where a comparison names them: what is kept from forward to backward pays on slow links alone, and the
+# model's setting where a tied embedding is large.
+ON_REQUEST = ("zero3_buffer_keep_all", "zero3_buffer_tied_rows", "fsdp2_tied_rows")
 
 
 def engines_for(world_size: int) -> list[str]:
@@ -144,6 +144,7 @@ def build_engine(
 ) -> Timed:
     """The engine around a fresh model on the world's device; `compiled`: torch.compile of each block's forward."""
     engine = ENGINES[name]
+    model = replace(model, tied_rows=engine.tied_rows)
     config = _config(engine, model, precision, clip)
     built = build_model(model, seed=0, device=world.device)
     if compiled:

@@ -93,7 +93,7 @@ def measure(case: Case) -> dict[str, Any]:
     tokens = torch.randint(words, (case.batch_size, case.seq_len + 1), device=world.device)
     for _ in range(min(NUM_WARMUP, case.num_steps)):
         _step(strategy, tokens)
-    _synchronize(strategy, world)
+    _synchronize(world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, host_seconds = [], []
@@ -101,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
         start = time.perf_counter()
         _step(strategy, tokens)
         host_seconds.append(time.perf_counter() - start)
-        _synchronize(strategy, world)
+        _synchronize(world)
         seconds.append(time.perf_counter() - start)
     worlds.leave()
     return {**asdict(case), **_numbers(case, config, world, seconds, host_seconds)}
@@ -165,7 +165,7 @@ def _join(case: Case) -> World:
 def _step(strategy: Timed, tokens: torch.Tensor) -> None:
     with strategy.microbatch(last=True):
         strategy.backward(_loss(strategy, tokens))
-    strategy.step()
+    strategy.step(drain=True)
     strategy.zero_grad()
 
 
@@ -174,8 +174,7 @@ def _loss(strategy: Timed, tokens: torch.Tensor) -> torch.Tensor:
     return loss_sum(strategy.model(input_ids=tokens[:, :-1]), labels, "causal") / labels.numel()
 
 
-def _synchronize(strategy: Timed, world: World) -> None:
-    strategy.drain()
+def _synchronize(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize()
 

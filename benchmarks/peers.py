@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.config import Config
-from zeroexp.measure.record import Traffic
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory
 from zeroexp.world import World
@@ -33,9 +32,10 @@ def _in_compute_dtype(
 
 
 class Limit:
-    """What no engine can beat: forward, backward and fused AdamW on 1/N of the elements; nothing is sent."""
+    """What no engine can beat: forward, backward and fused AdamW on 1/N of the elements; nothing is sent.
 
-    shared_bytes = 0
+    Each gradient is dropped as it comes, since every engine has to do more with it.
+    """
 
     def __init__(self, config: Config, model: BuiltModel, world: World) -> None:
         self.model, compute, master = _in_compute_dtype(model.module, config)
@@ -48,6 +48,8 @@ class Limit:
             torch.zeros(share, dtype=compute, device=world.device) if compute != master else None
         )
         self._optimizer = optimizer_factory(config.optimizer)([self._piece])
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(_drop)
 
     def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -55,7 +57,7 @@ class Limit:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
         if self._wire is not None and self._piece.grad is not None:
             self._piece.grad.copy_(self._wire)
         self._optimizer.step()
@@ -64,19 +66,15 @@ class Limit:
         return torch.zeros(())
 
     def zero_grad(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+        pass  # each gradient is gone already
 
-    def drain(self) -> None:
-        pass
 
-    def take_traffic(self) -> Traffic:
-        return Traffic()
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class Plain:
     """The loop anybody writes for one device; with another master dtype, on copies that the optimizer updates."""
-
-    shared_bytes = 0
 
     def __init__(self, config: Config, model: BuiltModel, world: World) -> None:
         assert world.size == 1 or world.backend == "fake", "plain PyTorch knows no other ranks"
@@ -94,7 +92,7 @@ class Plain:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
         for parameter, master in zip(self._parameters, self._masters, strict=False):
             assert parameter.grad is not None
             master.grad = parameter.grad.to(master.dtype)
@@ -110,12 +108,6 @@ class Plain:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def drain(self) -> None:
-        pass
-
-    def take_traffic(self) -> Traffic:
-        return Traffic()
-
 
 def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
@@ -127,8 +119,6 @@ def deepspeed(*, stage: int) -> Callable[[Config, BuiltModel, World], DeepSpeed]
 
 class DeepSpeed:
     """DeepSpeed's engine over the process group that is there already, with torch's fused AdamW."""
-
-    shared_bytes = 0
 
     def __init__(self, config: Config, model: BuiltModel, world: World, *, stage: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -145,18 +135,12 @@ class DeepSpeed:
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss)
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
         self.model.step()
         return torch.zeros(())
 
     def zero_grad(self) -> None:
         pass  # its step does it
-
-    def drain(self) -> None:
-        pass
-
-    def take_traffic(self) -> Traffic:
-        return Traffic()
 
 
 def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
 from zeroexp import world as worlds
+from zeroexp.comm.collectives import shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.models.loss import loss_sum
@@ -174,10 +175,10 @@ class Training:
         self._tokens = torch.randint(words, (1, SEQ_LEN + 1), generator=generator)
         self._num_valid = SEQ_LEN * self.world.size
 
-    def step(self) -> None:
+    def step(self, *, drain: bool = False) -> None:
         with self.strategy.microbatch(last=True):
             self.strategy.backward(self._loss())
-        self.strategy.step()
+        self.strategy.step(drain=drain)
         self.strategy.zero_grad()
 
     def _loss(self) -> Tensor:
@@ -197,14 +198,12 @@ class StepRunner:
         """[Note: a turn] of the package: drained and barriered at both ends."""
         gc.collect()
         gc.disable()  # a collection in somebody's turn would be his bad luck
-        self._strategy.drain()
         worlds.barrier()
-        self._take_form_bytes()
+        take_traffic()
         memory, wire = AllocationMeter(self._world.device), WireMeter(self._world.backend)
         start, cpu_start = time.perf_counter(), time.process_time()
-        for _ in range(order):
-            self._training.step()
-        self._strategy.drain()
+        for number in range(1, order + 1):
+            self._training.step(drain=number == order)
         worlds.barrier()
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
@@ -212,14 +211,11 @@ class StepRunner:
         return Turn(
             step_seconds=seconds / order,
             cpu_seconds=cpu_seconds / order,
-            peak_bytes=_plus(memory.peak_bytes(), self._strategy.shared_bytes),
+            peak_bytes=_plus(memory.peak_bytes(), shared_bytes()),
             allocated_bytes=_per(order, memory.allocated_bytes()),
             wire_bytes=_per(order, wire.sent_bytes()),
-            form_bytes=_per(order, self._take_form_bytes()),
+            form_bytes=_per(order, sum(take_traffic().bytes_by_kind.values())),
         )
-
-    def _take_form_bytes(self) -> int:
-        return sum(self._strategy.take_traffic().bytes_by_kind.values())
 
 
 def _plus(num_bytes: int | None, outside_of_torch: int) -> int | None:

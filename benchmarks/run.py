@@ -49,13 +49,21 @@ class Comparison:
 
 
 OURS = ("zero1_buffer", "zero2_buffer", "zero3_buffer")
+OVER_SOCKETS = tuple(f"{engine}_sockets" for engine in OURS)
+TIED_ROWS = ("zero3_buffer_tied_rows", "fsdp2_tied_rows")
 TORCH = ("zero_redundancy", "fsdp2_no_reshard", "fsdp2")
 PEERS = (*TORCH, "deepspeed2", "deepspeed3")
-ON_SLOW_LINKS = (*PEERS, *OURS, *ON_REQUEST)
+ON_SLOW_LINKS = (*PEERS, *OURS, "zero3_buffer_keep_all")
 COMPARISONS = [
     Comparison("quick", "small", num_steps=4, num_rounds=3),
     Comparison("small", "small", num_rounds=7),
-    Comparison("135m", "smollm2_135m", num_steps=3, num_rounds=3, engines=(*TORCH, *OURS)),
+    Comparison(
+        "135m",
+        "smollm2_135m",
+        num_steps=3,
+        num_rounds=3,
+        engines=(*TORCH, *OURS, *OVER_SOCKETS, *TIED_ROWS),
+    ),
     # Long turns: the link lies idle once in each, until there is a first gradient to send.
     Comparison(
         "small_1gbit",

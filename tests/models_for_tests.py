@@ -2,7 +2,8 @@
 
 toy        tied embedding and head; odd sizes; dimensions smaller than the world; norms and biases (a second
            parameter group); frozen parameters; a parameter that nobody uses
-words      toy with more words than a microbatch has tokens, so that the embedding's rows travel apart (tied.py)
+words      toy with more words than a microbatch has tokens
+rows_apart words with the embedding's rows kept apart from the head's gradient (zeroexp/models/tied_rows.py)
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
 llama, gpt2, mixtral    of transformers
@@ -22,6 +23,7 @@ from zeroexp.config import ModelConfig
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.models.loss import IGNORED
 from zeroexp.models.moe import allow_experts
+from zeroexp.models.tied_rows import keep_rows_apart
 
 VOCABULARY = 11
 MANY_WORDS = 37  # more than a microbatch has tokens
@@ -91,6 +93,12 @@ def _toy(order: tuple[int, ...], dropout: float = 0.0, vocabulary: int = VOCABUL
         torch.manual_seed(1)
         module = Toy(order=order, dropout=dropout, vocabulary=vocabulary)
         return BuiltModel(module, ["blocks.0", "blocks.1", "blocks.2"])
+
+
+def _rows_apart() -> BuiltModel:
+    built = _toy((0, 1, 2), vocabulary=MANY_WORDS)
+    assert keep_rows_apart(built.module) == 1
+    return built
 
 
 def _configured(family: str, **settings: int | bool) -> BuiltModel:
@@ -166,6 +174,7 @@ def _skip_by_turns(model: nn.Module, step: int, microbatch: int, rank: int) -> N
 MODELS: dict[str, TestModel] = {
     "toy": TestModel(partial(_toy, (0, 1, 2)), skips=True),
     "words": TestModel(partial(_toy, (0, 1, 2), vocabulary=MANY_WORDS), skips=True),
+    "rows_apart": TestModel(_rows_apart, skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),
     "llama": TestModel(_llama),

@@ -289,9 +289,8 @@ def run_steps(strategy: Strategy, world: World, recipe: Recipe, steps: range) ->
                 strategy.backward(loss)
             total += loss.item()
         outcome.losses.append(total)
-        outcome.norms.append(float(strategy.step()))
+        outcome.norms.append(float(strategy.step(drain=step == steps[-1])))
         strategy.zero_grad()
-    strategy.drain()
     return outcome
 
 

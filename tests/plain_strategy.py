@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroexp.measure.record import Traffic
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, ModelStates, Piece
 
 
 class PlainStrategy:
     """Gradients are summed over ranks in `step`, one parameter after the other; nothing is sharded."""
 
-    shared_bytes = 0
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.calls: list[str] = []
-        self.settings: dict[str, Any] = {}
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -34,8 +29,8 @@ class PlainStrategy:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> Tensor:
-        self.calls.append("step")
+    def step(self, *, drain: bool = False) -> Tensor:
+        self.calls.append("step and drain" if drain else "step")
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         for gradient in gradients:
             dist.all_reduce(gradient)
@@ -47,9 +42,6 @@ class PlainStrategy:
         self.calls.append("zero_grad")
         self.optimizer.zero_grad()
 
-    def drain(self) -> None:
-        self.calls.append("drain")
-
     def model_states(self) -> ModelStates:
         self.calls.append("model_states")
         parameters = list(self.model.parameters())
@@ -57,11 +49,6 @@ class PlainStrategy:
             parameters=[p.data for p in parameters],
             gradients=[p.grad for p in parameters if p.grad is not None],
         )
-
-    shared_bytes = 0
-
-    def take_traffic(self) -> Traffic:
-        return Traffic()
 
     def state_dict(self) -> CanonicalState:
         return {

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from typing_extensions import get_protocol_members
+
+from zeroexp.strategies.base import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.py")])
@@ -130,6 +134,34 @@ def test_imports_run_one_way():
             if mine and theirs and theirs[1] != mine[1] and theirs[0] >= mine[0]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {imported}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ["sharding", "comm", "plan", "strategies"])
+def test_imports_run_one_way_inside_a_folder_too(package):
+    """No two files need each other, however far apart: a reader can begin with those that need none."""
+    files = {module_name(path): path for path in ROOT.glob(f"zeroexp/{package}/*.py")}
+    needed = {
+        name: {
+            other
+            for _, imported in imported_modules(path)
+            for other in files
+            if imported == other or imported.startswith(other + ".")
+        }
+        for name, path in files.items()
+        if path.name != "__init__.py"
+    }
+    assert list(TopologicalSorter(needed).static_order())  # raises CycleError
+
+
+def test_the_loop_knows_no_engine():
+    path = ROOT / "zeroexp" / "train.py"
+    assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.sharding")] == []
+
+
+def test_an_engine_shows_the_loop_nine_members():
+    shown = {"model", "optimizer", "microbatch", "backward", "step", "zero_grad"}
+    kept = {"model_states", "state_dict", "load_state_dict"}
+    assert get_protocol_members(Strategy) == shown | kept
 
 
 @pytest.mark.parametrize("library", DOORS)

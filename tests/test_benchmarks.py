@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import breakdown, check, checkpoints, run, startup, table
 from benchmarks.checkpoint_ranks import shapes_of
-from benchmarks.engines import ENGINES, engines_for, parameter_bytes
+from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
 from benchmarks.ranks import Ranks
@@ -145,9 +145,10 @@ def test_engines_that_need_much_memory_share_it_in_groups(monkeypatch):
 def test_what_runs_on_request_is_in_no_comparison_of_all_engines():
     groups = run._groups(run.Comparison("t", "tiny"))
     measured = {engine for group in groups for engine in group}
-    assert measured == set(engines_for(world_size=2)) - {"zero3_buffer_keep_all"}
-    asked = {c.name for c in run.COMPARISONS if "zero3_buffer_keep_all" in c.engines}
-    assert asked == {"small_1gbit", "small_200mbit"}
+    assert measured == set(engines_for(world_size=2)) - set(ON_REQUEST)
+    asked = {e: {c.name for c in run.COMPARISONS if e in c.engines} for e in ON_REQUEST}
+    assert asked["zero3_buffer_keep_all"] == {"small_1gbit", "small_200mbit"}
+    assert asked["zero3_buffer_tied_rows"] == asked["fsdp2_tied_rows"] == {"135m"}
 
 
 # -- where time goes, and how it begins ---------------------------------------------------------------

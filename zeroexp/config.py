@@ -48,6 +48,8 @@ class ModelConfig:
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
     moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
     weights: str | None = None  # a local folder or a hub id; None = random from train.seed
+    # A tied embedding's rows are added to the head's gradient in place, under every engine (models/tied_rows.py).
+    tied_rows: bool = False
 
 
 def vocabulary(model: ModelConfig) -> int | None:

@@ -33,7 +33,7 @@ from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
-from zeroexp.strategies.base import Strategy
+from zeroexp.strategies.base import HasSettings, Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import RecordWriter, read_records, write_engine, write_summary
@@ -126,7 +126,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     config = links.settle(config, folder, world)
     strategy = build_strategy(config, model, world)
     if world.rank == 0:
-        write_engine(folder, strategy.settings)
+        write_engine(folder, strategy.settings if isinstance(strategy, HasSettings) else {})
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"data from {data.source}")

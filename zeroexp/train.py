@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from zeroexp import advance
-from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.collectives import Collectives, shared_bytes, take_traffic
 from zeroexp.config import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure.clock import StepClock
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
-from zeroexp.measure.record import StepRecord, Traffic
-from zeroexp.measure.traffic import WireMeter, added
+from zeroexp.measure.record import StepRecord
+from zeroexp.measure.traffic import WireMeter
 from zeroexp.measure.verbs import meter, sum_up
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
@@ -62,6 +62,7 @@ def train(
     window_ends = {num_warmup - 1, num_steps - 1}
     reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
     collectives = Collectives(world)
+    take_traffic()  # what building and loading sent counts in no step
     unread: deque[_Step] = deque()
     meter.device = world.device
     meter.take()
@@ -87,16 +88,14 @@ def train(
             step.wishes.fill_(1)
         sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         with step.clock.optimizer(strategy.optimizer):
-            step.grad_norm = strategy.step()
+            step.grad_norm = strategy.step(drain=index in window_ends)
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
         sums.wait()
         if index in window_ends:
-            strategy.drain()
             barrier()
         step.read_memory("at_rest", strategy)
-        sent = [strategy.take_traffic(), collectives.take_traffic()]
-        step.end(batch.num_tokens, sent, strategy.shared_bytes)
+        step.end(batch.num_tokens)
         unread.append(step)
         most_unread = 0 if pause(index + 1) else int(world.device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
@@ -144,15 +143,15 @@ class _Step:
             self._memory[moment] = bytes_by_kind(strategy.model_states())
             self.clock.enter(phase)
 
-    def end(self, num_tokens: int, sent: list[Traffic], shared_bytes: int) -> None:
+    def end(self, num_tokens: int) -> None:
         self.clock.stop()
         self._num_tokens = num_tokens
         self._peak_bytes = self._allocations.peak_bytes()
         if self._peak_bytes is not None:
-            self._peak_bytes += shared_bytes
+            self._peak_bytes += shared_bytes()
         self._allocated_bytes = self._allocations.allocated_bytes()
         self._wire_bytes = self._wire.sent_bytes()
-        self._traffic = added(sent)
+        self._traffic = take_traffic()
         self._moves = meter.take()
 
     def record(self, config: Config) -> StepRecord:

@@ -114,9 +114,9 @@ def compare_with_messages(world: World) -> None:
     form = max(mapped_bytes([t.chunk for t in u.chunks], world.rank, 4) for u in blocks)
     numel = WIDTH * WIDTH + WIDTH
     most = 4 * numel * (world.size - 1) // world.size
-    assert pool.memory.nbytes == pool.file_bytes == form
+    assert pool.memory.nbytes == form
     assert most <= form <= most + (world.size + 1) * 2 * PAGE_BYTES
-    assert mapped.shared_bytes >= form + sum(t.piece.nbytes for u in blocks for t in u.chunks)
+    assert mapped.wire.shared_bytes >= form + sum(t.piece.nbytes for u in blocks for t in u.chunks)
     barrier()  # no rank closes its connections while another still reads
 
 

@@ -23,8 +23,9 @@ from zeroexp.plan.predict import (
     ScheduleForm,
     UnitForm,
 )
-from zeroexp.sharding.engine import DTYPES, MIB, Options, Sharded
+from zeroexp.sharding.engine import DTYPES, Options, Sharded
 from zeroexp.sharding.housing import private_units
+from zeroexp.sharding.options import MIB
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
@@ -128,7 +129,7 @@ def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> 
     read("after_step")
     strategy.zero_grad()
     read("at_rest")
-    return strategy.take_traffic()
+    return strategy.wire.take_traffic()
 
 
 @st.composite

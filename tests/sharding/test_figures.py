@@ -72,7 +72,7 @@ def test_bytes_of_a_bucket_are_those_on_the_wire(reduced_in, bucket_bytes, num_r
     with fake_world(0, 2) as world:
         strategy = engine(world, "zero2", 32, dtypes=dtypes, bucket_bytes=bucket_bytes)
         step(strategy, 32)
-        sent = strategy.take_traffic()
+        sent = strategy.wire.take_traffic()
     assert sent.calls_by_kind["reduce"] == num_reductions
     # all that the other rank owns: half of two blocks
     assert sent.bytes_by_kind["reduce"] == 1024 * reduced_in.itemsize
@@ -139,7 +139,7 @@ def test_alone_nothing_is_gathered_copied_or_freed(stage, transport):
         strategy = engine(world, stage, 32, transport=transport)
         for _ in range(2):
             step(strategy, 32)
-        sent = strategy.take_traffic()
+        sent = strategy.wire.take_traffic()
         held = bytes_by_kind(strategy.model_states())
         sizes = [parameter.numel() for parameter in strategy.model.parameters()]
     assert held == {

@@ -185,7 +185,7 @@ def test_a_module_that_runs_twice(ranks, keep, unit, prefetch):
 def outcome_and_traffic(world: World, recipe: Recipe, make: Ours):
     strategy = build_on_rank(world, recipe, make)
     outcome = run_steps(strategy, world, recipe, range(recipe.steps))
-    return outcome, pieces_of(strategy), strategy.take_traffic()
+    return outcome, pieces_of(strategy), strategy.wire.take_traffic()
 
 
 @every_stage

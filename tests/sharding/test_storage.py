@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from zeroexp.comm.stitching import open_memory
 from zeroexp.sharding.storage import Pool, Private
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def test_a_pool_has_one_tenant_at_a_time():
 
 def test_a_file_of_a_pool_is_closed_with_it():
     pool = Pool()
-    pool.open(4096)
+    pool.take(*open_memory(4096))
     file = pool.file
     assert file is not None and os.fstat(file).st_size == 4096
     del pool

@@ -284,8 +284,6 @@ class Lab:
             raise AssertionError(f"nothing was raised where {pattern!r} was expected")
 
     def results(self) -> Results:
-        for t in self._wrapped:
-            t.drain()
         states = [_detached(t.state_dict()) for t in self._wrapped]
         return Results(states, self.notes)
 

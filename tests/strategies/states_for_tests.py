@@ -78,9 +78,8 @@ def train(strategy: Strategy, world: World, steps: range) -> None:
             dtype = next(strategy.model.parameters()).dtype
             x = torch.randn(4, 5, generator=generator).to(dtype)
             strategy.backward(strategy.model(x).square().sum() / world.size)
-        strategy.step()
+        strategy.step(drain=step == steps[-1])
         strategy.zero_grad()
-    strategy.drain()
 
 
 def options(strategy: Strategy) -> str:

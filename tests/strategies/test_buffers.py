@@ -73,9 +73,8 @@ def train(strategy, world, steps):
             with strategy.microbatch(last=last):
                 out = strategy.model(data(2 * step + last, world.rank))
                 strategy.backward(out.square().sum() / world.size)
-        strategy.step()
+        strategy.step(drain=step == steps[-1])
         strategy.zero_grad()
-    strategy.drain()
 
 
 def buffers_of(module):

@@ -81,7 +81,6 @@ def train(world: World, name: str, make: Ours) -> CanonicalState:
                 strategy.backward(loss_in_step(strategy.model, name, step, index, world.rank))
         strategy.step()
         strategy.zero_grad()
-    strategy.drain()
     return pieces_of(strategy)
 
 

@@ -75,6 +75,14 @@ def test_a_block_that_runs_twice(ranks, engine):
 
 
 @every_engine
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_rows_kept_apart_change_no_bit(ranks, engine, accumulation):
+    """`model.tied_rows` is a setting of the model, which every engine trains to the same bits."""
+    recipes = (Recipe(model=each, accumulation=accumulation) for each in ("words", "rows_apart"))
+    assert_same(*[outcome_of(ranks(train_on_ranks, each, engine.make)) for each in recipes])
+
+
+@every_engine
 def test_fused_adamw(ranks, engine):
     check(ranks, engine, Recipe(fused=True))
 
@@ -188,7 +196,7 @@ def what_one_rank_holds(world: World, recipe: Recipe, make: Make):
     strategy = build_on_rank(world, recipe, make)
     run_steps(strategy, world, recipe, range(1))
     total = sum(float(p.detach().sum()) for p in strategy.model.parameters())  # readable at rest
-    calls = strategy.take_traffic().calls_by_kind
+    calls = strategy.wire.take_traffic().calls_by_kind
     return bytes_by_kind(strategy.model_states())["buffers"], calls.get("gather", 0), total
 
 

@@ -1,7 +1,7 @@
 """The peak of a step is explained: states and buffers as they are held, and at most 1.10 times the activations.
 
 What is held equals the closed forms (tests/plan/test_predict.py). Activations are what one process needs for the same
-pass beside its parameters when every gradient is dropped as it comes, and that of the tied embedding is held once.
+pass beside its parameters when every gradient is dropped as it comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_all
 from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
 from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.world import World, barrier
 
 CPU = torch.device("cpu")
@@ -48,7 +47,6 @@ def most_beside(before: int, meter: AllocationMeter) -> int:
 def activation_bytes(world: World) -> int:
     assert count_cpu_allocations() is None
     module = build_model(model_config(MODEL), seed=0, device="cpu").module
-    keep_rows_apart(module)
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     loss_of(module).backward()
@@ -74,7 +72,7 @@ def peak_and_states(world: World, engine: str) -> tuple[int, int]:
         strategy.step()
         strategy.zero_grad()
         strategy.drain()
-    peak = most_beside(before, meter) + strategy.shared_bytes
+    peak = most_beside(before, meter) + strategy.wire.shared_bytes
     barrier()  # no rank closes its connections while another still reads
     return peak, states
 
@@ -89,28 +87,3 @@ def test_nothing_but_states_and_activations(ranks, activations, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):
         beside = peak - states
         assert 0 < beside <= 1.10 * activations, (rank, peak, states, activations)
-
-
-def allocated_with_and_without_rows_apart(world: World) -> tuple[int, int, int]:
-    """Bytes allocated in backward, with our forward of the tied embedding and with its own; bytes of the weight."""
-    assert count_cpu_allocations() is None
-    strategy = build_engine("zero2_buffer", model_config(MODEL), precision="fp32", world=world)
-    embedding = next(m for m in strategy.model.modules() if isinstance(m, torch.nn.Embedding))
-    num_bytes = embedding.weight.nbytes
-    allocated: list[int] = []
-    for _ in range(2):
-        with strategy.microbatch(last=True):
-            loss = loss_of(strategy.model)
-            meter = AllocationMeter(CPU)
-            strategy.backward(loss)
-            allocated.append(meter.allocated_bytes() or 0)
-        strategy.step()
-        strategy.zero_grad()
-        vars(embedding).pop("forward", None)
-    barrier()
-    return allocated[0], allocated[1], num_bytes
-
-
-def test_the_engine_keeps_rows_apart(ranks):
-    for ours, autograds, dense in ranks(allocated_with_and_without_rows_apart):
-        assert autograds - ours > 1.5 * dense, (ours, autograds, dense)

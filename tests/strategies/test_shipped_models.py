@@ -53,10 +53,9 @@ def train(world: World, name: str, make: Ours) -> list[float]:
         with strategy.microbatch(last=True):
             loss, number = loss_of(strategy.model, config, step, 0, world.rank)
             strategy.backward(loss / (number * RANKS))
-        strategy.step()
+        strategy.step(drain=step == STEPS - 1)
         strategy.zero_grad()
         losses.append(loss.item() / (number * RANKS))
-    strategy.drain()
     return losses
 
 

@@ -86,7 +86,6 @@ class Saver:
             self._prepare()
         if self._group is None:
             self._group = worlds.background_group()
-        self._strategy.drain()
         staged = self._staging.copy(self._flat_state())
         blocked = time.perf_counter() - began
         self._blocked_seconds += blocked

@@ -7,6 +7,7 @@ messages only. `native` (native.py) uses the backend's own collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
-from zeroexp.measure.record import Traffic
+from zeroexp.comm.stitching import open_memory
+from zeroexp.measure.record import Traffic, added
 from zeroexp.measure.verbs import Move, meter
 from zeroexp.world import World
 
@@ -49,6 +51,19 @@ def were_equal(sums: Sequence[float]) -> bool:
     return ranks * high_squares == high * high and ranks * low_squares == low * low
 
 
+_of_this_process: WeakSet[Collectives] = WeakSet()
+
+
+def take_traffic() -> Traffic:
+    """Return what all collectives of this process sent since they were last asked. Engines of torch count nothing."""
+    return added(each.take_traffic() for each in _of_this_process)
+
+
+def shared_bytes() -> int:
+    """Return the bytes that this process holds outside of torch's allocator, for its collectives and engines."""
+    return sum(each.shared_bytes for each in _of_this_process)
+
+
 class Collectives:
     """The three moves and the sum of a tiny tensor, over all ranks, counted by kind of message."""
 
@@ -56,6 +71,8 @@ class Collectives:
         self._transport = choose(world, transport)
         self.world = world
         self.traffic = Traffic()
+        self._opened_bytes = 0
+        _of_this_process.add(self)
 
     def meet(self) -> None:
         self._transport.meet()
@@ -88,7 +105,13 @@ class Collectives:
 
     @property
     def shared_bytes(self) -> int:
-        return self._transport.shared_bytes
+        """Bytes that this rank holds outside of torch's allocator; a complete peak includes them."""
+        return self._transport.shared_bytes + self._opened_bytes
+
+    def open_memory(self, num_bytes: int) -> tuple[Tensor, int]:
+        """Allocate memory that can be mapped beside tensors from `empty`; return it and its file's descriptor."""
+        self._opened_bytes += num_bytes
+        return open_memory(num_bytes)
 
     @property
     def issued(self) -> int | None:

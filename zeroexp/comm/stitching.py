@@ -52,6 +52,16 @@ def stitch(stretches: Sequence[Stretch]) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def open_memory(num_bytes: int) -> tuple[Tensor, int]:
+    """Allocate memory behind a new file; return it and the file's descriptor, which the caller closes."""
+    file = os.memfd_create("zeroexp-pool")
+    os.ftruncate(file, num_bytes)
+    memory = (
+        stitch([Stretch(file, 0, num_bytes)]) if num_bytes else torch.empty(0, dtype=torch.uint8)
+    )
+    return memory, file
+
+
 def beside_pieces(
     pieces: Sequence[tuple[Chunk, Tensor, tuple[int, int] | None]], rank: int, pool: int
 ) -> list[Stretch]:

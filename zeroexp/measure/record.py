@@ -5,6 +5,7 @@ Bytes and seconds are those of one rank unless a name says otherwise; seconds ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MOMENTS = ("at_rest", "after_forward", "after_backward", "after_step")
@@ -31,6 +32,17 @@ class Traffic:
     # gather | reduce | publish | norm | ... -> bytes, and number of collectives
     bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
     calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def added(parts: Iterable[Traffic]) -> Traffic:
+    """Return the sum of these parts, kind by kind."""
+    total = Traffic()
+    for part in parts:
+        for kind, num_bytes in part.bytes_by_kind.items():
+            total.bytes_by_kind[kind] = total.bytes_by_kind.get(kind, 0) + num_bytes
+        for kind, calls in part.calls_by_kind.items():
+            total.calls_by_kind[kind] = total.calls_by_kind.get(kind, 0) + calls
+    return total
 
 
 @dataclass

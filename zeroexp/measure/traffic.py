@@ -11,9 +11,6 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterable
-
-from zeroexp.measure.record import Traffic
 
 # struct tcp_info of <linux/tcp.h>: notsent_bytes, then bytes_sent and bytes_retrans (Linux 4.19).
 TCP_INFO_BYTES = 216
@@ -33,16 +30,6 @@ class WireMeter:
     def sent_bytes(self) -> int | None:
         """Return the bytes since the meter was made; None where the backend does not send through TCP."""
         return sent_bytes() - self._before if self._counts else None
-
-
-def added(parts: Iterable[Traffic]) -> Traffic:
-    total = Traffic()
-    for part in parts:
-        for kind, num_bytes in part.bytes_by_kind.items():
-            total.bytes_by_kind[kind] = total.bytes_by_kind.get(kind, 0) + num_bytes
-        for kind, calls in part.calls_by_kind.items():
-            total.calls_by_kind[kind] = total.calls_by_kind.get(kind, 0) + calls
-    return total
 
 
 def sent_bytes() -> int:

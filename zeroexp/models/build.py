@@ -13,6 +13,7 @@ from torch import nn
 from zeroexp.config import ConfigError, ModelConfig, vocabulary
 from zeroexp.models.mlp import Mlp, MlpShape
 from zeroexp.models.moe import MoeShape, MoeTransformer
+from zeroexp.models.tied_rows import keep_rows_apart
 
 Shape = TypeVar("Shape", MlpShape, MoeShape)
 
@@ -43,6 +44,10 @@ def build_model(
     for parameter in model.module.parameters():
         # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
         parameter.data = parameter.data.to(dtype)
+    if config.tied_rows and not keep_rows_apart(model.module):
+        raise ConfigError(
+            "model.tied_rows=true: no embedding of this model shares its weight with a head; leave it out"
+        )
     return BuiltModel(model.module.to(device), model.blocks)
 
 

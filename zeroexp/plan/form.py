@@ -16,6 +16,7 @@ from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
 from zeroexp.sharding.housing import private_units
 from zeroexp.sharding.layout import PAGE_BYTES, lay_out
+from zeroexp.sharding.options import settle
 from zeroexp.sharding.partition import group_parameters, rows_for, specs_of
 from zeroexp.strategies.build import options_of, stage_of
 
@@ -51,8 +52,8 @@ def _ours(config: Config, model: BuiltModel, place: Place) -> Form:
     strategy, world_size = config.strategy, config.world_size
     if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         strategy.bucket_mb = None
-    options, facts = options_of(strategy), TRANSPORTS[place.transport]
-    stage = rows_for(stage_of(strategy), world_size)
+    options, stage = options_of(strategy), rows_for(stage_of(strategy), world_size)
+    settled = settle(options, stage, TRANSPORTS[place.transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     layout = lay_out(
         options.family,
@@ -66,9 +67,9 @@ def _ours(config: Config, model: BuiltModel, place: Place) -> Form:
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
-        num_pools=1 + options.num_prefetched(facts),
-        reduce_each=options.reduce_each or stage.reduce_each,
-        bucket_bytes=options.bucket_bytes(facts, world_size),
+        num_pools=1 + settled.prefetch,
+        reduce_each=settled.reduce_each,
+        bucket_bytes=settled.bucket_bytes,
         transport=place.transport,
         overlap=options.overlap,
     )

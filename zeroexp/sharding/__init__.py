@@ -32,7 +32,7 @@ Read the files in this order; imports run the same way. The files with a star ar
     bucket.py         decides which gradients are reduced together                                    pure
     storage.py        holds the memory in which gathered parameters lie
     guard.py          keeps parameters from being misread: freed ones raise, ones in flight are waited for
-    gradients.py *    takes one chunk's gradients from autograd to the optimizer; tied.py: a tied embedding and head
+    gradients.py *    takes one chunk's gradients from autograd to the optimizer
     unit.py *         moves a set of parameters together: the five verbs
     partition.py      turns a module into units; housing.py: gives units the memory they gather into
     saved.py          finds what autograd saved of gathered parameters; views.py: refuses views that outlive them
@@ -42,6 +42,7 @@ Read the files in this order; imports run the same way. The files with a star ar
     gathered.py       shows every parameter whole; unchanged.py: notices what was changed behind the engine
     tally.py          sums what ranks tell each other before a step: the norm, and which parameters have a gradient
     state_dict.py     converts weights and moments to canonical pieces and back
+    options.py        settles what the caller leaves open: bucket size, prefetch depth, when to reduce
     door.py           refuses what cannot be trained soundly
     engine.py *       runs microbatch, backward and step: the verbs in their order
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +14,10 @@ from torch import Tensor, nn
 from zeroexp import world as worlds
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.guard import is_guarded
-from zeroexp.sharding.layout import own_by
+from zeroexp.sharding.options import Options, is_number, refuse_options
+from zeroexp.sharding.placement import Stage
 from zeroexp.sharding.unit import Dtypes
 
-if TYPE_CHECKING:
-    from zeroexp.sharding.engine import Options
-
-WORDS = {
-    "family": ("parameter", "tensor", "buffer"),
-    "owners": tuple(own_by),
-    "unit": ("model", "block", "module"),
-    "keep": ("none", "last", "all"),
-    "reduce_each": ("microbatch", "step", None),
-    "transport": ("auto", "direct", "gloo", "native"),
-}
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,12 +37,13 @@ def refuse(
     module: nn.Module,
     blocks: Sequence[str],
     param_groups: Sequence[dict[str, Any]],
+    stage: Stage,
     options: Options,
     max_grad_norm: float | None,
 ) -> None:
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
-    _refuse_options(options)
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+    refuse_options(options, stage)
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
     _refuse_blocks(module, blocks)
     for name, parameter in module.named_parameters():
@@ -76,26 +66,6 @@ def refuse(
                     f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
                     "take them from this module's parameters()"
                 )
-
-
-def _refuse_options(options: Options) -> None:
-    for key, words in WORDS.items():
-        if getattr(options, key) not in words:
-            raise ValueError(
-                f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
-            )
-    if not isinstance(options.overlap, bool):
-        raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
-    depth = options.prefetch
-    if depth is not None and not (isinstance(depth, int) and depth >= 0):
-        raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
-    size = options.bucket_mb
-    if size is not None and not (_is_number(size) and size > 0):
-        raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,18 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.facts import Facts
-from zeroexp.measure.record import Traffic
 from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.housing import give_memory
+from zeroexp.sharding.options import Options, settle
 from zeroexp.sharding.partition import group_parameters, make_units, rows_for
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.tally import Tally
-from zeroexp.sharding.tied import keep_rows_apart
 from zeroexp.sharding.unchanged import ParameterWatch
 from zeroexp.sharding.unit import Dtypes, HandedOver, Unit
 from zeroexp.strategies.base import (
@@ -43,40 +40,7 @@ from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues
 from zeroexp.world import World
 
-MIB = 1 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options say how the engine carries out a stage; none of them changes what is computed."""
-
-    family: str = "buffer"  # parameter | tensor | buffer
-    owners: str = "greedy"  # contiguous | greedy (family=parameter)
-    unit: str = "block"  # model | block | module
-    overlap: bool = True
-    prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
-    keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
-    reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
-    bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
-    transport: str = "auto"  # auto | direct | gloo | native
-
-    def num_prefetched(self, facts: Facts) -> int:
-        """Return how many units are gathered ahead over a transport.
-
-        Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
-        """
-        if not self.overlap:
-            return 0
-        if self.prefetch is None:
-            return 0 if facts.moves_on_wait else 1
-        return self.prefetch
-
-    def bucket_bytes(self, facts: Facts, world_size: int) -> int | None:
-        """Return the most bytes of one reduction over a transport; None: a whole unit."""
-        if self.bucket_mb is not None:
-            return int(self.bucket_mb * MIB)
-        return facts.bucket_bytes if world_size > 1 else None
 
 
 class Sharded:
@@ -100,12 +64,8 @@ class Sharded:
     ):
         options = options or Options()
         param_groups = door.groups_of_lists(param_groups, optimizer_factory)
-        door.refuse(module, blocks, param_groups, options, max_grad_norm)
+        door.refuse(module, blocks, param_groups, stage, options, max_grad_norm)
         dtypes = dtypes or door.own_dtypes(module)
-        if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
-            raise ValueError(
-                "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
-            )
         stage = rows_for(stage, world.size)
         shards = stage.optimizer is Placement.SHARD and world.size > 1
         if not world.is_fake:  # the trial compares values
@@ -126,6 +86,8 @@ class Sharded:
         door.agree_on_weights(self.model, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.meet()
+        settled = settle(options, stage, self.wire.facts, world.size)
+        self.settings = settled.told(options, stage, self.wire.facts, self.wire.page_bytes)
         groups = group_parameters(module, blocks, options.unit)
         self.units = make_units(
             groups,
@@ -134,21 +96,17 @@ class Sharded:
             owners=options.owners,
             dtypes=dtypes,
             wire=self.wire,
-            bucket_bytes=options.bucket_bytes(self.wire.facts, world.size),
+            bucket_bytes=settled.bucket_bytes,
         )
-        prefetch = options.num_prefetched(self.wire.facts)
-        self.settings = self._settings(options, prefetch)
-        self.pools = give_memory(self.units, options.keep, 1 + prefetch, self.wire)
+        self.pools = give_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
         self._schedule = Schedule(
             self.units,
             self.wire,
             overlap=options.overlap,
-            prefetch=prefetch,
+            prefetch=settled.prefetch,
             keep=options.keep,
-            reduce_each=options.reduce_each or stage.reduce_each,
+            reduce_each=settled.reduce_each,
         )
-        # The hooks of tied weights must run before those that take the whole gradient.
-        self._tied = keep_rows_apart(module)
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
@@ -204,7 +162,7 @@ class Sharded:
         if not self._schedule.calls.in_microbatch:
             self._parameters.note_versions()
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self.units))
         self._schedule.drain()
@@ -224,17 +182,18 @@ class Sharded:
             torch.autograd.graph.increment_version(self._trainable)
         self._parameters.note_versions()
         self._buffers.share()
+        if drain:
+            self.drain()
         return tally.norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
         for unit in self.units:
             unit.zero_grad()
-        for gradient in self._tied:
-            gradient.clear()
         self._schedule.calls.zero_grad()
 
     def drain(self) -> None:
+        """Wait for everything in flight; afterwards the parameters may be read outside of `model`."""
         self._schedule.drain()
 
     def model_states(self) -> ModelStates:
@@ -251,29 +210,8 @@ class Sharded:
             states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
         return states
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.wire.shared_bytes + sum(pool.file_bytes for pool in self.pools)
-
-    def take_traffic(self) -> Traffic:
-        """Return what the engine's collectives sent since the last call."""
-        return self.wire.take_traffic()
-
-    def _settings(self, options: Options, prefetch: int) -> dict[str, Any]:
-        """Return the settings that the options left open, as this transport and stage settle them."""
-        facts = self.wire.facts
-        bucket_bytes = options.bucket_bytes(facts, self.wire.world.size)
-        sharded = self.units[0].is_sharded
-        return {
-            "transport": facts.name,
-            "bucket_mb": None if bucket_bytes is None else bucket_bytes / MIB,
-            "prefetch": prefetch if sharded else None,
-            "reduce_each": options.reduce_each or self._stage.reduce_each,
-            "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
-            "page_bytes": self.wire.page_bytes,
-        }
-
     def state_dict(self) -> CanonicalState:
+        self.drain()
         state = canonical_state(
             self.units,
             self._stage,
@@ -302,7 +240,6 @@ class Sharded:
         for unit in self.units:
             self._schedule.publish(unit)
         self.drain()
-        self.take_traffic()
 
     def _has_gradient(self) -> list[bool]:
         return [present for unit in self.units for present in unit.has_gradient()]

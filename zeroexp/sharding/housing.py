@@ -29,7 +29,8 @@ def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collecti
     turns = [sharing[i :: len(pools)] for i in range(len(pools))]
     for pool, tenants in zip(pools, turns, strict=True):
         if wire.maps_memory:
-            pool.open(max((_mapped_bytes(unit, wire.world.rank) for unit in tenants), default=0))
+            needed = max((_mapped_bytes(unit, wire.world.rank) for unit in tenants), default=0)
+            pool.take(*wire.open_memory(needed))
         else:
             pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
         for unit in tenants:

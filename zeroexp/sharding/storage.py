@@ -17,8 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroexp.comm.stitching import Stretch, stitch
-
 
 class Store(Protocol):
     memory: Tensor  # flat, uint8
@@ -45,18 +43,10 @@ class Pool:
     def allocate(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def open(self, num_bytes: int) -> None:
-        """Allocate the memory behind a file, which units can map."""
-        self.file = os.memfd_create("zeroexp-pool")
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, num_bytes)
-        if num_bytes:
-            self.memory = stitch([Stretch(self.file, 0, num_bytes)])
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of memory outside of torch's allocator."""
-        return self.memory.nbytes if self.file is not None else 0
+    def take(self, memory: Tensor, file: int) -> None:
+        """Take memory behind a file, which units can map; the file is closed with the pool."""
+        self.memory, self.file = memory, file
+        weakref.finalize(self, os.close, file)
 
     @property
     def free(self) -> bool:

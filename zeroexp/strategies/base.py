@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from zeroexp.measure.record import Traffic
 
 # An OptimizerFactory takes parameter groups as torch.optim takes them and makes the rank-local optimizer.
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -58,7 +56,6 @@ class Strategy(Protocol):
     """One engine. The caller calls `model` as before; the parallelism happens in its hooks."""
 
     model: nn.Module
-    settings: dict[str, Any]  # values the engine chose for open settings; None: not applicable
     optimizer: Optimizer  # rank-local; only its param_groups (learning rate) are read and written
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -69,27 +66,30 @@ class Strategy(Protocol):
         """Run the backward of this rank's share of the global loss, see [Note: who divides]."""
         ...
 
-    def step(self) -> Tensor:
-        """Finish the reduction, clip, update and publish. Return the global gradient norm before clipping (0-dim)."""
+    def step(self, *, drain: bool = False) -> Tensor:
+        """Finish the reduction, clip, update and publish. Return the global gradient norm before clipping (0-dim).
+
+        An engine may leave the published parameters in flight, for the next forward to wait for. With `drain` nothing
+        is in flight afterwards, and the parameters may be read outside of `model`.
+        """
         ...
 
     def zero_grad(self) -> None: ...
 
-    def drain(self) -> None:
-        """Wait for everything still in flight; afterwards the parameters may be read outside of `model`."""
+    def model_states(self) -> ModelStates:
+        """Return what this rank holds, with nothing in flight."""
         ...
 
-    def model_states(self) -> ModelStates: ...
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes this rank holds outside of torch's allocator; a complete peak includes them."""
+    def state_dict(self) -> CanonicalState:
+        """Return this rank's pieces as views of live memory, with nothing in flight."""
         ...
-
-    def take_traffic(self) -> Traffic:
-        """Return what this rank sent since the last call, by kind; it is empty if the engine cannot tell."""
-        ...
-
-    def state_dict(self) -> CanonicalState: ...
 
     def load_state_dict(self, state: CanonicalState) -> None: ...
+
+
+@runtime_checkable
+class HasSettings(Protocol):
+    """An engine that tells what it chose where the config leaves a choice open; None: not applicable."""
+
+    @property
+    def settings(self) -> dict[str, Any]: ...

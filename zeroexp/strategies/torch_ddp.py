@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zeroexp.measure.record import Traffic
 from zeroexp.strategies.base import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import (
@@ -104,7 +103,8 @@ class TorchDDP:
         # The reducer divides by the world size, see [Note: who divides]; undoing it is cheapest on a scalar.
         (loss * self._world.size).backward()
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
+        # Nothing is left in flight: the reducer already waits in backward, and the optimizer waits for its broadcasts.
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         norm = torch.stack([_norm(gradient) for gradient in gradients]).norm()
         if self._max_grad_norm is not None:
@@ -117,15 +117,6 @@ class TorchDDP:
         for parameter in self._trainable:
             parameter.grad = None
         self._grads_in_buckets = False
-
-    def drain(self) -> None:
-        """Do nothing: the reducer already waits in backward, and the optimizer waits for its broadcasts."""
-
-    shared_bytes = 0
-
-    def take_traffic(self) -> Traffic:
-        """Return nothing: the C++ reducer does not report what it sends; the network's own counters do."""
-        return Traffic()
 
     def model_states(self) -> ModelStates:
         buckets = sum(p.nbytes for p in self._trainable)

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroexp.measure.record import Traffic
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import (
     CanonicalState,
@@ -96,7 +95,8 @@ class TorchFSDP2:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool = False) -> Tensor:
+        # Nothing is left in flight: the end of backward waits for the last reduction, and nothing is sent after it.
         parameters = [p for p in self._named.values() if p.grad is not None]
         norm = nn.utils.get_total_norm([cast(Tensor, p.grad).float() for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -109,15 +109,6 @@ class TorchFSDP2:
     def zero_grad(self) -> None:
         for parameter in self._named.values():
             parameter.grad = None
-
-    def drain(self) -> None:
-        """Do nothing: the end of backward waits for the last reduction, and nothing is sent after it."""
-
-    shared_bytes = 0
-
-    def take_traffic(self) -> Traffic:
-        """Return nothing: torch does not report what it sends; the network's own counters do."""
-        return Traffic()
 
     def model_states(self) -> ModelStates:
         """Return the shards, and the currently gathered full parameters as buffers."""

@@ -1,0 +1,106 @@
+"""The options say how the engine carries out a stage; what they leave open is settled by transport and stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from zeroexp.comm.facts import Facts
+from zeroexp.sharding.layout import own_by
+from zeroexp.sharding.placement import Placement, Stage
+
+MIB = 1 << 20
+WORDS = {
+    "family": ("parameter", "tensor", "buffer"),
+    "owners": tuple(own_by),
+    "unit": ("model", "block", "module"),
+    "keep": ("none", "last", "all"),
+    "reduce_each": ("microbatch", "step", None),
+    "transport": ("auto", "direct", "gloo", "native"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options say how the engine carries out a stage; none of them changes what is computed."""
+
+    family: str = "buffer"  # parameter | tensor | buffer
+    owners: str = "greedy"  # contiguous | greedy (family=parameter)
+    unit: str = "block"  # model | block | module
+    overlap: bool = True
+    prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
+    keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
+    reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
+    bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
+    transport: str = "auto"  # auto | direct | gloo | native
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The options that may stay open, with the values they got."""
+
+    prefetch: int
+    reduce_each: str
+    bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
+
+    def told(self, options: Options, stage: Stage, facts: Facts, page_bytes: int) -> dict[str, Any]:
+        """Return what a run writes down of its engine; None: not applicable."""
+        sharded = stage.parameters is Placement.SHARD
+        return {
+            "transport": facts.name,
+            "bucket_mb": None if self.bucket_bytes is None else self.bucket_bytes / MIB,
+            "prefetch": self.prefetch if sharded else None,
+            "reduce_each": self.reduce_each,
+            "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
+            "page_bytes": page_bytes,
+        }
+
+
+def settle(options: Options, stage: Stage, facts: Facts, world_size: int) -> Settled:
+    """Give each open option the value that is best for this stage over this transport."""
+    bucket_bytes = facts.bucket_bytes if world_size > 1 else None
+    if options.bucket_mb is not None:
+        bucket_bytes = int(options.bucket_mb * MIB)
+    return Settled(
+        prefetch=_prefetch(options, facts),
+        reduce_each=options.reduce_each or stage.reduce_each,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _prefetch(options: Options, facts: Facts) -> int:
+    """Return how many units are gathered ahead.
+
+    Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
+    """
+    if not options.overlap:
+        return 0
+    if options.prefetch is None:
+        return 0 if facts.moves_on_wait else 1
+    return options.prefetch
+
+
+def refuse_options(options: Options, stage: Stage) -> None:
+    """Raise ValueError in one line that names the option, its value and what to use."""
+    for key, words in WORDS.items():
+        if getattr(options, key) not in words:
+            raise ValueError(
+                f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
+            )
+    if not isinstance(options.overlap, bool):
+        raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
+    depth = options.prefetch
+    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+        raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
+    size = options.bucket_mb
+    if size is not None and not (is_number(size) and size > 0):
+        raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
+    if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
+        raise ValueError(
+            "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
+        )
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
