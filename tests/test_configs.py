@@ -35,6 +35,7 @@ COMPANY = {
     "model=mlp_1b": ["data=vectors"],
     "model=mlp_tiny": ["data=vectors"],
     "data=vectors": ["model=mlp_tiny"],
+    "data=hf": ["data.path=reviews.csv"],
     "data=yelp": ["model=smollm2_360m_yelp"],
     "precision=autocast": ["strategy=ddp", "strategy.implementation=torch"],
     "cluster=slurm": ["cluster.device=cpu"],
@@ -141,11 +142,6 @@ def test_config_survives_its_file(option, tmp_path):
     config = resolve(composed(option))
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
-
-
-def test_data_from_a_path_are_not_said_to_come_from_the_hub():
-    assert resolve(composed("data=yelp")).data.source == "Yelp/yelp_review_full"
-    assert resolve(composed("data=yelp", "data.path=reviews.csv")).data.source is None
 
 
 def test_small_numbers_survive_the_file(tmp_path):

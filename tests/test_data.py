@@ -6,10 +6,11 @@ import copy
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from datasets.packaged_modules.parquet.parquet import Parquet
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -52,7 +54,8 @@ def cache(tmp_path_factory):
 
 
 def configs(data: str, model: str = "tiny", **changes) -> tuple[DataConfig, ModelConfig]:
-    config = copy.deepcopy(composed(f"data={data}", "model=small"))
+    words = ["data.path=set-by-the-test"] if data == "hf" else []
+    config = copy.deepcopy(composed(f"data={data}", "model=small", *words))
     models = composed(f"model={model}", *(["data=yelp"] if model.endswith("yelp") else []))
     return replace(config.data, **changes), copy.deepcopy(models.model)
 
@@ -248,12 +251,35 @@ def test_synthetic_samples_follow_the_seed():
 # --- reviews
 
 
+HEADED = ("text", "label")
+
+
 def write_csv(folder: Path) -> Path:
     file = folder / "train.csv"
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
-        writer.writerows([("text", "label"), *REVIEWS])
+        writer.writerows([HEADED, *REVIEWS])
     return file
+
+
+def write_tsv(folder: Path) -> Path:
+    file = folder / "reviews.tsv"
+    with file.open("w", newline="", encoding="utf-8") as out:
+        csv.writer(out, delimiter="\t").writerows([HEADED, *REVIEWS])
+    return file
+
+
+def write_json(folder: Path) -> Path:
+    file = folder / "reviews.json"
+    file.write_text(json.dumps([{"text": a, "label": b} for a, b in REVIEWS]))
+    return file
+
+
+def write_folders(folder: Path) -> Path:
+    for split, rows in (("train", REVIEWS), ("test", REVIEWS[:1])):
+        (folder / split).mkdir()
+        write_jsonl(folder / split, rows)
+    return folder
 
 
 def write_archive(folder: Path) -> Path:
@@ -264,9 +290,9 @@ def write_archive(folder: Path) -> Path:
     return folder
 
 
-def write_jsonl(folder: Path) -> Path:
+def write_jsonl(folder: Path, rows: Sequence[tuple[str, int]] = REVIEWS) -> Path:
     file = folder / "reviews.jsonl"
-    file.write_text("".join(json.dumps({"label": b, "text": a}) + "\n" for a, b in REVIEWS))
+    file.write_text("".join(json.dumps({"label": b, "text": a}) + "\n" for a, b in rows))
     return file
 
 
@@ -289,9 +315,18 @@ def write_saved(folder: Path) -> Path:
     return folder / "s"
 
 
-@pytest.mark.parametrize(
-    "write", [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
-)
+WRITERS = [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
+
+
+def test_lines_and_documents_of_one_file_are_kept_apart(tmp_path):
+    (tmp_path / "text.txt").write_text("a b c d\ne f g h\n" * 30)
+    path = str(tmp_path / "text.txt")
+    lines, documents = (opened(kind, path=path, seq_len=8) for kind in ("hf", "offline"))
+    first, second = (in_stored_order(data).microbatches[0].labels for data in (lines, documents))
+    assert first.shape == second.shape and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("write", [*WRITERS, write_tsv, write_json, write_folders])
 def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
     path = str(write(tmp_path))
     data = opened("yelp", "smollm2_360m_yelp", path=path, seq_len=24)
@@ -332,28 +367,165 @@ def test_reviews_as_a_language_model_reads_them(tmp_path):
         ({"path": "{csv}", "seq_len": 100_000}, r"data.seq_len=100000: the text is shorter"),
         ({"path": "{folder}/absent"}, r"data.path=.*absent: no such file"),
         ({"path": "{empty}"}, r"data.path=.*: no file in it ends in .csv"),
-        ({"path": "{columns}"}, r"data.path=.*: no column label among .*body"),
+        (
+            {"path": "{columns}", "text_column": "review"},
+            r"data.text_column=review: no such column in .*columns.csv; use one of body, text",
+        ),
+        (
+            {"path": "{columns}", "text_column": "text"},
+            r"data.text_column=text: 1 of 2 rows in .* have no value there; remove",
+        ),
+        ({"path": "{torn}"}, r"data.path=.*torn.parquet: .*; repair or convert it"),
+        ({"path": "{two}", "split": "dev"}, r"data.path=.*: no file for the split dev among "),
+        ({"path": "{saved}", "split": "dev"}, r"data.split=dev: .*use one of train, test"),
         ({"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048 words"),
-        ({"kind": "images"}, r"data.kind=images: use text, reviews or synthetic"),
+        ({"kind": "images"}, r"data.kind=images: use text, hf or synthetic"),
     ],
 )
 def test_wrong_data_is_one_line(changes, line, tmp_path):
     (tmp_path / "empty").mkdir()
     columns = tmp_path / "columns.csv"
-    columns.write_text("body,text\na,b\n")
+    columns.write_text("body,text\na,b\nc,\n")
+    torn = tmp_path / "torn.parquet"
+    torn.write_bytes(b"PAR1 and no more")
+    saved = write_saved(tmp_path)
+    (two := tmp_path / "two").mkdir()
     paths = {"csv": write_csv(tmp_path), "folder": tmp_path, "empty": tmp_path / "empty"}
+    paths |= {"columns": columns, "torn": torn, "saved": saved, "two": write_archive(two)}
     if "path" in changes:
-        changes = changes | {"path": changes["path"].format(**paths, columns=columns)}
+        changes = changes | {"path": changes["path"].format(**paths)}
     with pytest.raises(ConfigError, match=line) as caught:
         opened("yelp_causal", **changes)
     assert "\n" not in str(caught.value)
 
 
-def test_labels_that_the_head_does_not_have_are_refused(tmp_path):
-    file = tmp_path / "stars.csv"
-    file.write_text("text,label\ngood,5\nbad,1\n")
-    with pytest.raises(ConfigError, match=r"labels \['1', '5'\] are not all in 0..4"):
-        opened("yelp", "smollm2_360m_yelp", path=str(file))
+def labelled(folder: Path, values: Sequence[object], **changes) -> list[int]:
+    """The classes that the head of five sees for these values of the column `stars`."""
+    file = folder / "stars.jsonl"
+    rows = [{"review": f"number {n}", "stars": value} for n, value in enumerate(values)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"text_column": "review", "label_column": "stars", "seq_len": 8} | changes
+    data = opened("yelp", "smollm2_360m_yelp", path=str(file), **changes)
+    return [int(turn.labels[0]) for turn in in_stored_order(data).microbatches]
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "classes"),
+    [
+        ([0, 3, 1], {}, [0, 3, 1]),
+        ([1, 5, 3], {}, [0, 4, 2]),
+        ([1, 3], {"labels": [1, 2, 3, 4, 5]}, [0, 2]),
+        ([-2, 2, 0], {"labels": [-2, -1, 0, 1, 2]}, [0, 4, 2]),
+        (["d", "a", "c", "b", "e"], {}, [3, 0, 2, 1, 4]),
+        (["10", "9", "1", "5", "7"], {}, [4, 3, 0, 1, 2]),
+        (["good", "bad"], {"labels": ["bad", "poor", "fair", "good", "great"]}, [3, 0]),
+        ([True, False], {}, [1, 0]),
+        # The limit is on what is trained on, and does not change what a label means.
+        ([1, 2, 5], {"limit": 2}, [0, 1]),
+    ],
+)
+def test_values_of_the_label_column_are_classes(tmp_path, values, changes, classes):
+    assert labelled(tmp_path, values, **changes) == classes
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "line"),
+    [
+        (
+            [0, 5],
+            {},
+            r"data.label_column=stars: labels 0,5 are not all in 0..4 or 1..5; .*=\[0,5\]",
+        ),
+        ([2, 6], {}, r"are not all in 0..4 or 1..5; set model.num_labels, or name them"),
+        (
+            ["a", "b"],
+            {},
+            r"data.label_column=stars: holds 2 words \(a,b\) .*set model.num_labels=2",
+        ),
+        ([0.5, 1.0], {}, r"data.label_column=stars: holds float, no labels"),
+        ([1, None], {}, r"data.label_column=stars: 1 of 2 rows in .* have no value there"),
+        ([1, 6], {"labels": [1, 2, 3, 4, 5]}, r"data.labels=\[1,2,3,4,5\]: .*also holds 6; name"),
+        (
+            [1],
+            {"label_column": "label"},
+            r"data.label_column=label: no such .*one of review, stars",
+        ),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(tmp_path, values, changes, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        labelled(tmp_path, values, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_to_validate_on_has_the_classes_of_the_training(tmp_path):
+    """Its one review has two stars of five: by itself that would read as the third class."""
+    path = str(write_archive(tmp_path))
+    changes = {"path": path, "validation_split": "test", "seq_len": 24, "limit": 6}
+    data = opened("yelp", "smollm2_360m_yelp", **changes)
+    (turn,) = data.validation_turns(rank=0, world_size=1)
+    assert turn.microbatch.labels.tolist() == [REVIEWS[0][1]] and turn.counts
+    assert (data.num_samples, data.num_valid_labels) == (6, 1)
+
+
+def test_a_part_of_a_file_is_a_split(tmp_path):
+    changes = {"path": str(write_jsonl(tmp_path)), "seq_len": 24}
+    changes |= {"split": "train[:4]", "validation_split": "train[4:]"}
+    data = opened("yelp", "smollm2_360m_yelp", labels=[0, 1, 2, 3, 4], **changes)
+    assert (data.num_samples, data.num_valid_labels) == (4, 2)
+
+
+def test_names_that_a_data_set_knows_are_its_classes(tmp_path):
+    names = datasets.ClassLabel(names=["worst", "bad", "fair", "good", "best"])
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [4, 1]})
+    table.cast_column("label", names).save_to_disk(tmp_path / "named")
+    for labels, classes in ((None, [4, 1]), (["best", "good", "fair", "bad", "worst"], [0, 3])):
+        changes = {"path": str(tmp_path / "named"), "labels": labels, "seq_len": 8}
+        data = opened("yelp", "smollm2_360m_yelp", **changes)
+        assert [int(t.labels[0]) for t in in_stored_order(data).microbatches] == classes
+    data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path / "named"))
+    with pytest.raises(ConfigError, match=r"has 5 classes \(worst,.*; set model.num_labels=5"):
+        build_data(data, replace(model, num_labels=2), 0)
+
+
+def test_every_line_of_a_text_is_a_document(tmp_path):
+    (tmp_path / "lines.txt").write_text("one two three\nfour five six\n" * 20)
+    data = opened("hf", path=str(tmp_path / "lines.txt"), seq_len=8)
+    ids = [int(i) for row in in_stored_order(data).microbatches for i in row.inputs["input_ids"][0]]
+    decoded = TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert decoded.startswith("one two three<|endoftext|>four five six<|endoftext|>one")
+
+
+@pytest.mark.parametrize("shape", ["cached", "cached_parts"])
+def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, cache, monkeypatch, shape):
+    """As `datasets` keeps it: <id>/<subset>/<version>/<fingerprint>/."""
+    monkeypatch.setattr(hub, "online", lambda: False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
+    subsets = ["one", "two"] if shape == "cached_parts" else ["default"]
+    for subset in subsets:
+        kept = cache / "datasets" / f"me___{shape}" / subset / "0.0.0" / "0123abcd"
+        (tmp_path / subset).mkdir()
+        rows = write_parquet(tmp_path / subset)
+        builder = Parquet(
+            data_files={
+                "train": [str(rows / "train-00000-of-00001.parquet")],
+                "test": [str(rows / "test-00000-of-00001.parquet")],
+            },
+            cache_dir=str(tmp_path / "built"),
+            dataset_name=shape,
+            config_name=subset,
+        )
+        builder.download_and_prepare()
+        kept.parent.mkdir(parents=True)
+        shutil.copytree(builder.cache_dir, kept)
+    changes = {"path": f"me/{shape}", "seq_len": 24, "limit": 4}
+    if len(subsets) > 1:
+        with pytest.raises(ConfigError, match=r"data.path=me/cached_parts: .*data.subset"):
+            opened("yelp", "smollm2_360m_yelp", **changes)
+        changes["subset"] = "two"
+    data = opened("yelp", "smollm2_360m_yelp", validation_split="test", **changes)
+    assert data.source == f"hub's cache, offline: me/{shape}"
+    assert (data.num_samples, data.num_valid_labels) == (4, 1)
 
 
 def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeypatch):
@@ -361,8 +533,8 @@ def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeyp
     monkeypatch.setattr(hub, "online", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    with pytest.raises(ConfigError, match=r"data.source=zeroexp-tests/none: .*set data.path"):
-        opened("yelp", "smollm2_360m_yelp", source="zeroexp-tests/none")
+    with pytest.raises(ConfigError, match=r"data.path=zeroexp-tests/none: .*on the hub or in its"):
+        opened("yelp", "smollm2_360m_yelp", path="zeroexp-tests/none")
     assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
 
 
@@ -468,4 +640,4 @@ def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers()
 
 
 def test_every_data_has_a_test_here():
-    assert set(options("data")) == {"offline", "synthetic", "vectors", "yelp", "yelp_causal"}
+    assert set(options("data")) == {"hf", "offline", "synthetic", "vectors", "yelp", "yelp_causal"}

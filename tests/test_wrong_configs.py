@@ -113,14 +113,25 @@ WRONG = {
     "data.vocab_size=50000": ("data.vocab_size=50000:", "use 2048"),
     "data=synthetic data.vocab_size=4096": ("data.vocab_size=4096:", "larger vocabulary"),
     "data.limit=10": ("data.limit=10:", "leave it null"),
-    "data.source=me/reviews": ("data.source=me/reviews:", "leave it null"),
-    "data=synthetic data.source=me/reviews": ("data.source=me/reviews:", "leave it null"),
+    "data.text_column=body": ("data.text_column=body:", "leave it null"),
+    "data=synthetic data.split=test": ("data.split=test:", "leave it null"),
+    "data=hf": ("data.path=null:", "name a file"),
+    "data=yelp_causal data.labels=[1,2]": ("data.labels=[1, 2]:", "leave it null"),
+    "data=yelp_causal data.label_column=stars": ("data.label_column=stars:", "leave it null"),
+    "data=yelp model=smollm2_360m_yelp data.labels=[bad,good]": (
+        "data.labels=['bad', 'good']:",
+        "set model.num_labels=2",
+    ),
+    "data.validation_split=test": ("data.validation_split=test:", "set data.validation_samples"),
+    "data=yelp_causal data.validation_split=train": (
+        "data.validation_split=train:",
+        "use another split",
+    ),
+    "train.validate_every=5": ("train.validate_every=5:", "set data.validation_samples=64"),
+    "train.validate_every=0 data.validation_samples=5": ("train.validate_every=0:", "at least 1"),
+    "data.validation_samples=0": ("data.validation_samples=0:", "at least 1"),
     "data=synthetic data.limit=10": ("data.limit=10:", "leave it null"),
     "data=synthetic data.path=.": ("data.path=.:", "leave it null"),
-    "data=yelp_causal data.path=. data.source=me/reviews": (
-        "data.source=me/reviews:",
-        "data.path=. is read; leave it null",
-    ),
     "model=moe_tiny model.weights=me/moe": ("model.weights=me/moe:", "leave it null"),
     "model=moe_tiny strategy=zero2 strategy.implementation=torch": (
         "strategy.implementation=torch:",
@@ -236,9 +247,21 @@ def test_mistake_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch, capsy
 # As above, where the folder of the test holds an empty one and a text.
 UNREADABLE = {
     "data.path=empty": ("data.path=empty:", "no file in it ends in .txt; add"),
-    "data=yelp_causal data.path=text.txt": ("data.path=text.txt:", "ends in .csv"),
+    "data=yelp_causal data.path=empty": ("data.path=empty:", "ends in .csv"),
+    "data=yelp_causal data.path=absent.csv": ("data.path=absent.csv:", "use one that exists"),
+    "data.validation_samples=100000": ("data.validation_samples=100000:", "use fewer"),
+    "data=hf data.path=rows.csv": ("data.text_column=text:", "use one of body, stars"),
+    "data=hf data.path=rows.csv data.text_column=stars": (
+        "data.text_column=stars:",
+        "use one of body",
+    ),
+    "data=hf data.path=rows.csv data.text_column=body data.validation_split=test data.seq_len=1": (
+        "data.path=rows.csv:",
+        "cut it in two with data.split=train[:90%]",
+    ),
+    "data=hf data.path=rows": ("data.path=rows: no file for the split train among dev.csv", "name"),
     "model.weights=./empty": ("model.weights=./empty:", "use a folder that holds"),
-    "data=yelp_causal data.source=me/reviews": ("data.source=me/reviews:", "set data.path"),
+    "data=yelp_causal data.path=me/reviews": ("data.path=me/reviews:", "fetch it first"),
     "model.weights=me/model": ("model.weights=me/model:", "fetch it first"),
 }
 
@@ -247,6 +270,10 @@ UNREADABLE = {
 def test_what_ranks_could_not_read_is_refused(line, tmp_path, offline, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "rows.csv").write_text("body,stars\nfine,3\n")
+    (tmp_path / "rows").mkdir()
+    for name in ("dev.csv", "test.csv"):
+        (tmp_path / "rows" / name).write_text("text\nfine\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
     assert zeroexp.main() == zeroexp.REFUSED
@@ -338,7 +365,7 @@ def test_what_only_the_nodes_of_slurm_may_see_is_not_judged_here(line, offline):
 
 
 @pytest.mark.parametrize(
-    "line", ["model.weights=me/model", "data=yelp_causal data.source=me/reviews"]
+    "line", ["model.weights=me/model", "data=yelp_causal data.path=me/reviews"]
 )
 def test_nodes_as_offline_as_we_are_judged_here(line, offline, monkeypatch):
     """Jobs inherit HF_HUB_OFFLINE, unless the site's setup may change it."""
@@ -354,7 +381,7 @@ def test_what_was_fetched_before_needs_no_network(offline, tmp_path):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "cache" / "packed" / "about.json").write_text('{"hub_id": "me/three"}')
     for name in ("one", "two", "three"):
-        check_inputs(composed("data=yelp_causal", f"data.source=me/{name}"))
+        check_inputs(composed("data=yelp_causal", f"data.path=me/{name}"))
 
 
 @pytest.fixture

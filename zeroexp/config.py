@@ -18,7 +18,6 @@ from zeroexp.sharding.placement import reduce_each
 
 Schema = TypeVar("Schema")
 
-DEFAULT_REVIEWS = "Yelp/yelp_review_full"
 AUTO = "auto"
 
 
@@ -60,15 +59,22 @@ def vocabulary(model: ModelConfig) -> int | None:
 @dataclass
 class DataConfig:
     name: str = "offline"
-    kind: str = "text"  # text | reviews | synthetic
+    kind: str = "text"  # text | hf | synthetic
     task: str = "causal"  # causal | classification | regression
     seq_len: int = 128  # tokens per sample
     global_batch_size: int = 12  # samples per optimizer step over all ranks
     micro_batch_size: int = 1  # samples per rank and forward pass
-    path: str | None = None  # a local folder or file instead of the source's own
-    source: str | None = None  # reviews: hub id; None = DEFAULT_REVIEWS where there is no path
+    path: str | None = None  # a local file or folder; hf: also the id of a data set on the hub
     vocab_size: int | None = None  # size of the tokenizer trained on the text; None = the model's
-    limit: int | None = None  # reviews: how many to read, from the first on; None = all
+    # These are settings of kind hf, see docs/data.md.
+    subset: str | None = None  # the part of a hub's data set that has several (its "configuration")
+    split: str | None = None  # what is trained on; None = train
+    text_column: str | None = None  # None = text
+    label_column: str | None = None  # classification; None = label
+    labels: list[Any] | None = None  # the label column's values in the order of the classes
+    limit: int | None = None  # how many rows to read, from the first on; None = all
+    validation_split: str | None = None  # what is validated on instead of held-out training samples
+    validation_samples: int | None = None  # how many; None = none, or the whole validation_split
 
 
 @dataclass
@@ -121,6 +127,7 @@ class TrainConfig:
     seed: int = 0
     warmup_steps: int = 3  # steps not counted in time; memory is read in the last of them
     steps: int = 20  # measured steps
+    validate_every: int | None = None  # steps between two validations; None = only at the end
     activation_checkpointing: bool = False  # recompute each block in backward
 
 
@@ -215,8 +222,6 @@ def resolve(config: Config) -> Config:
     cluster = config.cluster
     if cluster.requeue is None:
         cluster.requeue = cluster.kind == "slurm" and config.checkpoint.every is not None
-    if config.data.kind == "reviews" and config.data.path is None:
-        config.data.source = config.data.source or DEFAULT_REVIEWS
     strategy = config.strategy
     if strategy.implementation != "torch":
         for key, default in _engine_defaults(strategy).items():

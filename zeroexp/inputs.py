@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig
 
 SHIPPED_WORDS = 2048  # vocabulary size of the tokenizer in data/corpus
-SUFFIXES = {"text": (".txt",), "reviews": (".csv", ".parquet", ".json", ".jsonl", ".arrow")}
+TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".txt", ".arrow")
+SUFFIXES = {"text": (".txt",), "hf": TABLES}
+TRAIN = "train"
+SPLITS = "train|validation|valid|val|dev|test|eval"
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def is_hub_id(config: DataConfig) -> bool:
+    """Return whether data.path names a data set on the hub: nothing here has this name, and it looks like an id."""
+    path = str(config.path)
+    if config.kind != "hf" or Path(path).expanduser().exists():
+        return False
+    return bool(HUB_ID.fullmatch(path)) and Path(path).suffix not in TABLES
 
 
 def data_files(config: DataConfig) -> list[Path]:
-    """Return the files that data.path means, sorted. Raises ConfigError if there are none."""
+    """Return the files that data.path means, sorted; of a folder those of data.split. Raises ConfigError for none."""
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
@@ -21,7 +34,40 @@ def data_files(config: DataConfig) -> list[Path]:
     if not files:
         kinds = ", ".join(SUFFIXES[config.kind])
         raise ConfigError(f"data.path={config.path}: no file in it ends in {kinds}; add one")
-    return files
+    saved = any(file.suffix == ".arrow" for file in files)  # `datasets` itself wrote this folder
+    if config.kind != "hf" or saved:
+        return files
+    root = path.parent if path.is_file() else path
+    return _of_split(root, files, split_name(config.split), config)
+
+
+def split_name(split: str | None) -> str:
+    """Return the name in `test` and in `test[:1000]`, as `datasets` writes a part of a split."""
+    return (split or TRAIN).partition("[")[0]
+
+
+def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
+    """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
+    chosen = [file for file in files if _names(split, file, root)]
+    if not chosen and split == TRAIN:
+        chosen = files if len(files) == 1 else [f for f in files if not _names(SPLITS, f, root)]
+    if not chosen and len(files) == 1:
+        raise ConfigError(
+            f"data.path={config.path}: has no split {split}, being one file; cut it in two with data.split=train[:90%] "
+            f"and data.validation_split=train[90%:], or use data.validation_samples"
+        )
+    if not chosen:
+        names = ", ".join(str(file.relative_to(root)) for file in files[:5])
+        raise ConfigError(
+            f"data.path={config.path}: no file for the split {split} among {names}; "
+            f"name one {split}{files[0].suffix}, or choose another split"
+        )
+    return chosen
+
+
+def _names(splits: str, file: Path, root: Path) -> bool:
+    named = re.compile(rf"({splits})(?![a-zA-Z])")
+    return any(named.match(part) for part in file.relative_to(root).parts)
 
 
 def cache_root() -> Path:

@@ -7,6 +7,9 @@ last warm-up step and the last step of the run drain the engine and meet at a ba
 [Note: reading memory] The bytes held are read at the four MOMENTS of the last warm-up step, which counts in no time.
 A run without warm-up, or one resumed after it, reads them in its last step. The clock stands still meanwhile.
 
+[Note: validation] It runs between two steps, and no step counts its time, bytes or memory. The step before it drains
+the engine within its own time, and the ranks meet before the next one begins.
+
 [Note: one step late] On a GPU the host runs ahead of the device. The loop reads a step's numbers there when it has
 launched the next step, so that the device never waits for the read. It reads requests to stop with them.
 """
@@ -33,10 +36,11 @@ from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
 from zeroexp.stop import Stop
 from zeroexp.strategies.base import Strategy
+from zeroexp.validate import ValidationData, validation_loss
 from zeroexp.world import World, barrier
 
 
-class Data(Protocol):
+class Data(ValidationData, Protocol):
     def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch: ...
 
 
@@ -59,6 +63,7 @@ def train(
     stop = stop or Stop()
     num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
     num_steps = num_warmup + config.train.steps
+    validated = validated_steps(config)
     window_ends = {num_warmup - 1, num_steps - 1}
     reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
     collectives = Collectives(world)
@@ -88,7 +93,7 @@ def train(
             step.wishes.fill_(1)
         sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         with step.clock.optimizer(strategy.optimizer):
-            step.grad_norm = strategy.step(drain=index in window_ends)
+            step.grad_norm = strategy.step(drain=index in window_ends | validated)
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
         sums.wait()
@@ -96,6 +101,10 @@ def train(
             barrier()
         step.read_memory("at_rest", strategy)
         step.end(batch.num_tokens)
+        if index in validated:  # [Note: validation]
+            step.validation_loss = validation_loss(
+                strategy, data, collectives, task=config.model.task, step=index
+            )
         unread.append(step)
         most_unread = 0 if pause(index + 1) else int(world.device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
@@ -107,6 +116,15 @@ def train(
             break
     for step in unread:
         yield step.record(config)
+
+
+def validated_steps(config: Config) -> set[int]:
+    """Return the 0-based steps that a validation follows: every so many, and the last one."""
+    if config.data.validation_split is None and config.data.validation_samples is None:
+        return set()
+    num_steps = config.train.warmup_steps + config.train.steps
+    every = config.train.validate_every or num_steps
+    return {num_steps - 1, *range(every - 1, num_steps, every)}
 
 
 def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: str) -> Tensor:
@@ -124,6 +142,7 @@ class _Step:
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
+        self.validation_loss: float | None = None
         self._index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
@@ -165,6 +184,7 @@ class _Step:
             samples_seen=(self._index + 1) * config.data.global_batch_size,
             loss=loss,
             grad_norm=self.grad_norm.item(),
+            validation_loss=self.validation_loss,
             lr=self.lr,
             num_tokens=self._num_tokens,
             step_seconds=seconds,

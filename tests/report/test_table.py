@@ -44,6 +44,18 @@ def cells(text: str) -> list[list[str]]:
     return [[cell for cell in line.split("  ") if cell.strip()] for line in body]
 
 
+def test_a_validation_loss_is_a_column_beside_the_loss(sweep: list[Run]) -> None:
+    assert "validation" not in render(sweep)
+    ddp, *others = sweep
+    assert ddp.summary is not None
+    validated = replace(ddp, summary=replace(ddp.summary, validation_loss=1.25))
+    header, units, _, row, *rest = render([validated, *others]).splitlines()
+    column = header.index("validation")
+    assert units[column:].startswith("      loss") and row[column:].startswith("    1.2500")
+    assert header.index("loss") < column < header.index("step")
+    assert rest[0][column:].startswith("         –")
+
+
 def test_one_row_per_run_with_its_numbers(sweep: list[Run]) -> None:
     ddp, zero3, broken, never = ([c.strip() for c in row] for row in cells(render(sweep)))
     mib = PARAMETER_BYTES / MIB

@@ -40,6 +40,12 @@ def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
     assert {(entry.step, entry.timestamp) for entry in made} == {(7, 12_500)}
 
 
+def test_a_step_that_was_validated_has_one_metric_more() -> None:
+    made = entries.step_entries(1.0, record(3, validation_loss=1.5))
+    assert ("validation_loss", 1.5, 1000, 3) in made
+    assert "validation_loss" not in {entry.key for entry in entries.step_entries(1.0, record(3))}
+
+
 def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", "zero2", "buffer", world_size=4))
     assert run.summary is not None

@@ -7,9 +7,10 @@ from zeroexp.config import Config
 from zeroexp.config import vocabulary as words_of
 from zeroexp.inputs import SHIPPED_WORDS
 
+OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
 TASKS = {
     "text": ("causal",),
-    "reviews": ("causal", "classification"),
+    "hf": ("causal", "classification"),
     "synthetic": ("causal", "regression"),
 }
 
@@ -37,6 +38,10 @@ def labels(config: Config) -> None:
         undefined(config, "model.num_labels", "the head needs it", "use model.num_labels=5")
     if task != "classification":
         without_effect(config, "model.num_labels", f"model.task={task} has no labels")
+    named = config.data.labels
+    if named is not None and task == "classification" and len(named) != config.model.num_labels:
+        problem = f"names {len(named)} classes for model.num_labels={config.model.num_labels}"
+        undefined(config, "data.labels", problem, f"set model.num_labels={len(named)}")
 
 
 def length(config: Config) -> None:
@@ -65,11 +70,31 @@ def vocabulary(config: Config) -> None:
 def source(config: Config) -> None:
     if config.data.kind == "synthetic":
         without_effect(config, "data.path", "synthetic data has no files")
-    if config.data.kind != "reviews":
-        for key in ("data.source", "data.limit"):
-            without_effect(config, key, f"data.kind={config.data.kind} reads no reviews")
-    elif config.data.path is not None:
-        without_effect(config, "data.source", f"data.path={config.data.path} is read")
+    if config.data.kind != "hf":
+        for key in OF_TABLES:
+            why = f"data.kind={config.data.kind} reads no table"
+            without_effect(config, f"data.{key}", why)
+    elif config.data.path is None:
+        problem, remedy = "names nothing to read", "name a file, a folder or an id on the hub"
+        undefined(config, "data.path", problem, remedy)
+    if config.data.task != "classification":
+        for key in ("data.label_column", "data.labels"):
+            without_effect(config, key, f"data.task={config.data.task} reads no labels")
+
+
+def validation(config: Config) -> None:
+    """Require something to validate on where validations are asked for, and another split than the training's."""
+    data = config.data
+    if data.kind != "hf":
+        why = f"data.kind={data.kind} has no splits; set data.validation_samples"
+        without_effect(config, "data.validation_split", why)
+    if data.validation_split is not None and data.validation_split == (data.split or "train"):
+        problem, remedy = "is what is trained on", "use another split, or data.validation_samples"
+        undefined(config, "data.validation_split", problem, remedy)
+    nothing = data.validation_split is None and data.validation_samples is None
+    if config.train.validate_every is not None and nothing:
+        remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
+        undefined(config, "train.validate_every", "there is nothing to validate on", remedy)
 
 
 def weights(config: Config) -> None:
@@ -78,4 +103,4 @@ def weights(config: Config) -> None:
         without_effect(config, "model.weights", why)
 
 
-RULES = (task, labels, length, vocabulary, source, weights)
+RULES = (task, labels, length, vocabulary, source, validation, weights)

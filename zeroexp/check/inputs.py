@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zeroexp.check.refusal import wrong
 from zeroexp.config import Config, DataConfig
-from zeroexp.inputs import data_files
+from zeroexp.inputs import data_files, is_hub_id
 
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -24,10 +24,11 @@ def check_inputs(config: Config) -> None:
     """Raise ConfigError for data or weights that the ranks could not read."""
     here, like_here = config.cluster.kind == "local", _reaches_what_we_reach(config)
     data, weights = config.data, config.model.weights
-    if data.path:
-        _readable("data.path", data.path, lambda: _data(data.path, data.kind, here))
-    elif data.kind == "reviews" and like_here:
-        _source(str(data.source))
+    if data.path and is_hub_id(data):
+        if like_here:
+            _on_hub(data.path)
+    elif data.path:
+        _readable("data.path", data.path, lambda: _data(data.path, data.kind, data.split, here))
     if weights:
         _readable("model.weights", weights, lambda: _weights(weights, here, like_here))
 
@@ -49,11 +50,11 @@ def _readable(key: str, value: str, look: Callable[[], None]) -> None:
 
 
 @cache
-def _data(path: str, kind: str, here: bool) -> None:
+def _data(path: str, kind: str, split: str | None, here: bool) -> None:
     place = Path(path).expanduser()
     if here or place.exists():
         _open_folder(place)
-        for file in data_files(DataConfig(path=path, kind=kind)):
+        for file in data_files(DataConfig(path=path, kind=kind, split=split)):
             file.open("rb").close()
 
 
@@ -64,14 +65,13 @@ def _open_folder(path: Path) -> None:
 
 
 @cache
-def _source(source: str) -> None:
+def _on_hub(name: str) -> None:
     # The hub's client takes half a second to import, and most points do not need it.
     from zeroexp import hub
 
-    if not Path(source).exists() and not hub.has_dataset(source) and not hub.online():
-        problem = "not in a cache of this machine, and the hub can not be reached"
-        remedy = "set data.path to a file or folder with columns text and label"
-        wrong("data.source", source, problem, remedy)
+    if not hub.has_dataset(name) and not hub.online():
+        problem = "no such file or folder, not in a cache, and the hub can not be reached"
+        wrong("data.path", name, problem, "use one that exists, or fetch it first with a network")
 
 
 @cache

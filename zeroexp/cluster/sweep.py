@@ -62,7 +62,7 @@ class Sweep:
     # ---- what the launcher calls
 
     def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[float | None]:
-        """Run (overrides, composed config) pairs; return the final loss of each, or None if it has none.
+        """Run (overrides, composed config) pairs; return the loss that `_final_loss` takes of each, or None.
 
         Raises ConfigError, before anything runs, if a word is wrong or no point is left to run.
         """
@@ -141,6 +141,7 @@ class Sweep:
             if not point.refusal:
                 check_inputs(point.config)
                 _check_model(point.config)
+                _check_data(point.config)
 
     def _admit(self, point: Point) -> Job:
         """Make the point's folder with all that is known before it runs."""
@@ -264,6 +265,13 @@ def _check_model(config: Config) -> None:
     check_model(config)
 
 
+def _check_data(config: Config) -> None:
+    # The same holds for numpy, and for datasets where the text is not packed yet.
+    from zeroexp.data.beforehand import check_data
+
+    check_data(config)
+
+
 def _ended(job: Job) -> bool:
     return job.state["status"] not in UNFINISHED
 
@@ -287,6 +295,8 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _final_loss(jobs: Sequence[Job]) -> float | None:
-    """Return the final loss of the last job, which with world_size=all has the most ranks."""
+    """Return the last job's loss, on validation samples if it has any; with world_size=all it has the most ranks."""
     summary = read_run(jobs[-1].folder).summary if jobs else None
-    return summary.final_loss if summary and not summary.verdict else None
+    if summary is None or summary.verdict:
+        return None
+    return summary.final_loss if summary.validation_loss is None else summary.validation_loss

@@ -39,6 +39,12 @@ class StepBatch:
     num_tokens: int  # number of input tokens (vectors) without padding, on all ranks
 
 
+@dataclass(frozen=True)
+class ValidationTurn:
+    microbatch: Microbatch
+    counts: bool  # False: this rank has no sample left, and only takes part in what all ranks do
+
+
 class Samples(Protocol):
     """A finite set of samples, read by index."""
 

@@ -2,40 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from zeroexp.config import ConfigError, DataConfig, ModelConfig, vocabulary
-from zeroexp.data import Samples, StepBatch, packed, sources
+from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
 from zeroexp.data.order import sample_indices
 from zeroexp.data.synthetic import SyntheticTokens, SyntheticVectors
 
 
 class Data:
-    """The samples of a run in the run's order."""
+    """The samples of a run in the run's order, and those it validates on.
 
-    def __init__(self, samples: Samples, config: DataConfig, seed: int) -> None:
+    validation: the samples of another split, of which the first data.validation_samples count. Without it the last
+    data.validation_samples of `samples` are held out: no step trains on them.
+    """
+
+    def __init__(
+        self, samples: Samples, config: DataConfig, seed: int, validation: Samples | None = None
+    ) -> None:
         self.vocab_size = samples.vocab_size
         self.source = samples.source
-        self.num_samples = len(samples)  # per epoch
+        self._validation = validation or samples
+        wanted = config.validation_samples
+        if validation is None:
+            num_held_out = wanted or 0
+        else:
+            num_held_out = len(validation) if wanted is None else min(wanted, len(validation))
+        self.num_samples = len(samples) - (0 if validation else num_held_out)  # per epoch
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"data.validation_samples={wanted}: holds out all {len(samples)} samples; use fewer"
+            )
+        first = 0 if validation else self.num_samples
+        self._validated = np.arange(first, first + num_held_out)
         self._samples, self._config, self._seed = samples, config, seed
 
     def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
         """Return the batch of `rank` in the step that starts at global sample `position`."""
         micro, whole = self._config.micro_batch_size, self._config.global_batch_size
         assert whole % (micro * world_size) == 0, (whole, micro, world_size)
-        indices = sample_indices(position, whole, num_samples=len(self._samples), seed=self._seed)
+        indices = sample_indices(position, whole, num_samples=self.num_samples, seed=self._seed)
         mine = indices.reshape(-1, world_size, micro)[:, rank]
         num_valid, num_tokens = self._samples.count(indices)
         return StepBatch([self._samples.read(row) for row in mine], num_valid, num_tokens)
+
+    @property
+    def num_valid_labels(self) -> int:
+        """Number of labels, on all ranks, that a validation averages the loss over; 0 if nothing is validated."""
+        return self._validation.count(self._validated)[0] if len(self._validated) else 0
+
+    def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]:
+        """Yield this rank's share of the validation samples, in stored order.
+
+        Every rank gets the same number of turns, since a forward pass takes all ranks under ZeRO-3. Rank r reads the
+        samples (turn * world_size + r) * micro_batch_size ...; the last turn may be short, or repeat without counting.
+        """
+        micro = self._config.micro_batch_size
+        for start in range(0, len(self._validated), micro * world_size):
+            first = start + rank * micro
+            mine = self._validated[first : first + micro]
+            read = mine if len(mine) else self._validated[:1]
+            yield ValidationTurn(self._validation.read(read), counts=len(mine) > 0)
 
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
     """Open the data; tokenize and pack it first if the cache does not have it. Raises ConfigError."""
     if config.kind == "synthetic":
         return Data(_synthetic(config, model, seed), config, seed)
-    if config.kind not in ("text", "reviews"):
-        raise ConfigError(f"data.kind={config.kind}: use text, reviews or synthetic")
-    return Data(packed.open_packed(_packed_folder(config, model)), config, seed)
+    if config.kind not in ("text", "hf"):
+        raise ConfigError(f"data.kind={config.kind}: use text, hf or synthetic")
+    samples = packed.open_packed(_packed_folder(config, model))
+    if config.validation_split is None:
+        return Data(samples, config, seed)
+    other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
+    return Data(samples, config, seed, packed.open_packed(_packed_folder(other, model)))
 
 
 def _synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
@@ -51,22 +95,25 @@ def _synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
 
 def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_words(config, model), sources.text_files(config)
+    labelled = config.task == "classification"
     decisive = {
-        "format": 2,
+        "format": 3,
+        "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,
         "words": words.identity,
         "files": sources.identity(config, files),
-        "num_labels": model.num_labels if config.task == "classification" else None,
+        "rows": [config.subset, config.split, config.text_column],
+        "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
     }
 
     def write(folder: Path) -> None:
         # datasets takes a second to import, and a rank that finds the folder does not need it.
         from zeroexp.data import text
 
-        if config.task == "classification":
+        if labelled:
             assert model.num_labels is not None
-            text.write_reviews(folder, config, files, words, model.num_labels)
+            text.write_labelled(folder, config, files, words, model.num_labels)
         else:
             text.write_packed(folder, config, files, words)
 

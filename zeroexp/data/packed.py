@@ -3,7 +3,7 @@
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
-    <cache>/<key>/about.json    vocab_size, source (one line for the record), hub_id
+    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (the labels' values), hub_id
 
 The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
 another name and renamed when complete: a rank, or another run, sees all of it or nothing.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from zeroexp.data import Microbatch, Samples
+from zeroexp.data import Microbatch
 from zeroexp.inputs import cache_root
 
 
@@ -73,8 +73,8 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def open_packed(folder: Path) -> Samples:
-    return PaddedReviews(folder) if (folder / "labels.npy").exists() else PackedTokens(folder)
+def open_packed(folder: Path) -> PackedTokens | PaddedTexts:
+    return PaddedTexts(folder) if (folder / "labels.npy").exists() else PackedTokens(folder)
 
 
 class _Folder:
@@ -82,6 +82,7 @@ class _Folder:
         about = json.loads((folder / "about.json").read_text())
         self.vocab_size: int | None = about["vocab_size"]
         self.source: str = about["source"]
+        self.classes: list[Any] | None = about["classes"]
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
 
     def __len__(self) -> int:
@@ -100,8 +101,8 @@ class PackedTokens(_Folder):
         return num_tokens, num_tokens
 
 
-class PaddedReviews(_Folder):
-    """One review and its label per row, padded on the right.
+class PaddedTexts(_Folder):
+    """One text and its label per row, padded on the right.
 
     There is no attention mask: attention is causal and the head reads the last token that is not padding. So no token
     attends to padding on the right, and attention keeps its fast path.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files
+from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files, is_hub_id
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
@@ -22,7 +22,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True)
 class Words:
-    """A tokenizer's file, the id that separates documents, and the id that pads reviews."""
+    """A tokenizer's file, the id that separates documents, and the id that pads."""
 
     file: Path
     end_of_text: int
@@ -68,15 +68,15 @@ def _words_of_weights(weights: str, padding: int) -> Words:
 
 def text_files(config: DataConfig) -> list[Path]:
     """Return the local files to read, sorted; the list is empty if the source is the hub. Raises ConfigError."""
-    if config.path is None:
-        return [CORPUS / "python_reference.txt"] if config.kind == "text" else []
-    return data_files(config)
+    if config.kind == "text" and config.path is None:
+        return [CORPUS / "python_reference.txt"]
+    return [] if is_hub_id(config) else data_files(config)
 
 
 def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
     """Return what identifies the text: the hub id, or the name and content hash of each file."""
     if not files:
-        return [[str(config.source), config.limit or 0]]
+        return [[str(config.path), config.limit or 0]]
     return [[str(file.resolve()), _digest(file), config.limit or 0] for file in files]
 
 

@@ -93,6 +93,8 @@ class StepRecord:
     wire_bytes: int | None = None  # payload this rank's TCP connections carried
     # Training stood still so long before this step to copy a checkpoint; no other time includes it.
     saving_seconds: float = 0.0
+    # The mean over the validation samples after this step; None where there was no validation.
+    validation_loss: float | None = None
     # verb -> seconds of the moves that ended in this step; native engines show only the loop's own
     verbs: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
     # rank (as text, or "all") -> seconds that this rank waited for it; part of the verbs' exposed seconds
@@ -179,6 +181,7 @@ class RunSummary:
     num_private_units: int = 0  # the most of all ranks, see RankSummary
     data_source: str = ""  # which text, from where, under which licence
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
+    validation_loss: float | None = None  # after the last step; None without validation
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
     times: list[RankTimes] = field(
         default_factory=list[RankTimes]

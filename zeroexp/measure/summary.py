@@ -84,6 +84,7 @@ def summarise(
         num_private_units=max(r.num_private_units for r in ranks),
         data_source=data_source,
         diverged_at=diverged_at(records),
+        validation_loss=records[-1].validation_loss,
         num_parameters=num_parameters,
         times=[r.times for r in ranks if r.times],
     )

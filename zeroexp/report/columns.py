@@ -94,6 +94,12 @@ def _bytes(
     return columns
 
 
+def losses_of(runs: Sequence[Run]) -> list[Column]:
+    """Return the column of the loss, and one of the validation loss if some run has one."""
+    validated = any(run.summary and run.summary.validation_loss is not None for run in runs)
+    return [LOSS, VALIDATION] if validated else [LOSS]
+
+
 def shares_memory(runs: Sequence[Run]) -> bool:
     """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
     pairs = [
@@ -110,8 +116,9 @@ def _status(run: Run) -> str:
     return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
-RESULTS = [
-    Column("loss", "last step", _number(lambda s: s.final_loss, ".4f")),
+LOSS = Column("loss", "last step", _number(lambda s: s.final_loss, ".4f"))
+VALIDATION = Column("validation", "loss", _number(lambda s: s.validation_loss, ".4f"))
+TIMES = [
     Column("step", "ms median", _number(lambda s: s.step_seconds_median * 1e3, ",.1f")),
     Column("step", "ms p95", _number(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
     Column("tokens/s", "all ranks", _number(lambda s: s.tokens_per_second, ",.0f")),

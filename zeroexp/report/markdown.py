@@ -8,12 +8,12 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config import ConfigError
-from zeroexp.report.columns import RESULTS, STATUS, Column, memory_of, point_of, traffic_of
+from zeroexp.report.columns import STATUS, TIMES, Column, losses_of, memory_of, point_of, traffic_of
 from zeroexp.tracking.run import Run
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 LINE = 100  # characters of prose
-LOSS, STEP, _, TOKENS = RESULTS
+STEP, _, TOKENS = TIMES
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -24,7 +24,7 @@ def render(runs: Sequence[Run]) -> str:
         *(column for column in point if column not in shared),
         *(parts[0] for parts in memory_of(runs) if parts),
         *(parts[0] for parts in traffic_of(runs)),
-        *(STEP, TOKENS, LOSS),
+        *(STEP, TOKENS, *losses_of(runs)),
         *([STATUS] if any(run.status != "done" for run in runs) else []),
     ]
     sentence = " ".join([_circumstances(runs), _shared(shared, runs)])

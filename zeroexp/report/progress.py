@@ -158,7 +158,7 @@ class Progress:
         parts = [
             head,
             f"step {point.num_done}/{point.num_steps}" + (" warm-up" if r.warmup else ""),
-            f"loss {r.loss:.4f}",
+            f"loss {r.loss:.4f}" + _validation(r),
             f"{r.step_seconds * 1e3:.0f} ms",
             f"{r.num_tokens / r.step_seconds:,.0f} tokens/s",
         ]
@@ -171,6 +171,11 @@ class Progress:
             point.num_done == point.num_steps
             or now - point.line_shown >= SECONDS_BETWEEN_STEP_LINES
         )
+
+
+def _validation(record: StepRecord) -> str:
+    loss = record.validation_loss
+    return "" if loss is None else f" (validation {loss:.4f})"
 
 
 def duration(seconds: float) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from zeroexp.report.columns import (
-    RESULTS,
     STATUS,
+    TIMES,
     Column,
+    losses_of,
     memory_of,
     point_of,
     shares_memory,
@@ -43,13 +44,14 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     is still too wide, it becomes two tables, time and traffic before memory, and then as many tables as necessary.
     """
     point, memory, traffic = point_of(runs), memory_of(runs), traffic_of(runs)
-    wide = [*point, *RESULTS, *_flat(memory), *_flat(traffic), STATUS]
+    losses = losses_of(runs)
+    wide = [*point, *losses, *TIMES, *_flat(memory), *_flat(traffic), STATUS]
     if width is None or _width(runs, wide) <= width:
         return "\n".join([*_lines(runs, wide), *_foot(runs, WIDTH)])
     shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
     point = [column for column in point if column not in shared]
-    times = [[RESULTS[0]], RESULTS[1:3], [RESULTS[3]], *traffic]
-    one = [*point, *RESULTS, *_flat(memory), *_flat(traffic), STATUS]
+    times = [losses, TIMES[:2], TIMES[2:], *traffic]
+    one = [*point, *losses, *TIMES, *_flat(memory), *_flat(traffic), STATUS]
     two = [*point, *_flat(times), STATUS], [*point, *_flat(memory)]
     layouts = [[one], two, _packed(runs, point, [*times, *memory, [STATUS]], width)]
     tables = next((t for t in layouts if _fit(runs, t, width)), layouts[-1])

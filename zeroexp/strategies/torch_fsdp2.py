@@ -72,6 +72,7 @@ class TorchFSDP2:
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
         _shard(module, blocks, reshard_after_forward, dtypes, world)
+        module.register_forward_hook(_free_without_backward)
         # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
         self._named = dict(self.model.named_parameters())
         groups = [
@@ -170,6 +171,14 @@ class TorchFSDP2:
         rows_per_rank = -(-num_rows // self._world.size)
         row_numel = tensor.numel() // num_rows if num_rows else 0
         return min(self._world.rank * rows_per_rank, num_rows) * row_numel
+
+
+def _free_without_backward(module: nn.Module, *_: object) -> None:
+    """Free what a forward without gradients left gathered for a backward that will not come."""
+    if not torch.is_grad_enabled():
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
 
 def _shard(

@@ -69,6 +69,8 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         "tokens_per_s": record.num_tokens / record.step_seconds,
         **{f"phase/{name}_ms": _milliseconds(s) for name, s in record.phase_seconds.items()},
     }
+    if record.validation_loss is not None:
+        values["validation_loss"] = record.validation_loss
     if record.saving_seconds:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
     return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from zeroexp.report.columns import ABSENT, RESULTS, STATUS, memory_of, traffic_of
+from zeroexp.report.columns import ABSENT, STATUS, TIMES, losses_of, memory_of, traffic_of
 from zeroexp.report.points import Point
 from zeroexp.report.spread import interval
 
@@ -15,9 +15,9 @@ LONG = 40  # characters of a cell that may break into lines
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     pooled = [point.pooled for point in points]
-    loss, step, slow, tokens = RESULTS
+    step, slow, tokens = TIMES
     columns = [
-        *[step, slow, tokens, loss],
+        *[step, slow, tokens, *losses_of(pooled)],
         *(column for part in memory_of(pooled) for column in part),
         *(column for part in traffic_of(pooled) for column in part),
         STATUS,

@@ -1,0 +1,195 @@
+"""Read rows of text, and of labels, from files or from the hub; only this file imports datasets.
+
+Files are converted inside a folder of the caller and not into the library's own cache, since what is packed from them
+is kept, and the library takes a changed file of the same size and time for the old one.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import datasets.config
+import huggingface_hub
+import numpy as np
+from datasets.exceptions import DatasetsError
+
+from zeroexp import hub
+from zeroexp.config import ConfigError, DataConfig
+from zeroexp.inputs import TRAIN, split_name
+
+BETWEEN_DOCUMENTS = "\f"
+SHIPPED = "shipped: Python's language reference (PSF licence)"
+COPY_BATCH = 1000  # samples copied from datasets to numpy at once
+LOADERS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".txt": "text",  # every line is a row
+}
+TEXT, LABEL = "text", "label"  # names of the columns where the config names none
+
+Table = datasets.Dataset
+
+
+def read_documents(config: DataConfig, files: list[Path]) -> tuple[Table, str]:
+    """Return documents, which form feeds separate in a text, as a table with the column `text`, and their source."""
+    texts = [_text_of(file) for file in files]
+    documents = [document for text in texts for document in text.split(BETWEEN_DOCUMENTS)]
+    source = f"local: {config.path}" if config.path else SHIPPED
+    return Table.from_dict({TEXT: documents}), source
+
+
+def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:
+    """Return the rows of data.split with the columns that the task reads, and their source.
+
+    files: none for a data set of the hub. scratch: a folder for converted files, which the caller removes.
+    Raises ConfigError for what cannot be read, and for columns that do not exist or hold no text.
+    """
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    with _one_line_errors(config):
+        table = _read_files(config, files, scratch) if files else _read_hub(config)
+    _require_columns(table, config)
+    if files:
+        return table, f"local: {config.path}"
+    place = "hub" if hub.online() else "hub's cache, offline"
+    licence = f" ({table.info.license} licence)" if table.info.license else ""
+    return table, f"{place}: {config.path}{licence}"
+
+
+def first_rows(table: Table, limit: int | None) -> Table:
+    return table.select(range(len(table) if limit is None else min(limit, len(table))))
+
+
+def columns_of(config: DataConfig) -> dict[str, tuple[str, str]]:
+    """Return, for each column that the task reads, the key that names it and its name."""
+    columns = {TEXT: ("data.text_column", config.text_column or TEXT)}
+    if config.task == "classification":
+        columns[LABEL] = ("data.label_column", config.label_column or LABEL)
+    return columns
+
+
+def class_names(table: Table, column: str) -> list[str] | None:
+    """Return the names that the table itself knows for its labels 0, 1, ...; None if it knows none."""
+    feature = table.features[column]
+    return feature.names if isinstance(feature, datasets.ClassLabel) else None
+
+
+def map_batches(table: Table, function: Any) -> Table:
+    return table.map(
+        function, batched=True, remove_columns=table.column_names, load_from_cache_file=False
+    )
+
+
+def save_column(
+    file: Path, samples: Table, column: str, shape: tuple[int, ...], dtype: np.dtype
+) -> None:
+    """Copy a column into a .npy file batch by batch, since it may not fit into memory."""
+    array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(len(samples), *shape))
+    for start in range(0, len(samples), COPY_BATCH):
+        array[start : start + COPY_BATCH] = samples[start : start + COPY_BATCH][column]
+    array.flush()
+
+
+# ---- from files and from the hub
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        problem = f"no UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
+
+
+def _read_files(config: DataConfig, files: list[Path], scratch: Path) -> Table:
+    if any(file.suffix == ".arrow" for file in files):  # a folder written by Dataset.save_to_disk
+        return _read_saved(config)
+    if len({file.suffix for file in files}) > 1:
+        raise ConfigError(f"data.path={config.path}: files of several kinds; name one of them")
+    suffix, split = files[0].suffix, config.split or TRAIN
+    options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
+    if suffix == ".csv" and not _has_header(files[0]):
+        options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
+    table = datasets.load_dataset(
+        LOADERS[suffix],
+        data_files={split_name(split): [str(file) for file in files]},
+        split=split,
+        cache_dir=str(scratch),
+        **options,
+    )
+    return cast(Table, table)
+
+
+def _read_saved(config: DataConfig) -> Table:
+    saved = datasets.load_from_disk(str(Path(str(config.path)).expanduser()))
+    parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {TRAIN: saved}
+    split = config.split or TRAIN
+    if split not in parts:
+        raise ConfigError(
+            f"data.split={split}: no such split in it; use one of {', '.join(map(str, parts))}"
+        )
+    return parts[split]
+
+
+def _has_header(file: Path) -> bool:
+    with file.open(encoding="utf-8", newline="") as lines:
+        first = next(csv.reader(lines), [])
+        return len(first) != 2 or not first[0].isdigit()
+
+
+def _read_hub(config: DataConfig) -> Table:
+    # Without this, the client tries for half a minute before it looks into its cache.
+    if not hub.online():
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    table = datasets.load_dataset(str(config.path), config.subset, split=config.split or TRAIN)
+    return cast(Table, table)
+
+
+@contextmanager
+def _one_line_errors(config: DataConfig) -> Iterator[None]:
+    """Turn what the library raises about files, splits and names into one line behind our key."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, DatasetsError) as error:
+        cause = error.__cause__ or error  # the library says only that a file failed, its parser why
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        remedy = "name a file or folder that exists, or an id that is on the hub or in its cache"
+        if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
+            reason = " ".join(str(cause).split())[:300]
+            remedy = "choose one with data.subset"
+        elif "split" in reason.lower():
+            remedy = "choose one with data.split or data.validation_split"
+        elif Path(str(config.path)).expanduser().exists():
+            remedy = "repair or convert it"
+        raise ConfigError(f"data.path={config.path}: {reason}; {remedy}") from error
+
+
+def _require_columns(table: Table, config: DataConfig) -> None:
+    """Require that the named columns exist, that text is text, and that no row lacks a value."""
+    known = ", ".join(table.column_names)[:200]
+    for key, name in columns_of(config).values():
+        if name not in table.column_names:
+            raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
+        if num_empty := table.data.column(name).null_count:
+            problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
+            raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
+    key, name = columns_of(config)[TEXT]
+    kind = str(getattr(table.features[name], "dtype", type(table.features[name]).__name__))
+    if kind not in ("string", "large_string"):
+        texts = [
+            other
+            for other in table.column_names
+            if str(getattr(table.features[other], "dtype", "")) in ("string", "large_string")
+        ]
+        remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+        raise ConfigError(f"{key}={name}: holds {kind}, no text; {remedy}")
