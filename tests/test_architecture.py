@@ -58,7 +58,6 @@ ORDER = [
 DOORS = {
     "hydra": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
     "omegaconf": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
-    "submitit": {"zeroexp.cluster.slurm"},
     "mlflow": {"zeroexp.tracking.mlflow"},
     "transformers": {
         "zeroexp.models.huggingface",
@@ -229,7 +228,7 @@ def test_yaml_is_data_without_targets():
 # None in sys.modules is how Python says "not installed": import raises, and find_spec finds nothing.
 IMPORT_WITHOUT_LIBRARIES = """
 import sys
-for library in ("hydra", "omegaconf", "mlflow", "datasets", "submitit", "deepspeed"):
+for library in ("hydra", "omegaconf", "mlflow", "datasets", "deepspeed"):
     sys.modules[library] = None
 import zeroexp.sharding, zeroexp.strategies.build, zeroexp.models.build, zeroexp.train
 """

@@ -129,6 +129,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         write_engine(folder, strategy.settings if isinstance(strategy, HasSettings) else {})
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
+    print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
     print(f"data from {data.source}")
     saver = Saver(folder, strategy, config, world, attempt=attempt.mine() or 0)
     num_steps = config.train.warmup_steps + config.train.steps

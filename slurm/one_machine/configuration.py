@@ -28,9 +28,9 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/logs/slurmctld.log
 SlurmdLogFile={folder}/logs/%n.log
-# Without cgroups: process trees by /proc, no binding, no memory accounting.
+# Without cgroups: process trees by /proc, no memory accounting; binding to CPUs where it is asked for.
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 PropagateResourceLimits=NONE
 MpiDefault=none
@@ -70,6 +70,7 @@ class Shape:
     nodes: int
     cpus: int  # of one node
     gpus: int  # of one node; names of /dev/null, so that Slurm has something to hand out
+    binds: bool  # tasks to the CPUs of this machine that they are given, which a node then cannot invent
 
     @property
     def node_names(self) -> list[str]:
@@ -83,6 +84,7 @@ def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> Non
         host=socket.gethostname().partition(".")[0],
         ctld_port=ctld_port,
         folder=folder,
+        task_plugin="task/affinity" if shape.binds else "task/none",
         remembers_s=3600 if dbd_port is None else REMEMBERS_SECONDS,
     )
     if dbd_port is not None:

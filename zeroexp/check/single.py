@@ -70,6 +70,7 @@ AT_LEAST = {
     "cluster.threads_per_rank": 1,
     "cluster.timeout_s": 1,
     "cluster.heartbeat_s": 1,
+    "cluster.start_s": 1,
     "cluster.hang_s": 1,
     "cluster.slurm.ranks_per_node": 1,
     "cluster.slurm.cpus_per_rank": 1,

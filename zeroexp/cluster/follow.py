@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
+from zeroexp.cluster.submit import SUBMITTING, adopt, note
 from zeroexp.cluster.tail import Complaints, Tail
+from zeroexp.plan.place import Shape
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 from zeroexp.tracking.json_files import loads
@@ -40,6 +42,11 @@ def refresh(jobs: Iterable[Job]) -> None:
     for job in jobs:
         if (state := settled(job.folder))["status"] != job.state["status"]:
             job.enter(state["status"], state["reason"])
+    for job in jobs:
+        if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
+            shape = Shape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
+            note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
+            job.enter("pending")
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look(open_jobs)
@@ -75,7 +82,11 @@ def follow(
             silent = True
         else:
             silent = False
-            for each in [each for each in followed if each.advance(seen.get(each.job_id))]:
+            before = [each.status for each in followed]
+            ended = [each for each in followed if each.advance(seen.get(each.job_id))]
+            if [each.status for each in followed] != before:
+                pause = FIRST_PAUSE_SECONDS  # where one changes, others soon do
+            for each in ended:
                 followed.remove(each)
                 on_end(each.job)
         _show_steps(followed, pause)
@@ -93,7 +104,7 @@ class _Followed:
         self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder)
         self._started = False
         self._waits_for: str | None = None
-        self._status = job.state["status"]
+        self.status = job.state["status"]
 
     def advance(self, seen: Sighting | None) -> bool:
         """Take in Slurm's answer; return True if the job has ended."""
@@ -105,11 +116,11 @@ class _Followed:
             train = self.job.config.train
             self._progress.start(self._number, self.job.name, train.warmup_steps + train.steps)
             self._started = True
-        if status != self._status and status in ("requeued", "preempted"):
+        if status != self.status and status in ("requeued", "preempted"):
             self._progress.note(f"{self.job.name}: {status}, to be started again: {reason}")
-        if status == "running" and self._status in ("requeued", "preempted"):
+        if status == "running" and self.status in ("requeued", "preempted"):
             self._progress.note(f"{self.job.name}: runs again")
-        self._status = status
+        self.status = status
         self.show_steps()
         if status in UNFINISHED:
             return False

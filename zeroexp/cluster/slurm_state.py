@@ -6,14 +6,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
-from zeroexp.tracking import attempt
+from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.json_files import read_json
+from zeroexp.tracking.run import SLURM
 
 SRUN_WRITES = "slurm"  # a folder in the run's folder
 
@@ -60,7 +64,7 @@ def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     # This asks for all jobs of the user, since asking for a forgotten id alone would be an error.
     user = f"--user={os.getuid()}"
     shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
-    asked = _ask("squeue", user, "--noheader", "--states=all", shown)
+    asked = ask("squeue", user, "--noheader", "--states=all", shown)
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
     return parse(asked.stdout, wanted)
@@ -69,7 +73,7 @@ def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
 def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
     ids = f"--jobs={','.join(sorted(wanted))}"
     shown = "--format=JobID,State,Reason,NodeList"
-    asked = _ask("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
+    asked = ask("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
     if "accounting storage is disabled" in asked.stderr:
         return {}
     if asked.returncode:
@@ -77,7 +81,7 @@ def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
     return parse(asked.stdout, wanted)
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+def ask(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired as error:
@@ -126,7 +130,11 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
         return "out_of_memory", first_cause(job.failure)
     if word in LOST:
         status, reason = LOST[word]
-        return status, f"{reason} ({seen.nodes})"
+        nodes = _down_among(seen.nodes) if word == "NODE_FAIL" else None
+        return status, f"{reason} ({nodes or seen.nodes})"
+    if seen.reason == "JobLaunchFailure" and not _batch_file_ran(job):
+        where = f"{seen.nodes} could not open {job.folder.resolve()}"
+        return "failed", f"{where}: outputs must lie where all nodes see it under this path"
     return _from_files(job, f"Slurm says {seen.word} ({seen.reason}); see {job.folder / 'slurm'}")
 
 
@@ -145,7 +153,7 @@ def passed_through(job: Job) -> dict[str, float]:
     """Return when the run was requeued or preempted, from its attempts: Slurm shows that only for seconds."""
     attempts = attempt.read(job.folder)
     return {
-        "preempted_at" if each.get("reason") == PREEMPTED else "requeued_at": each.get(
+        "preempted_at" if _reason_of(job, each) == PREEMPTED else "requeued_at": each.get(
             "ended_at", after["began_at"]
         )
         for each, after in pairwise(attempts)
@@ -154,9 +162,16 @@ def passed_through(job: Job) -> dict[str, float]:
 
 def _last_reason(job: Job) -> str:
     attempts = attempt.read(job.folder)
-    return attempts[-1].get("reason", attempt.WITHOUT_A_WORD) if attempts else ""
+    return _reason_of(job, attempts[-1]) or attempt.WITHOUT_A_WORD if attempts else ""
 
 
+def _reason_of(job: Job, one: Mapping[str, Any]) -> str | None:
+    """Return why an attempt ended: the batch file, which saw the end of its tasks, knows better than they."""
+    told = job.folder / SRUN_WRITES / f"ended{one['number']}"
+    return told.read_text().strip() if told.exists() else one.get("reason")
+
+
+OF_BATCH_FILE = re.compile(r"^zeroexp: (.+)$", re.MULTILINE)
 # An example of a line: srun: error: node1: task 0: Killed
 OF_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 
@@ -168,6 +183,8 @@ def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
+    if said := _words_of_batch_file(job):
+        return "failed", said
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # it saved, and is not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):
@@ -175,10 +192,39 @@ def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
     return "failed", _first_of_srun(job) or otherwise
 
 
+def _words_of_batch_file(job: Job) -> str | None:
+    """Return what our own lines in the newest batch job's errors say, without "zeroexp: "."""
+    for errors in _errors_of_batch_jobs(job)[-1:]:
+        if said := OF_BATCH_FILE.search(errors.read_text(errors="replace")):
+            return f"{said[1]} ({errors})"
+    return None
+
+
+def _batch_file_ran(job: Job) -> bool:
+    job_id = (read_json(job.folder / SLURM) or {}).get("job_id")
+    return (job.folder / SRUN_WRITES / f"{job_id}_batch.err").exists()
+
+
+def _errors_of_batch_jobs(job: Job) -> list[Path]:
+    return sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
+
+
+def _down_among(nodes: str) -> str | None:
+    """Return those of a lost job's nodes that are down now; None if all are up again, or Slurm does not answer."""
+    try:
+        asked = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T")
+    except SlurmSilent:
+        return None
+    states = [line.strip().split("|") for line in asked.stdout.splitlines()]
+    return ",".join(sorted({node for node, state in states if state.startswith("down")})) or None
+
+
 def _first_of_srun(job: Job) -> str | None:
     """Return which task srun saw end first and how, for a failure that neither the task nor its peers could report."""
-    for errors in sorted((job.folder / SRUN_WRITES).glob("*_0_log.err"), key=os.path.getmtime):
+    for errors in _errors_of_batch_jobs(job):
         if seen := OF_SRUN.search(errors.read_text(errors="replace")):
             node, rank, how = seen.groups()
-            return f"rank {rank} on {node}: its task ended first ({how.lower()}, says srun)"
+            own = errors.with_name(errors.name.replace("_batch", f"_{rank}_log"))
+            said = f": {last}" if (last := failure.last_line(own)) else ""
+            return f"rank {rank} on {node}: its task ended first ({how.lower()}, says srun){said}"
     return None

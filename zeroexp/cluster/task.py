@@ -7,15 +7,17 @@ beside every rank.
 
 [Note: being asked to stop] Slurm signals parent and child alike: SIGUSR2 some time before the time limit, SIGTERM when
 it ends the job (preemption, scancel, the limit itself). If the run can be requeued, the ranks agree on a step, save,
-and exit with SAVED; their tasks stay until they are killed. After SIGUSR2 rank 0's task asks Slurm to requeue the job.
-After SIGTERM nobody asks: Slurm itself requeues a preempted job, unless the job ends before it is killed, which counts
+and exit with SAVED. After SIGUSR2 rank 0's task leaves a file, all tasks end, and the batch file asks Slurm to start
+the job again, since Slurm's commands may be missing here, inside a container. After SIGTERM nobody asks, and the tasks
+stay until they are killed: Slurm itself requeues a preempted job, unless the job ends before it is killed, which counts
 as a failure; and a cancelled job that requeues itself could never be cancelled.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,7 +32,6 @@ from typing import NoReturn
 from zeroexp import advance
 from zeroexp.cluster.hang import Watched
 from zeroexp.cluster.heartbeat import Heartbeat
-from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.live import sender
 from zeroexp.cluster.lookout import Lookout
 from zeroexp.stop import ASKS_TO_STOP, SAVED
@@ -47,29 +48,34 @@ PREEMPTED = "preempted by a job of higher priority"
 ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
 
 
+DUTY = "slurm/duty.json"  # in the run's folder
+NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.MULTILINE)
+WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0's task leaves for the batch file
+
+
 @dataclass(frozen=True)
 class Duty:
     """What a task must do, as told by the submitter."""
 
-    folder: Path
     rank_main: str  # module:function, called with (folder, device=...)
     device: str
     heartbeat_s: float
+    start_s: float = 60.0
     hang_s: float | None = None  # None: a rank that hangs is not looked for
     max_requeues: int = 0  # 0: the run cannot be requeued
     sends: bool = False  # True: rank 0's task sends the steps to MLflow
 
 
-def run_task(duty: Duty) -> NoReturn:
+def run_task(folder: Path, duty: Duty) -> NoReturn:
     """Run one rank to its end, or until another task is lost. Raises SystemExit with the rank's exit code."""
     # These are Slurm's variables; world.py, which knows them too, would import torch.
     rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-    folder, asked = duty.folder, _Asked()
+    asked = _Asked()
     if rank == 0:
         attempt.begin(folder, attempt.mine() or 1)
         failure.forget(folder)
     kills = kills_by_kernel()
-    child, numbers = _start(duty, rank)
+    child, numbers = _start(folder, duty, rank)
     watched = Watched(
         rank, socket.gethostname(), child.pid, numbers, failure.log_path(folder, rank)
     )
@@ -77,7 +83,12 @@ def run_task(duty: Duty) -> NoReturn:
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
     with beside, _heartbeat(duty, rank, world_size, lookout) as heartbeat:
         lost = heartbeat.wait(
-            child.pid, until=lambda: _superseded(folder) or lookout.verdict(heartbeat.reports)
+            child.pid,
+            until=lambda: (
+                _superseded(folder)
+                or lookout.verdict(heartbeat.reports)
+                or (_not_started(folder, world_size) if rank == 0 else None)
+            ),
         )
         if lookout.hung:
             lookout.leave_stack(heartbeat)
@@ -100,20 +111,20 @@ def run_task(duty: Duty) -> NoReturn:
                 out_of_memory=kills_by_kernel() > kills,
             )
     if status == SAVED:
-        _leave_to_slurm(duty, rank, asked)
+        status = _leave_to_slurm(folder, duty, rank, asked)
     elif status != 0 and asked.to_end:
         _note_end(folder, rank)
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
-def _start(duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
-    """Start the rank in its own interpreter, because this one has submitit's signal handlers.
+def _start(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
+    """Start the rank in its own interpreter, because this one imports nothing of it.
 
     Returns it and the memory in which it says how far it is.
     """
-    command = [sys.executable, "-u", "-m", "zeroexp.cluster.task"]
-    command += [duty.rank_main, str(duty.folder), duty.device]
-    log = failure.log_path(duty.folder, rank)
+    command = [sys.executable, "-u", "-m", "zeroexp.cluster.child"]
+    command += [duty.rank_main, str(folder), duty.device]
+    log = failure.log_path(folder, rank)
     log.parent.mkdir(exist_ok=True)
     # These signals stay blocked until a rank that can stop early handles them.
     waiting = ASKS_TO_STOP if duty.max_requeues else ()
@@ -138,7 +149,13 @@ def _heartbeat(duty: Duty, rank: int, world_size: int, lookout: Lookout) -> Hear
 
     address = os.environ[HEARTBEAT_AT]
     return Heartbeat(
-        rank, world_size, address, duty.heartbeat_s, name_of=name_of, report=lookout.report
+        rank,
+        world_size,
+        address,
+        duty.heartbeat_s,
+        start_seconds=duty.start_s,
+        name_of=name_of,
+        report=lookout.report,
     )
 
 
@@ -160,51 +177,50 @@ def _superseded(folder: Path) -> str | None:
     return None
 
 
-def _leave_to_slurm(duty: Duty, rank: int, asked: _Asked) -> None:
-    """Stay until killed, see [Note: being asked to stop]; return if the job will not be requeued."""
+def _not_started(folder: Path, world_size: int) -> str | None:
+    """Return which task srun could not start, and why. Without this, its peers wait for it as long as it may take."""
+    errors = folder / "slurm" / f"{os.environ.get('SLURM_JOB_ID')}_batch.err"
+    if not errors.exists() or not (found := NOT_STARTED.search(errors.read_text(errors="replace"))):
+        return None
+    who = _name_of(int(found[1]), world_size)
+    return f"{who} did not start: {found[2]}, says srun. Does its node see {folder}?"
+
+
+def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:
+    """Return the exit code at the time limit; else stay until killed, see [Note: being asked to stop]."""
+    if asked.to_end:
+        if rank == 0:
+            attempt.end(folder, PREEMPTED if _is_preempted() else ENDED)
+        while True:
+            time.sleep(1)
     if rank == 0:
-        state, preempted = _in_slurm()
-        at_limit = state == "RUNNING" and not preempted and not asked.to_end
-        attempt.end(duty.folder, TIME_LIMIT if at_limit else PREEMPTED if preempted else ENDED)
-        if at_limit and (refusal := _requeue(duty.max_requeues)):
-            attempt.end(duty.folder, f"{TIME_LIMIT}; not requeued: {refusal}")
-            return
-    while True:
-        time.sleep(1)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if restarts >= duty.max_requeues:
+            refusal = f"it was {restarts} times (cluster.slurm.max_requeues={duty.max_requeues})"
+            attempt.end(folder, f"{TIME_LIMIT}; not requeued: {refusal}")
+        else:
+            attempt.end(folder, TIME_LIMIT)
+            (folder / "slurm" / WANTS_ANOTHER).touch()
+    return 0
 
 
 def _note_end(folder: Path, rank: int) -> None:
     """Record why Slurm ended the attempt, because Slurm forgets a preemption and its accounting never knows of it."""
     if rank == 0:
         with suppress(attempt.Superseded):
-            attempt.end(folder, PREEMPTED if _in_slurm()[1] else ENDED)
+            attempt.end(folder, PREEMPTED if _is_preempted() else ENDED)
     else:
         time.sleep(SECONDS_TO_NOTE)  # srun kills rank 0's task as soon as another has failed
 
 
-def _in_slurm() -> tuple[str, bool]:
-    """Return the state of this job, and whether it is being preempted."""
-    this = f"--jobs={os.environ['SLURM_JOB_ID']}"
-    told, _ = _ask("squeue", "--noheader", this, "--Format=State:|,PreemptTime:|")
-    state, _, preempted = told.strip().rstrip("|").partition("|")
-    return state, preempted not in ("", "N/A")
-
-
-def _requeue(most: int) -> str | None:
-    """Ask Slurm to requeue this job; return the reason if it will not."""
-    job_id, restarts = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    if restarts >= most:
-        return f"it was {restarts} times (cluster.slurm.max_requeues={most})"
-    return _ask("scontrol", "requeue", job_id)[1]
-
-
-def _ask(*command: str) -> tuple[str, str | None]:
-    """Run a command of Slurm; return its output, and its complaint if it fails. A container may lack the command."""
+def _is_preempted() -> bool:
+    """Ask Slurm whether this job is being preempted. In a container without squeue nobody knows."""
+    command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        told = subprocess.run([*command, "--Format=PreemptTime:20"], capture_output=True, text=True)
     except FileNotFoundError:
-        return "", f"there is no {command[0]} here"
-    return done.stdout, done.stderr.strip() or "refused" if done.returncode else None
+        return False
+    return told.stdout.strip() not in ("", "N/A")
 
 
 class _Asked:
@@ -227,12 +243,9 @@ class _Asked:
 
 
 def main() -> NoReturn:
-    """Run the child: `python -m zeroexp.cluster.task <module:function> <folder> <device>`."""
-    rank_main, folder, device = sys.argv[1:]
-    module, _, function = rank_main.partition(":")
-    run_and_leave(
-        lambda: getattr(importlib.import_module(module), function)(Path(folder), device=device)
-    )
+    """Run a task: `python -m zeroexp.cluster.task <folder>`."""
+    folder = Path(sys.argv[1])
+    run_task(folder, Duty(**json.loads((folder / DUTY).read_text())))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ attempt that is no longer the newest is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from zeroexp.tracking.json_files import read_json, with_room, write_through
 from zeroexp.tracking.out_of_memory import Shortage, gib, shortage
 
 FAILURE = "failure.json"
+MOST_CHARACTERS = 300  # of a line of a log
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -62,6 +62,8 @@ def write_died(
     """
     if status > 0:
         message = f"rank {rank} ended with exit code {status} without saying why"
+        if said := last_line(log_path(folder, rank)):
+            message = f"rank {rank} ended with exit code {status}; its log ends with: {said}"
         _write(folder, _cause(folder, rank, f"exit code {status}", message))
         return
     name = signal.Signals(-status).name
@@ -89,6 +91,15 @@ def write_hung(folder: Path, rank: int, host: str, message: str) -> None:
     """Record that a rank no longer advances, over what its peers met. The launcher calls this."""
     cause = _cause(folder, rank, "Hang", message)
     _write(folder, {**cause, "host": host}, over=True)
+
+
+def last_line(log: Path) -> str | None:
+    """Return the last line of a log that says something, cut to a readable length."""
+    try:
+        lines = log.read_text(errors="replace").split("\n")
+    except OSError:
+        return None
+    return next((line.strip()[:MOST_CHARACTERS] for line in reversed(lines) if line.strip()), None)
 
 
 def _of_memory(short: Shortage) -> dict[str, Any]:
@@ -121,6 +132,14 @@ def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
     if over:
         beside.replace(folder / FAILURE)
         return
-    with contextlib.suppress(FileExistsError):
+    try:
         os.link(beside, folder / FAILURE)  # fails if it exists, also between machines
-    beside.unlink()
+    except FileExistsError:
+        beside.unlink()
+    except OSError:  # a file system without hard links: the second of two writers at once may win
+        if (folder / FAILURE).exists():
+            beside.unlink()
+        else:
+            beside.replace(folder / FAILURE)
+    else:
+        beside.unlink()

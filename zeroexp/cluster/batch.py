@@ -1,0 +1,156 @@
+"""The batch file of one job: what it asks Slurm for, the environment of its ranks, and its end.
+
+    sbatch ──▶ batch file, on the first node ── srun ──▶ python -m zeroexp.cluster.task, on every node
+                                             ◀─ end ──   then: is the job to start again?
+
+[Note: the end] Only the batch file is certain to run outside of containers, where Slurm's commands are. So rank 0's
+task leaves a file when the ranks have saved because the time limit is near, and the batch file asks Slurm to start the
+job again. Both a requeued and a preempted job must not end before they are killed: Slurm would count them as ended.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from typing import Any
+
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.snapshot import take_snapshot
+from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
+from zeroexp.config import ClusterConfig
+from zeroexp.plan.place import Shape
+from zeroexp.tracking import attempt
+
+# Ports are derived from the job id, below the ports that systems assign themselves.
+NUM_PORTS = 10_000
+HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
+ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
+
+
+def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
+    """Return the text that sbatch is given; `name` is the job's."""
+    shape = Shape.of(job.config.world_size, config.slurm.ranks_per_node)
+    sections = {
+        "what the job takes": _directives(job, config, shape, name),
+        "what its ranks find": _exports(job, config),
+        "the site's own lines": _setup(config.slurm.setup),
+        "the ranks": [_srun(job, config)],
+        "the end": _end(job) if max_requeues(config) else ["exit $code"],
+    }
+    lines = [line for title, part in sections.items() for line in (f"# {title}", *part, "")]
+    return "\n".join(["#!/bin/bash", *lines])
+
+
+def max_requeues(config: ClusterConfig) -> int:
+    return config.slurm.max_requeues if config.requeue else 0
+
+
+def _directives(job: Job, config: ClusterConfig, shape: Shape, name: str) -> list[str]:
+    site, logs = config.slurm, job.folder.resolve() / "slurm"
+    asks: dict[str, Any] = {
+        "job-name": name,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.ranks_per_node,
+        "cpus-per-task": site.cpus_per_rank,
+        "gpus-per-node": shape.ranks_per_node if config.device == "cuda" else None,
+        "mem": None if site.memory_gb is None else f"{math.ceil(site.memory_gb * 1024)}M",
+        "time": math.ceil(config.timeout_s / 60),  # minutes
+        "partition": site.partition,
+        "account": site.account,
+        "qos": site.qos,
+        "constraint": site.constraint,
+        "dependency": "singleton" if site.max_running else None,
+        "signal": f"USR2@{site.save_s}",  # tasks ignore it if there is nothing to save
+        "requeue" if max_requeues(config) else "no-requeue": True,
+        "output": f"{logs}/%j_batch.out",
+        "error": f"{logs}/%j_batch.err",
+        "open-mode": "append",
+    }
+    own = {key.replace("_", "-"): value for key, value in site.sbatch.items()}
+    if own.keys() & ASKS_FOR_GPUS:
+        del asks["gpus-per-node"]
+    return [
+        f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
+        for key, value in {**asks, **own}.items()
+        if value is not None and value is not False
+    ]
+
+
+def _exports(job: Job, config: ClusterConfig) -> list[str]:
+    """Return shell lines that run once per attempt, on the first node, before srun."""
+    threads, folder = config.threads_per_rank, job.folder.resolve()
+    snapshot = str(take_snapshot(folder.parent))
+    exports = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
+        # Without this, `python -m` finds the edited tree before the snapshot.
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": 1,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    hosts = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST")"'
+    restarts = "${SLURM_RESTART_COUNT:-0}"
+    number = f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))"
+    lines = [
+        "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+        *(f"export {key}={shlex.quote(str(value))}" for key, value in exports.items()),
+        f"export {HOSTS}={hosts}",
+        f"first_node=${{{HOSTS}%%[[:space:]]*}}",
+        f"export ZEROEXP_RENDEZVOUS=tcp://$first_node:{_port(RENDEZVOUS_PORT)}",
+        f"export {HEARTBEAT_AT}=$first_node:{_port(HEARTBEAT_PORT)}",
+        number,
+    ]
+    if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
+        more = f"[ {restarts} -lt {most} ]"
+        lines.append(f"{more} || scontrol update JobId=$SLURM_JOB_ID Requeue=0")
+    return lines
+
+
+def _port(first: int) -> str:
+    """Return shell arithmetic for a port; jobs that share a node get different ports."""
+    return f"$(({first} + SLURM_JOB_ID % {NUM_PORTS}))"
+
+
+def _setup(lines: list[str]) -> list[str]:
+    """Return the site's lines; one that fails ends the job with a line that names it."""
+    if not lines:
+        return []
+    words = "zeroexp: cluster.slurm.setup: exit code $? of: $BASH_COMMAND"
+    return [f"trap 'echo \"{words}\" >&2; exit 1' ERR", *lines, "trap - ERR"]
+
+
+def _srun(job: Job, config: ClusterConfig) -> str:
+    """Return the line that starts the ranks.
+
+    srun no longer takes the number of CPUs from the job since Slurm 22.05: without it, binding to cores gives each rank
+    one core, however many threads it has. The ranks use no MPI, whatever the site's default is.
+    """
+    folder, site = job.folder.resolve(), config.slurm
+    srun = ["srun", "--unbuffered", "--kill-on-bad-exit=1", f"--cpus-per-task={site.cpus_per_rank}"]
+    srun += ["--mpi=none", f"--output={folder}/slurm/%j_%t_log.out"]
+    srun += [f"--error={folder}/slurm/%j_%t_log.err", *site.srun]
+    python = site.python or shlex.quote(sys.executable)
+    return f"{shlex.join(srun)} {python} -u -m zeroexp.cluster.task {shlex.quote(str(folder))}; code=$?"
+
+
+def _end(job: Job) -> list[str]:
+    """Return shell lines that start the job again if its ranks want it, see [Note: the end]."""
+    slurm = shlex.quote(str(job.folder.resolve() / "slurm"))
+    preempted = "squeue --noheader --jobs=$SLURM_JOB_ID --Format=PreemptTime:20 | grep -q '[0-9]'"
+    return [
+        f"asked={slurm}/{WANTS_ANOTHER}",
+        f"ended={slurm}/ended${attempt.NUMBER}",
+        "wait_to_be_killed() { while sleep 60; do :; done; }",
+        'if [ -e "$asked" ]; then',
+        '    rm "$asked"',
+        f"    if {preempted}; then",
+        f'        echo {shlex.quote(PREEMPTED)} > "$ended"; wait_to_be_killed',
+        "    fi",
+        '    words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && wait_to_be_killed',
+        f'    echo "{TIME_LIMIT}; not requeued: $words" > "$ended"',
+        "fi",
+        "exit $code",
+    ]
