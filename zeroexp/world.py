@@ -68,7 +68,9 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     A single rank without either uses a store in its own memory.
     """
     place = place_from_environment(os.environ)
-    own_device = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
+    own_device = torch.device("cpu")
+    if device == "cuda":
+        own_device = torch.device("cuda", device_index(place.local_rank, torch.cuda.device_count()))
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     backend = "nccl" if own_device.type == "cuda" else "gloo"
@@ -84,6 +86,11 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
         **meeting,  # pyright: ignore[reportArgumentType]
     )
     return World(place.rank, place.size, own_device, backend, timeout_seconds)
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Return which of the visible devices is this rank's: the only one, where a site shows each rank no more."""
+    return 0 if num_visible == 1 else local_rank
 
 
 def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> World:

@@ -98,6 +98,16 @@ def note_gpus(folder: Path, *, device: str) -> None:
     write_json(folder / "summary.json", given)
 
 
+def note_place(folder: Path, *, device: str) -> None:
+    """Where it may run, and what it inherited of Slurm's variables."""
+    rank = _note(folder)
+    found = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    place = {"cpus": sorted(os.sched_getaffinity(0)), "variables": found}
+    place["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+    write_json(folder / f"place{rank}.json", place)
+    write_json(folder / "summary.json", {"num_steps": 0})
+
+
 def raise_on_rank_1(folder: Path, *, device: str) -> None:
     """The other hangs, deaf to SIGTERM."""
     if _note(folder) == 1:

@@ -20,7 +20,7 @@ from tests.mlflow_server import MlflowServer
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import slurm_id
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.slurm import NO_GPUS
+from zeroexp.cluster.submit import NO_GPUS
 from zeroexp.tracking.files import read_json, read_records
 
 pytestmark = [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import Shape, SlurmCluster
 from zeroexp.cluster.slurm_state import Sighting, conclude, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
-from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
+from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
@@ -60,7 +61,7 @@ def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
     """Its peers had not reached it yet; the lines are what srun of Slurm 22 printed of a killed task."""
     job = make_job(tmp_path)
     (job.folder / "slurm").mkdir()
-    (job.folder / "slurm" / "13_0_log.err").write_text(
+    (job.folder / "slurm" / "13_batch.err").write_text(
         "srun: error: node1: task 0: Killed\n"
         "srun: launch/slurm: _step_signal: Terminating StepId=13.0\n"
         "srun: error: node3: task 2: Exited with exit code 143\n"
@@ -198,9 +199,6 @@ def test_the_same_code_is_copied_once_and_changed_code_again(
     assert len(list((tmp_path / "sweep" / ".code").iterdir())) == 2
 
 
-RUN_TASK = "from pathlib import Path; from zeroexp.cluster.task import *; run_task(Duty({}))"
-
-
 def test_a_task_costs_its_rank_next_to_nothing() -> None:
     """It waits beside every rank, while that is measured."""
     imports = (
@@ -235,6 +233,7 @@ def test_a_rank_that_can_not_start_leaves_its_traceback(tmp_path: Path) -> None:
     found = Job(tmp_path).failure
     assert found is not None
     assert "no_such_function" in Path(found["log"]).read_text()
+    assert "exit code 1; its log ends with: AttributeError: " in found["message"]
 
 
 def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
@@ -253,8 +252,9 @@ def test_a_task_that_slurm_ends_blames_nobody(tmp_path: Path) -> None:
 
 
 def task(folder: Path, main: str) -> list[str]:
-    arguments = f"Path({str(folder)!r}), 'tests.cluster.light_ranks:{main}', 'cpu', 30"
-    return [sys.executable, "-c", RUN_TASK.format(arguments)]
+    (folder / "slurm").mkdir()
+    write_json(folder / DUTY, asdict(Duty(f"tests.cluster.light_ranks:{main}", "cpu", 30)))
+    return [sys.executable, "-m", "zeroexp.cluster.task", str(folder)]
 
 
 def slurm_task(rank: int) -> dict[str, str]:

@@ -118,7 +118,7 @@ def _setup(lines: list[str]) -> list[str]:
     """Return the site's lines; one that fails ends the job with a line that names it."""
     if not lines:
         return []
-    words = "zeroexp: cluster.slurm.setup: exit code $? of: $BASH_COMMAND"
+    words = 'zeroexp: cluster.slurm.setup: exit code $? of: $(sed -n "${LINENO}p" "$0")'
     return [f"trap 'echo \"{words}\" >&2; exit 1' ERR", *lines, "trap - ERR"]
 
 

@@ -20,9 +20,8 @@ from zeroexp.config import ClusterConfig
 from zeroexp.plan.place import Shape
 from zeroexp.tracking.files import write_json
 
-RANKS_THAT_START_TOGETHER = (
-    256  # as many more ranks read the same files: cluster.start_s is given them once more
-)
+# As many more ranks read the same files, so that cluster.start_s is given them once more.
+RANKS_THAT_START_TOGETHER = 256
 
 
 class SlurmCluster:

@@ -1,0 +1,214 @@
+"""What sites do to a job: CPUs that are bound, GPUs one by one, nodes without the folder, lines of theirs that fail.
+
+A real Slurm whose nodes are as large as this machine, since tasks are bound to its CPUs. All jobs run at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.minicluster import Minicluster, why_not
+from zeroexp.cluster.follow import follow, refresh, slurm_id
+from zeroexp.cluster.heartbeat import START_SECONDS
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm import SlurmCluster
+from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.report.progress import Progress
+from zeroexp.tracking.json_files import read_json
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="binding needs two CPUs"),
+]
+
+ROOT = Path(__file__).parents[2]
+CPUS = sorted(os.sched_getaffinity(0))[:2]
+NODES_THAT_SEE, BLIND = "node[1-2]", "node3"
+# Of an interactive step with one CPU, in which the sweep is started.
+OF_AN_INTERACTIVE_STEP = {
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPU_BIND_LIST": "0x1",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND_VERBOSE": "quiet",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+}
+SBATCH = """#!/bin/sh
+{real} "$@" || exit
+{then}
+"""
+TIMES_OUT = 'echo "sbatch: error: Batch job submission failed: Socket timed out" >&2; exit 1'
+
+
+@dataclass
+class Fault:
+    main: str = "note_place"
+    world_size: int = 1
+    ranks_per_node: int = 1
+    device: str = "cpu"
+    nodes: str = NODES_THAT_SEE
+    cpus: int = 1
+    site: dict[str, object] = field(default_factory=dict[str, object])
+    sbatch: str | None = None  # what sbatch does after it has queued the job
+
+
+FAULTS = {
+    "bound": Fault(cpus=2, site={"srun": ["--cpu-bind=cores"]}),
+    "one_gpu_each": Fault(
+        world_size=2, ranks_per_node=2, device="cuda", site={"sbatch": {"gpus-per-task": 1}}
+    ),
+    "only_gres": Fault(
+        world_size=2, ranks_per_node=2, device="cuda", site={"sbatch": {"gres": "gpu:2"}}
+    ),
+    "setup_fails": Fault(site={"setup": ["module() { return 3; }", "module load CUDA/99"]}),
+    "blind_batch": Fault(nodes=BLIND),
+    "blind_peer": Fault("hang", world_size=2, nodes=f"node2,{BLIND}"),
+    "rank_imports_in_vain": Fault("no_such_function"),
+    "task_imports_in_vain": Fault(site={"python": f"{sys.executable} -I -S"}),
+    "sbatch_times_out": Fault(sbatch=TIMES_OUT),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Minicluster]:
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    flags = ("--nodes=3", "--cpus=2", "--gpus=2", "--bind")
+    with Minicluster(folder, *flags) as started, pytest.MonkeyPatch.context() as m:
+        m.setenv("SLURM_CONF", started.environment["SLURM_CONF"])
+        m.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        for name, value in OF_AN_INTERACTIVE_STEP.items():
+            m.setenv(name, value)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    sweep = tmp_path_factory.mktemp("sweep")
+    pid = (cluster.folder / "pids" / BLIND).read_text().split()[0]
+    hide = ["nsenter", "--target", pid, "--mount", "mount", "-t", "tmpfs", "none", str(sweep)]
+    subprocess.run(hide, check=True)
+    jobs = {name: submit(sweep / name, fault) for name, fault in FAULTS.items()}
+    with Progress(len(jobs), io.StringIO()) as progress:
+        numbered = dict(enumerate(jobs.values(), start=1))
+        follow(numbered, progress, on_step=lambda job: None, on_end=lambda job: None)
+    return jobs
+
+
+def make_job(folder: Path, fault: Fault) -> Job:
+    site = SlurmConfig(ranks_per_node=fault.ranks_per_node, cpus_per_rank=fault.cpus)
+    for key, value in fault.site.items():
+        setattr(site, key, value)
+    site.sbatch = {"exclude": BLIND, **site.sbatch}
+    if fault.nodes != NODES_THAT_SEE:
+        site.sbatch = {"nodelist": fault.nodes, "overcommit": True}
+    cluster = ClusterConfig(kind="slurm", device=fault.device, heartbeat_s=6, slurm=site)
+    folder.mkdir()
+    save(Config(world_size=fault.world_size, cluster=cluster), folder / "config.yaml")
+    return Job(folder)
+
+
+def submit(folder: Path, fault: Fault) -> Job:
+    job = make_job(folder, fault)
+    job.enter("pending")
+    with pytest.MonkeyPatch.context() as m:
+        if fault.sbatch:
+            m.setenv("PATH", f"{faulty_sbatch(folder, fault.sbatch)}:{os.environ['PATH']}")
+        main = f"tests.cluster.light_ranks:{fault.main}"
+        SlurmCluster(job.config.cluster, rank_main=main).submit(job)
+    return job
+
+
+def faulty_sbatch(folder: Path, then: str) -> Path:
+    """A folder for the PATH; its sbatch hands the job to the real one, and then behaves as told."""
+    real = subprocess.run(["which", "sbatch"], capture_output=True, text=True).stdout.strip()
+    script = folder / "bin" / "sbatch"
+    script.parent.mkdir()
+    script.write_text(SBATCH.format(real=real, then=then))
+    script.chmod(0o755)
+    return script.parent
+
+
+def place(job: Job, rank: int = 0) -> dict[str, object]:
+    assert job.state["status"] == "done", job.state
+    found = read_json(job.folder / f"place{rank}.json")
+    assert found is not None
+    return found
+
+
+def test_a_bound_rank_has_all_the_cpus_it_asked_for(ended: dict[str, Job]) -> None:
+    """srun alone would give it one, since it does not take their number from the job; and the step's mask one too."""
+    assert place(ended["bound"])["cpus"] == CPUS
+
+
+def test_nothing_of_an_interactive_step_reaches_the_job(ended: dict[str, Job]) -> None:
+    inherited = place(ended["bound"])["variables"]
+    assert isinstance(inherited, dict)
+    assert inherited["SLURM_JOB_ID"] == slurm_id(ended["bound"])
+    assert "SLURM_MEM_PER_CPU" not in inherited
+    assert inherited["SLURM_STEP_NUM_TASKS"] == "1" != inherited.get("SLURM_CPU_BIND_LIST")
+
+
+def test_gpus_may_be_given_task_by_task(ended: dict[str, Job]) -> None:
+    gpus = [place(ended["one_gpu_each"], rank)["gpus"] for rank in (0, 1)]
+    assert sorted(map(str, gpus)) == ["0", "1"]
+
+
+def test_a_site_may_know_gres_alone(ended: dict[str, Job]) -> None:
+    assert [place(ended["only_gres"], rank)["gpus"] for rank in (0, 1)] == ["0,1"] * 2
+
+
+REASONS = {
+    "setup_fails": "cluster.slurm.setup: exit code 3 of: module load CUDA/99 (",
+    "blind_batch": f"{BLIND} could not open ",
+    "blind_peer": f"TaskLost: rank 1 on {BLIND} did not start: Slurmd could not connect IO, says srun. Does",
+    "rank_imports_in_vain": "has no attribute 'no_such_function'",
+    "task_imports_in_vain": "No module named 'zeroexp'",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_a_node_lacks_is_told(ended: dict[str, Job], name: str) -> None:
+    state = ended[name].state
+    assert state["status"] == "failed"
+    assert REASONS[name] in state["reason"]
+
+
+def test_a_peer_that_srun_can_not_start_is_not_waited_for(ended: dict[str, Job]) -> None:
+    state = ended["blind_peer"].state
+    assert state["failed_at"] - state["running_at"] < START_SECONDS
+
+
+def test_a_job_is_found_when_sbatch_does_not_say_that_it_took_it(ended: dict[str, Job]) -> None:
+    job = ended["sbatch_times_out"]
+    assert job.state["status"] == "done" and slurm_id(job) is not None
+
+
+def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
+    cluster: Minicluster, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path / "run", Fault())
+    job.enter("pending")
+    path = f"{faulty_sbatch(tmp_path, 'kill -9 $PPID')}:{os.environ['PATH']}"
+    program = "import sys; from pathlib import Path; from zeroexp.cluster.job import Job; "
+    program += "from zeroexp.cluster.slurm import SlurmCluster; job = Job(Path(sys.argv[1])); "
+    program += "SlurmCluster(job.config.cluster, rank_main=sys.argv[2]).submit(job)"
+    words = [sys.executable, "-c", program, str(job.folder), "tests.cluster.light_ranks:note_place"]
+    killed = subprocess.run(words, env={**os.environ, "PATH": path})
+    assert (killed.returncode, slurm_id(job)) == (-signal.SIGKILL, None)
+    refresh([job])
+    assert slurm_id(job) is not None
+    with Progress(1, io.StringIO()) as progress:
+        follow({1: job}, progress, on_step=lambda job: None, on_end=lambda job: None)
+    assert place(job)["cpus"]

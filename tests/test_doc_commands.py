@@ -1,0 +1,172 @@
+"""Every command of every page is taken by the program that it names, words and quotes as a shell reads them.
+
+What would train goes as far as the batch files of its points: `cluster.dry_run=true` composes, checks and prints. What
+reads a sweep reads one that has been trained for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.warm import Warm
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = [
+    "docs/slurm.md",
+    "slurm/site.example/cluster/mysite.yaml",
+]  # of the other pages: make test-all
+PAGES = [*QUICK, "README.md", "CONTRIBUTING.md"]
+PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "slurm.md")
+MODULES = ("zeroexp", "zeroexp.export", "zeroexp.report", "zeroexp.sync", "zeroexp.watch")
+COMMAND = re.compile(
+    r"^(?:    |#   )(python -m zeroexp.*)|`(python -m zeroexp[^`]*)`", re.MULTILINE
+)
+SETTING = re.compile(r"`('?\+?(?:cluster|checkpoint|outputs|tracking|data|resume)[\w.]*=[^`]*)`")
+FOR_A_PLACE = {
+    "<sweep>": "compare",
+    "<run>": "run",
+    " ... ": " ",
+    "/scratch/$USER": "scratch/$USER",
+    "=N": "=10",
+    "=K": "=1",
+    "<folder>": "outputs/compare/run",
+}
+TINY = ["model=tiny", "data=synthetic"]
+# Words that name a checkpoint or weights need the model that was saved.
+SAVED = ("resume=", "model.weights=")
+ELSEWHERE = {
+    "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
+    "data=yelp": "it asks the network for the data",
+}
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every command of ours, with its continuation lines."""
+    found: dict[tuple[str, str], None] = {}
+    for page in PAGES:
+        text = re.sub(r"\\\n +", "", (ROOT / page).read_text())
+        for match in COMMAND.finditer(text):
+            found[page, " ".join((match[1] or match[2]).split("\n"))] = None
+    return list(found)
+
+
+def settings() -> list[tuple[str, str]]:
+    """(page, one command) of all settings of a page that stand by themselves between backticks."""
+    by_page = {page: SETTING.findall((ROOT / page).read_text()) for page in PAGES}
+    first = {
+        page: {word.partition("=")[0]: word for word in words} for page, words in by_page.items()
+    }
+    return [
+        (page, " ".join(["python -m zeroexp", *words.values()]))
+        for page, words in first.items()
+        if words
+    ]
+
+
+def marked(page: str, command: str) -> object:
+    marks = [] if page in QUICK else [pytest.mark.slow]
+    return pytest.param(command, marks=marks, id=f"{Path(page).name}: {command}"[:90])
+
+
+CASES = [marked(page, command) for page, command in dict.fromkeys([*commands(), *settings()])]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home with the example of a site under the name that it is given, and a sweep that has been trained."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "slurm").symlink_to(ROOT / "slurm")
+    shutil.copy(ROOT / "README.md", folder)
+    (folder / "docs").mkdir()
+    example = (ROOT / QUICK[1]).read_text()
+    (make_site,) = re.findall(r"^#   (cp -r .*)$", example, re.MULTILINE)
+    subprocess.run(["bash", "-c", make_site], cwd=folder, env=environment(folder), check=True)
+    shutil.copy(folder / "site/cluster/juwels.yaml", folder / "site/cluster/mysite.yaml")
+    words = [*TINY, "study.name=compare", "cluster.device=cpu", "world_size=1", "train.steps=10"]
+    run(folder, "zeroexp", [*words, "tracking=files", "checkpoint.every=10"])
+    (trained,) = (folder / "outputs/compare").glob("zero3*")
+    trained.rename(trained.with_name("run"))
+    run(folder, "zeroexp.export", ["outputs/compare/run", "--to", "DIR"])
+    yield folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "HOME": str(folder), "USER": "me", "PYTHONPATH": paths}
+
+
+def run(folder: Path, module: str, words: list[str]) -> str:
+    done = Warm([sys.executable, "-m", module, *words], cwd=folder, env=environment(folder))
+    output, errors = done.communicate()
+    assert done.returncode == 0, f"{module} {words}: {errors}"
+    return output
+
+
+def words_of(command: str, folder: Path) -> list[str]:
+    """What a shell makes of the command, once its placeholders have a value."""
+    for name, value in FOR_A_PLACE.items():
+        command = command.replace(name, value)
+    printed = command.replace("python", "printf '%s\\0'", 1)
+    shell = ["bash", "-c", printed]
+    done = subprocess.run(
+        shell, env=environment(folder), capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")[1:-1]
+
+
+def as_a_dry_run(words: list[str]) -> list[str]:
+    """The words of `python -m zeroexp`, so that no rank starts; a cluster that is Slurm's stays."""
+    kept = [word for word in words if word not in ("cluster=local", "cluster.requeue=false")]
+    if not any(word.startswith("cluster=") for word in kept):
+        kept.append("cluster=slurm")
+    if not any(word.startswith(("cluster.device=", "--config-dir")) for word in kept):
+        kept.append("cluster.device=cpu")
+    if any(word.startswith(SAVED) for word in kept):
+        kept += TINY
+    if not any(word.startswith("tracking.") for word in kept):
+        kept.append("tracking=files")
+    if not any(word.startswith(("outputs=", "resume=")) for word in kept):
+        kept.append("outputs=dry")  # the sweep that was trained stays the newest
+    return [*kept, "cluster.dry_run=true"]
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_command_of_a_page_is_taken(place: Path, command: str) -> None:
+    if known := next((reason for word, reason in ELSEWHERE.items() if word in command), None):
+        pytest.skip(known)
+    module, *words = words_of(command, place)
+    if module != "zeroexp" or "--rerun" in words or "--cfg" in words:
+        reads_a_sweep(place, module, words)
+    else:
+        output = run(place, module, as_a_dry_run(words))
+        assert "#SBATCH --nodes=" in output
+
+
+def reads_a_sweep(place: Path, module: str, words: list[str]) -> None:
+    if module == "zeroexp.export":  # it writes over nothing
+        shutil.rmtree(place / "outputs/compare/run/exported", ignore_errors=True)
+        shutil.rmtree(place / "DIR" if "DIR" in words else place / "nothing", ignore_errors=True)
+    command = [sys.executable, "-m", module, *words]
+    done = Warm(command, cwd=place, env=environment(place))
+    _, errors = done.communicate()
+    nothing_failed = "nothing there has failed" in errors and "--rerun" in words
+    assert done.returncode == (2 if nothing_failed else 0), errors
+
+
+def test_commands_are_found() -> None:
+    found = commands()
+    assert len(found) > 30
+    ours = dict(settings())["docs/slurm.md"]
+    assert all(f" {key}=" in ours for key in ("cluster.device", "outputs", "'cluster.slurm.srun"))
+    modules = {command.split()[2] for _, command in found}
+    assert modules <= {*MODULES}
+    assert all(find_spec(module) for module in modules)
