@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zeroexp import output
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.queue import HeldJobs, Queue, is_held
 from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.uploads import Uploads
@@ -24,6 +27,7 @@ from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.sync import open_uploads, sync
+from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_run
 
 FINE = ("done", "skipped", *UNFINISHED)
@@ -86,13 +90,30 @@ def watch(arguments: argparse.Namespace) -> int:
 def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
     waiting = set(unfinished(jobs).values())
     numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
-    with Progress(len(jobs)) as progress:
+    with Progress(len(jobs)) as progress, submitter_of(jobs) as held:
         follow(
             numbered,
             progress,
             on_step=lambda job: uploads.look(job.folder) if uploads else None,
             on_end=lambda job: uploads.send(job.folder) if uploads else None,
+            held=HeldJobs(held, Queue()),
         )
+
+
+@contextmanager
+def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
+    """Become the process that submits the held jobs, and return them; none if the sweep's own process still does."""
+    held = {n: job for n, job in enumerate(jobs, start=1) if is_held(job)}
+    sweep = jobs[0].folder.parent
+    try:
+        if held:
+            owner.take(sweep)
+    except ConfigError:
+        held = {}
+    try:
+        yield held
+    finally:
+        owner.release(sweep)
 
 
 def jobs_of(sweep: Path) -> list[Job]:

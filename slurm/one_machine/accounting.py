@@ -32,7 +32,8 @@ def start_accounting(folder: Path, dbd_port: int, sql_port: int) -> None:
     start_daemon(folder, ["slurmdbd", "-D"], "slurmdbd")
     show = ("sacctmgr", "--noheader", "show", "cluster")
     wait_until(lambda: run_client(folder, *show).returncode == 0, "slurmdbd answers")
-    require_client(folder, "sacctmgr", "--immediate", "add", "cluster", "minicluster")
+    for what in (("cluster", "minicluster"), ("account", "all"), ("user", "root", "account=all")):
+        require_client(folder, "sacctmgr", "--immediate", "add", *what)
 
 
 def write_accounting_configuration(folder: Path, dbd_port: int, sql_port: int) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .network import HOST, address
 from .processes import ClusterError
 
 PORTS = range(30_000, 32_000)
@@ -16,7 +17,7 @@ REMEMBERS_SECONDS = 10  # squeue an ended job, where sacct goes on; without acco
 
 SLURM_CONF = """\
 ClusterName=minicluster
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={ctld_port}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -56,6 +57,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 
 # munged's second door: without AccountingStoragePass the clients of slurmdbd look for the system's socket.
 ACCOUNTING = """\
+AccountingStorageEnforce=limits
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={dbd_port}
@@ -70,11 +72,18 @@ class Shape:
     nodes: int
     cpus: int  # of one node
     gpus: int  # of one node; names of /dev/null, so that Slurm has something to hand out
+    network: (
+        int | None
+    )  # the number of its bridge, see network.py; None: all nodes share this machine's network
     binds: bool  # tasks to the CPUs of this machine that they are given, which a node then cannot invent
 
     @property
     def node_names(self) -> list[str]:
         return [f"node{index}" for index in range(1, self.nodes + 1)]
+
+    def address_of(self, index: int) -> str:
+        """Of a node from 1 on, or of this machine (HOST)."""
+        return "127.0.0.1" if self.network is None else address(self.network, index)
 
 
 def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> None:
@@ -82,6 +91,7 @@ def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> Non
     ctld_port, *node_ports = free_ports(1 + shape.nodes)
     text = SLURM_CONF.format(
         host=socket.gethostname().partition(".")[0],
+        address=shape.address_of(HOST),
         ctld_port=ctld_port,
         folder=folder,
         task_plugin="task/affinity" if shape.binds else "task/none",
@@ -94,18 +104,20 @@ def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> Non
         for index in range(shape.gpus):
             (folder / f"gpu{index}").symlink_to("/dev/null")
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{shape.gpus - 1}]\n")
-    text += "".join(
-        node_line(shape, *each) for each in zip(shape.node_names, node_ports, strict=True)
-    )
+    text += "".join(node_line(shape, index, port) for index, port in enumerate(node_ports, start=1))
     (folder / "slurm.conf").write_text(text)
-    hosts = "".join(f"127.0.0.1 {name}\n" for name in shape.node_names)
+    hosts = "".join(
+        f"{shape.address_of(index)} {name}\n"
+        for index, name in enumerate(shape.node_names, start=1)
+    )
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "\n" + hosts)
 
 
-def node_line(shape: Shape, name: str, port: int) -> str:
+def node_line(shape: Shape, index: int, port: int) -> str:
     gpus = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
     resources = f"CPUs={shape.cpus} RealMemory={memory_mib()}{gpus}"
-    return f"NodeName={name} NodeAddr=127.0.0.1 Port={port} {resources} State=UNKNOWN\n"
+    name, place = shape.node_names[index - 1], shape.address_of(index)
+    return f"NodeName={name} NodeAddr={place} Port={port} {resources} State=UNKNOWN\n"
 
 
 def free_ports(count: int) -> list[int]:

@@ -51,7 +51,9 @@ def start_slurmd(folder: Path, node: str) -> None:
     slurmd = f"exec {find_program('slurmd')} -D -N {node}"
     inside = f"hostname {node} && mount --bind '{folder}/hosts' /etc/hosts && {slurmd}"
     unshare = ["unshare", "--mount", f"--uts={namespace}", "--propagation", "private"]
-    start_daemon(folder, [*unshare, "sh", "-c", inside], node)
+    network = folder / "networks" / node
+    enter = ["nsenter", f"--net={network}"] if network.exists() else []
+    start_daemon(folder, [*enter, *unshare, "sh", "-c", inside], node)
 
 
 def run_client(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

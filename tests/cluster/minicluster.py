@@ -34,6 +34,16 @@ def why_no_accounting() -> str | None:
     return None
 
 
+def why_no_networks() -> str | None:
+    """Why `--namespaces` can not be had here; None if it can."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    if shutil.which("ip", path=path) is None:
+        return "ip is not installed: apt-get install iproute2"
+    probe = ["unshare", "--net", "sh", "-c", "ip link add x type bridge && ip link add y type veth"]
+    made = subprocess.run(probe, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    return "this kernel has no bridges or veths" if made.returncode else None
+
+
 class Minicluster:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self.flags = folder, flags

@@ -32,6 +32,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
 from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.queue import HeldJobs, Queue, is_held, stop
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ClusterConfig, Config, ConfigError, SlurmConfig, save
@@ -40,6 +41,7 @@ from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_json, read_records
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.watch import submitter_of
 
 pytestmark = [
     pytest.mark.slurm,
@@ -527,6 +529,58 @@ def test_cancel_ends_what_runs_and_what_waits(cluster: Minicluster, tmp_path: Pa
 
 
 # ---- what accounting knows
+
+
+@pytest.fixture
+def one_job_at_a_time(cluster: Minicluster, ended: dict[str, Ended]) -> Iterator[None]:
+    """Slurm takes one job of this user at a time, and refuses others until it has ended."""
+
+    def limit(jobs: int) -> None:
+        change = ("modify", "user", "root", "set", f"MaxSubmitJobs={jobs}")
+        cluster.run("sacctmgr", "--immediate", *change)
+
+    limit(1)
+    yield
+    limit(-1)
+
+
+@pytest.mark.skipif(not ACCOUNTING, reason=str(why_no_accounting()))
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "leave"])
+def test_points_that_slurm_takes_later_are_held(
+    cluster: Minicluster, one_job_at_a_time: None, tmp_path: Path, wait: bool
+) -> None:
+    site = SlurmConfig(ranks_per_node=1, cpus_per_rank=1, sbatch={"exclude": CRASHED})
+    config = ClusterConfig(kind="slurm", device="cpu", wait=wait, slurm=site)
+    main = "tests.cluster.light_ranks:note_place"
+    queue = Queue()
+    queue._clusters[repr(config)] = SlurmCluster(config, rank_main=main)
+    jobs = {number: held_job(tmp_path / str(number), config) for number in (1, 2, 3)}
+    for job in jobs.values():
+        queue.submit(job)
+    first, *others = jobs.values()
+    assert slurm_id(first) and all(is_held(job) and not slurm_id(job) for job in others)
+    assert "MaxSubmit" in others[0].state["reason"], others[0].state
+    told = io.StringIO()
+    with Progress(len(jobs), told) as progress:
+        queue.follow(jobs, progress, on_step=ignore, on_end=ignore)
+    assert "2 points are held, since Slurm takes no more now: " in told.getvalue()
+    if not wait:
+        stop(jobs.values())
+        assert [job.state["status"] for job in others] == ["pending", "pending"], "for watch"
+        with Progress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
+            assert list(held.values()) == others
+            later = HeldJobs(held, queue)
+            follow({1: first}, progress, on_step=ignore, on_end=ignore, held=later)
+    assert [job.state["status"] for job in jobs.values()] == ["done"] * 3
+    assert not any(is_held(job) for job in jobs.values())
+
+
+def held_job(folder: Path, config: ClusterConfig) -> Job:
+    folder.mkdir()
+    save(Config(world_size=1, cluster=config), folder / "config.yaml")
+    job = Job(folder)
+    job.enter("pending")
+    return job
 
 
 WORDS = {

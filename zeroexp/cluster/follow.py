@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
@@ -18,6 +19,7 @@ from zeroexp.tracking.run import SLURM, UNFINISHED, settled
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
+RETRY_SECONDS = 60.0  # between two submissions of a job that Slurm does not take yet
 SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
 
 
@@ -69,11 +71,24 @@ def follow(
     *,
     on_step: Callable[[Job], None],
     on_end: Callable[[Job], None],
+    held: Held | None = None,
 ) -> None:
-    """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run."""
+    """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run.
+
+    held: jobs that Slurm does not take yet. They are tried again whenever one has ended, and every RETRY_SECONDS.
+    """
     followed = [_Followed(number, job, progress, on_step) for number, job in jobs.items()]
-    pause, silent = FIRST_PAUSE_SECONDS, False
-    while followed:
+    pause, silent, retry = FIRST_PAUSE_SECONDS, False, time.monotonic()
+    while followed or held:
+        if held and time.monotonic() >= retry:
+            taken = held.submit()
+            for number, job in taken.items():
+                if slurm_id(job) is not None:
+                    followed.append(_Followed(number, job, progress, on_step))
+                else:  # refused for good
+                    progress.end(number, job.state["status"], job.state["reason"], job.name)
+                    on_end(job)
+            retry = time.monotonic() + RETRY_SECONDS
         try:
             seen = slurm_state.look(each.job_id for each in followed)
         except SlurmSilent as error:
@@ -89,8 +104,18 @@ def follow(
             for each in ended:
                 followed.remove(each)
                 on_end(each.job)
+                retry = time.monotonic()
         _show_steps(followed, pause)
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
+
+
+class Held(Protocol):
+    """Jobs that Slurm would not take yet; false once there are none."""
+
+    def __bool__(self) -> bool: ...
+    def submit(self) -> Mapping[int, Job]:
+        """Submit as many as Slurm takes now and return those, by their numbers."""
+        ...
 
 
 class _Followed:
@@ -155,7 +180,7 @@ def _note_nodes(job: Job, node_list: str) -> None:
 def _show_steps(followed: list[_Followed], seconds: float) -> None:
     """Show new steps for this many seconds; reading our files, unlike a query to Slurm, burdens no other user."""
     deadline = time.monotonic() + seconds
-    while followed and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         for each in followed:
             each.show_steps()
         time.sleep(SECONDS_BETWEEN_LOOKS)

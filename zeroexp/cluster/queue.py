@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from zeroexp.cluster.follow import cancel, follow, slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
-from zeroexp.tracking.run import UNFINISHED
+from zeroexp.tracking.files import write_json
+from zeroexp.tracking.run import HELD, UNFINISHED
 
 if TYPE_CHECKING:
     from zeroexp.cluster.slurm import SlurmCluster
@@ -20,17 +21,29 @@ STOPPED = "the sweep was stopped"
 class Queue:
     def __init__(self) -> None:
         self._clusters: dict[str, SlurmCluster] = {}
+        self._full = False  # Slurm has refused a point for now, and so do we those behind it
 
     def submit(self, job: Job) -> None:
-        """Submit a point to Slurm; a refused one counts as failed, and a dry run is printed and skipped."""
+        """Submit a point to Slurm; a refused one counts as failed, and a dry run is printed and skipped.
+
+        One that Slurm takes later, and those behind it, are held: pending, with a file that says so.
+        """
         config = job.config.cluster
         cluster = self._cluster(job)
         if config.dry_run:
             print(cluster.script(job))
             job.enter("skipped", "cluster.dry_run=true")
             return
+        from zeroexp.cluster.submit import Later
+
         try:
+            if self._full:
+                raise Later("points before it are held")
             cluster.submit(job)
+            (job.folder / HELD).unlink(missing_ok=True)
+        except Later as later:
+            self._full = True
+            hold(job, str(later))
         except ConfigError as error:
             job.enter("failed", str(error))
 
@@ -44,15 +57,27 @@ class Queue:
     ) -> None:
         """Return when all jobs with cluster.wait have ended; keys are the points' numbers in `progress`."""
         waited_for: dict[int, Job] = {}
+        held: dict[int, Job] = {}
         for number, job in jobs.items():
             if job.state["status"] != "pending":
                 progress.end(number, job.state["status"], job.state["reason"], job.name)
                 on_end(job)
+            elif is_held(job):
+                held[number] = job
             elif job.config.cluster.wait:
                 waited_for[number] = job
             else:
                 progress.note(f"{job.name}: Slurm job {slurm_id(job)}")
-        follow(waited_for, progress, on_step=on_step, on_end=on_end)
+        if held:
+            reason = next(iter(held.values())).state["reason"]
+            progress.note(f"{len(held)} points are held, since Slurm takes no more now: {reason}")
+        wait = any(job.config.cluster.wait for job in held.values())
+        later = HeldJobs(held if wait else {}, self)
+        follow(waited_for, progress, on_step=on_step, on_end=on_end, held=later)
+
+    def try_again(self) -> None:
+        """Submit again though Slurm has refused a point for now."""
+        self._full = False
 
     def _cluster(self, job: Job) -> SlurmCluster:
         """Return the config's cluster, kept because it counts its jobs; the local import saves others 0.15 s."""
@@ -62,10 +87,40 @@ class Queue:
         return self._clusters.setdefault(repr(config), SlurmCluster(config))
 
 
+class HeldJobs:
+    """Points that Slurm would not take yet, in the order in which they are to be submitted."""
+
+    def __init__(self, jobs: Mapping[int, Job], queue: Queue) -> None:
+        self._jobs, self._queue = dict(jobs), queue
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def submit(self) -> dict[int, Job]:
+        """Submit as many as Slurm takes now; return those it took, and those it refused for good too."""
+        taken: dict[int, Job] = {}
+        self._queue.try_again()
+        for number, job in list(self._jobs.items()):
+            self._queue.submit(job)
+            if is_held(job):
+                break
+            taken[number] = self._jobs.pop(number)
+        return taken
+
+
+def hold(job: Job, reason: str) -> None:
+    write_json(job.folder / HELD, {"reason": reason})
+    job.enter("pending", reason)
+
+
+def is_held(job: Job) -> bool:
+    return (job.folder / HELD).exists() and job.state["status"] == "pending"
+
+
 def stop(jobs: Iterable[Job]) -> list[Job]:
     """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false."""
-    stopped = [job for job in jobs if slurm_id(job) is None or job.config.cluster.wait]
-    stopped = [job for job in stopped if job.state["status"] in UNFINISHED]
+    ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
+    stopped = [job for job in ours if job.state["status"] in UNFINISHED]
     in_slurm = cancel(stopped, STOPPED)
     for job in stopped:
         if job not in in_slurm:

@@ -27,8 +27,9 @@ LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
 NO_GPUS = (
     "its nodes have no such GPUs: use cluster.device=cpu, fewer ranks_per_node or another partition"
 )
-# What Slurm refuses now and takes once other jobs of this user have ended.
-LATER = re.compile(r"MaxSubmit|submit limit|temporarily unable|MaxJobCount|maximum number of jobs")
+# What Slurm refuses now and takes once other jobs of this user have ended. "Job violates accounting/QOS policy" alone
+# is also said of what it never takes.
+LATER = re.compile(r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs")
 UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|Unable to contact")
 
 
@@ -52,7 +53,7 @@ def submit(folder: Path, text: str) -> str:
     if job_id is None:
         (folder / SUBMITTING).unlink()
         kind = Later if LATER.search(words) else ConfigError
-        raise kind(f"cluster.slurm: {_first_error(words)}")
+        raise kind(f"cluster.slurm: {_complaint(words)}")
     return job_id
 
 
@@ -119,8 +120,10 @@ def _find(name: str) -> str | None:
     return None
 
 
-def _first_error(words: str) -> str:
-    """Return sbatch's most telling line: the last one with an error."""
-    lines = [line.strip() for line in words.splitlines() if "error:" in line]
-    line = lines[-1] if lines else words.partition("\n")[0]
+def _complaint(words: str) -> str:
+    """Return what sbatch complains of, in one line: first the cause, where it names one."""
+    errors = [
+        line.partition("error:")[2].strip() for line in words.splitlines() if "error:" in line
+    ]
+    line = "sbatch: error: " + "; ".join(errors) if errors else words.partition("\n")[0]
     return f"{line}; {NO_GPUS}" if "generic resource" in line else line

@@ -94,7 +94,9 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
             lookout.leave_stack(heartbeat)
             child.kill()
         elif lost:
-            failure.write_unranked(folder, "TaskLost", lost, over=not asked.to_end)
+            # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
+            over = not asked.to_end and (rank == 0 or not failure.tells_of(folder, "TaskLost"))
+            failure.write_unranked(folder, "TaskLost", lost, over=over)
             child.kill()
         _, status, used = os.wait4(child.pid, 0)
         status = os.waitstatus_to_exitcode(status)

@@ -25,6 +25,11 @@ FAILURE = "failure.json"
 MOST_CHARACTERS = 300  # of a line of a log
 
 
+def tells_of(folder: Path, exception: str) -> bool:
+    """Does failure.json tell of this kind of failure?"""
+    return (read_json(folder / FAILURE) or {}).get("exception") == exception
+
+
 def log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank{rank}.log"
 

@@ -17,6 +17,7 @@ from zeroexp.tracking.files import ENGINE, read_json, read_summary
 SLURM = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 # The loader in C is ten times as fast, which counts for a report of hundreds of runs.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+HELD = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 
@@ -77,7 +78,7 @@ def read_run(folder: Path) -> Run:
 def settled(folder: Path) -> dict[str, Any]:
     """Return state.json's content; an unfinished point whose process is dead counts as cancelled."""
     state = read_json(folder / "state.json") or {"status": "pending", "reason": None}
-    by_slurm = (folder / SLURM).exists()
+    by_slurm = (folder / SLURM).exists() or (folder / HELD).exists()
     if state["status"] in UNFINISHED and not by_slurm and (reason := owner.abandoned(folder)):
         return {**state, "status": "cancelled", "reason": reason}
     return state
