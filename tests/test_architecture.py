@@ -52,7 +52,7 @@ ORDER = [
     {"zeroexp.sync", "zeroexp.plan.points"},
     {"zeroexp.plan.table"},
     {"zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "hydra_plugins"},
-    {"zeroexp.plan.__main__"},
+    {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},
 ]
 
 DOORS = {

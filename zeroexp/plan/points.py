@@ -14,7 +14,7 @@ from zeroexp.cluster.points import Point, points_of
 from zeroexp.config import Config, ConfigError
 from zeroexp.models.beforehand import check_model
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.form import AnyForm, form_of, on_meta
 from zeroexp.plan.outcome import Outcome, outcome_of
 from zeroexp.plan.place import Place, device_of, place_of
 from zeroexp.plan.remedy import remedies
@@ -30,6 +30,7 @@ class Planned:
     point: Point
     device: str  # cpu | cuda
     outcome: Outcome | None
+    form: AnyForm | None = None
 
     @property
     def place(self) -> Place:
@@ -98,7 +99,7 @@ class Plans:
         outcome = outcome_of(point.name, point.config, form, planned.place)
         if outcome.fits is False:
             outcome = replace(outcome, remedies=remedies(point.config, model, device))
-        return replace(planned, outcome=outcome)
+        return replace(planned, outcome=outcome, form=form)
 
     def model_of(self, planned: Planned) -> BuiltModel:
         """Return the point's model, on the device `meta`."""

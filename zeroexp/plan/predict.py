@@ -282,6 +282,11 @@ class Form:
         return Holding(resting, resting - real, sum(span.numel for span in spans), len(spans))
 
     @property
+    def updates_everywhere(self) -> bool:
+        """Whether every rank updates all parameters."""
+        return self.stage.optimizer is not Placement.SHARD
+
+    @property
     def parameter_itemsize(self) -> int:
         """Bytes of one element of a parameter at rest."""
         return ITEMSIZE[self.precision.compute]

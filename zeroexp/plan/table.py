@@ -12,6 +12,8 @@ from textwrap import wrap
 from zeroexp.measure.record import KINDS
 from zeroexp.plan.outcome import Outcome
 from zeroexp.plan.points import Planned
+from zeroexp.plan.published import compare
+from zeroexp.plan.published_tables import TABLES
 
 WIDTH = 80
 MIB, GIB = 2**20, 2**30
@@ -50,6 +52,7 @@ def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
         "",
         *_foot(planned, outcomes),
         *[line for note in notes for line in _wrapped(note)],
+        *_published(planned),
     ]
     return "\n".join(lines).rstrip()
 
@@ -199,6 +202,29 @@ def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
         *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],
     ]
     return [line for sentence in sentences for line in _wrapped(sentence)]
+
+
+def _published(planned: Sequence[Planned]) -> list[str]:
+    """Return the published figures beside ours, if the points are those of a published table."""
+    study = planned[0].point.config.study.name
+    table = next((table for table in TABLES if table.study == study), None)
+    forms = {
+        (p.outcome.strategy, p.outcome.implementation): p.form
+        for p in planned
+        if p.outcome and p.form
+    }
+    if table is None or table.rows[0].point not in forms:
+        return []
+    cells = compare(table, forms)
+    lines = ["", *_wrapped(f"Published: {table.title}; {table.unit}"), ""]
+    lines.append(f"{'point':26}{'column':20}{'published':>11}{'planned':>11}")
+    for cell in cells:
+        ours = f"{cell.ours:.{cell.digits}f}"
+        told = "" if cell.agrees else "  differs"
+        point = "/".join(cell.row.point)
+        lines.append(f"{point:26}{cell.column:20}{cell.published:>11}{ours:>11}{told}")
+    whys = dict.fromkeys(f"{'/'.join(c.row.point)}: {c.row.why}" for c in cells if c.row.why)
+    return [*lines, "", *[line for text in (*whys, *table.notes) for line in _wrapped(text)]]
 
 
 def _remedy(outcome: Outcome) -> str:

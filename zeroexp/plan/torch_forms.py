@@ -112,6 +112,11 @@ class DdpForm:
         return between or moment in ("after_backward", "after_step")
 
     @property
+    def updates_everywhere(self) -> bool:
+        """Whether every rank updates all parameters."""
+        return not self.shards_optimizer
+
+    @property
     def parameter_itemsize(self) -> int:
         """Bytes of one element of a parameter at rest."""
         return ITEMSIZE[self.precision.compute]
@@ -210,6 +215,11 @@ class FsdpForm:
     @cached_property
     def _resting(self) -> int:
         return self._shard(self._all)
+
+    @property
+    def updates_everywhere(self) -> bool:
+        """Whether every rank updates all parameters."""
+        return False
 
     @property
     def parameter_itemsize(self) -> int:

@@ -1,0 +1,58 @@
+"""Every published cell is reproduced to its rounding, or a sentence says why not; docs/published-tables.md shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.composing import compose_once
+from zeroexp.plan.published import redundant
+from zeroexp.plan.published_page import compare_study, page
+from zeroexp.plan.published_tables import TABLES, Table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "published-tables.md"
+# Cells in which the publication is known to differ; all others must agree.
+DIFFER = {
+    "table_c": [("zero1/buffer", "total"), ("zero2/buffer", "total")],
+    "table_d": [("zero1/buffer", "saving")],
+    "traffic": [("zero1/torch", "times"), ("zero3/torch", "times")],
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(monkeypatch, tmp_path):
+    compose_once(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+
+def check_cells(table: Table) -> None:
+    cells = compare_study(table)
+    assert len(cells) == sum(len(row.cells) for row in table.rows), "a row has no point in the study"
+    different = [c for c in cells if not c.agrees]
+    assert [("/".join(c.row.point), c.column) for c in different] == DIFFER.get(table.study, [])
+    assert all(c.row.why for c in different)
+
+
+@pytest.mark.parametrize("table", TABLES[1:4], ids=lambda table: table.study)
+def test_every_cell_of_the_small_tables(table):
+    check_cells(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [TABLES[0], TABLES[4]], ids=lambda table: table.study)
+def test_every_cell_of_the_large_tables(table):
+    check_cells(table)
+
+
+@pytest.mark.slow
+def test_the_page_is_what_its_command_prints():
+    assert PAGE.read_text() == page() + "\n"
+
+
+def test_redundant_optimizers_trade_slow_links_for_fast_ones():
+    """Published for N = 8, K = 4: 6P/8 over slow links, and the ring's exact total for every K."""
+    assert redundant(num_slow=4, num_fast=2) == (6 / 8, 2 * 7 / 8)
+    for num_slow in (1, 2, 4, 8):
+        slow, total = redundant(num_slow, 8 // num_slow)
+        assert total == pytest.approx(2 * 7 / 8) and slow <= total

@@ -1,0 +1,166 @@
+"""Published tables of memory and traffic, cell by cell, and how ours is computed for each.
+
+A table names the study that plans it; a row names a point of that study, and its cells hold the published figures.
+Every cell that differs by more than its rounding has a sentence that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose
+
+from zeroexp.plan.form import AnyForm, transients
+from zeroexp.plan.predict import OptimizerForm
+
+RATIOS = ("vs baseline", "fullest vs baseline", "times", "saving")  # columns without a unit
+MIB, GIB, GB = 2**20, 2**30, 10**9
+
+# What a cell says -> how ours is computed from the forms of its row and of the table's first row.
+Point = tuple[str, str]  # strategy and implementation
+Measure = Callable[[AnyForm, AnyForm], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a published table, and the point of the study that is its own."""
+
+    strategy: str
+    implementation: str
+    cells: Mapping[str, str]  # column -> published figure, with as many digits as were published
+    why: str | None = None  # why ours differ where they do, or what the figure leaves out
+
+    @property
+    def point(self) -> Point:
+        return self.strategy, self.implementation
+
+
+@dataclass(frozen=True)
+class Table:
+    """One published table."""
+
+    study: str
+    title: str
+    unit: str
+    rows: Sequence[Row]
+    measures: Mapping[str, Measure]
+    num_bytes: float = 1.0  # of the unit
+    slack: float = 0.51  # units of the last digit that rounding accounts for; more if terms were rounded before
+    nominal: float | None = None  # published number of parameters, where it is a round one
+    notes: Sequence[str] = field(default_factory=tuple[str])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One cell: the published figure beside ours."""
+
+    row: Row
+    column: str
+    published: str
+    ours: float
+    actual: float | None  # ours without scaling to the nominal number of parameters
+    agrees: bool
+
+    @property
+    def digits(self) -> int:
+        """Digits after the point that were published."""
+        return len(self.published.partition(".")[2])
+
+
+def compare(table: Table, forms: Mapping[Point, AnyForm]) -> list[Compared]:
+    """Return every cell of the table whose row is in `forms`, the study's points; the first row must be."""
+    baseline = forms[table.rows[0].point]
+    rows = [row for row in table.rows if row.point in forms]
+    return [
+        _cell(table, row, column, table.measures[column](forms[row.point], baseline), baseline)
+        for row in rows
+        for column in row.cells
+    ]
+
+
+def _cell(table: Table, row: Row, column: str, measured: float, baseline: AnyForm) -> Compared:
+    published = row.cells[column]
+    is_ratio = column in RATIOS
+    actual = measured if is_ratio else measured / table.num_bytes
+    scales = table.nominal is not None and not is_ratio
+    ours = actual * table.nominal / num_parameters(baseline) if table.nominal and scales else actual
+    digits = len(published.partition(".")[2])
+    agrees = isclose(ours, float(published), rel_tol=0, abs_tol=table.slack * 10**-digits)
+    return Compared(row, column, published, ours, actual if scales else None, agrees)
+
+
+# -- measures --------------------------------------------------------------------------------------
+
+
+def _kinds(form: AnyForm, kinds: Sequence[str], moment: str = "after_backward") -> list[float]:
+    """Return the bytes of these kinds on every rank."""
+    held = [form.held_bytes(moment, rank) for rank in range(form.world_size)]
+    return [sum(each[kind] for kind in kinds) for each in held]
+
+
+def mean_of(*kinds: str, moment: str = "after_backward") -> Measure:
+    def measure(form: AnyForm, _: AnyForm) -> float:
+        return sum(_kinds(form, kinds, moment)) / form.world_size
+
+    return measure
+
+
+STATES = ("parameters", "gradients", "optimizer", "master")
+total = mean_of(*STATES)
+at_rest = mean_of(*STATES, moment="at_rest")
+
+
+def fullest(form: AnyForm, _: AnyForm) -> float:
+    return max(_kinds(form, STATES))
+
+
+def of_baseline(form: AnyForm, baseline: AnyForm) -> float:
+    return total(form, form) / total(baseline, baseline)
+
+
+def fullest_of_baseline(form: AnyForm, baseline: AnyForm) -> float:
+    return fullest(form, form) / total(baseline, baseline)
+
+
+def one_moment(form: AnyForm, baseline: AnyForm) -> float:
+    """Half of Adam's state, without the count of steps."""
+    moments = form.optimizer.num_moments or OptimizerForm().num_moments
+    steps = form.optimizer.bytes_per_tensor * form.holding(0).num_owned
+    return (form.held_bytes("at_rest", 0)["optimizer"] - steps) / moments
+
+
+def cast(form: AnyForm, _: AnyForm) -> float:
+    return transients(form, "step", 0).get("cast to master", 0)
+
+
+def with_cast(form: AnyForm, baseline: AnyForm) -> float:
+    return total(form, baseline) + cast(form, baseline)
+
+
+def saving(form: AnyForm, baseline: AnyForm) -> float:
+    return 1 - with_cast(form, baseline) / at_rest(baseline, baseline)
+
+
+def times(form: AnyForm, baseline: AnyForm) -> float:
+    """Return what a rank sends, in units of P (N-1)/N; the mean over ranks, without the norm."""
+    ranks = range(form.world_size)
+    sent = [form.traffic(rank).bytes_by_kind for rank in ranks]
+    mean = sum(v for kinds in sent for k, v in kinds.items() if k != "norm") / form.world_size
+    return mean / (num_parameters(form) * form.parameter_itemsize) * len(ranks) / (len(ranks) - 1)
+
+
+def num_parameters(form: AnyForm) -> int:
+    """Return the elements that all ranks' optimizers update, each once: of a model without frozen parameters all."""
+    owned = [form.holding(rank).owned for rank in range(form.world_size)]
+    return owned[0] if form.updates_everywhere else sum(owned)
+
+
+def redundant(num_slow: int, num_fast: int) -> tuple[float, float]:
+    """Return (what crosses slow links, what is sent in all) by one rank, in P, with an optimizer in each slow group.
+
+    Gradients are reduce-scattered over the fast links of a group, their pieces all-reduced over the slow links between
+    groups, and parameters gathered over the fast ones.
+    """
+    inside = (num_fast - 1) / num_fast
+    slow = 2 / num_fast * (num_slow - 1) / num_slow
+    return slow, 2 * inside + slow
