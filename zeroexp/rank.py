@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.plan.beside import plan_beside
 from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import HasSettings, Strategy
 from zeroexp.strategies.build import build_strategy
@@ -149,8 +151,14 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if not over:
         saver.save_now(records[-1].step + 1)
     elif records:  # without records the resumed run had no step left to do
-        number = sum(math.prod(shape) for shape in shapes.values())
-        _summarise(folder, world, records, strategy, data.source, number)
+        known = {
+            "data_source": data.source,
+            "num_parameters": sum(math.prod(shape) for shape in shapes.values()),
+            "plan": plan_beside(config, strategy.settings, data.vocab_size)
+            if not world.rank
+            else {},
+        }
+        _summarise(folder, world, records, strategy, known)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -197,10 +205,9 @@ def _summarise(
     world: World,
     records: list[StepRecord],
     strategy: Strategy,
-    data_source: str,
-    num_parameters: int,
+    known: dict[str, Any],
 ) -> None:
-    """Write the summary on rank 0.
+    """Write the summary on rank 0, with what is `known` of the run beside its records.
 
     Times and losses cover the whole run; memory and traffic cover the steps since the last resume, which is all that
     every rank knows.
@@ -210,7 +217,6 @@ def _summarise(
     all_ranks = worlds.gather(mine)
     if world.rank == 0:
         steps = read_records(folder)
-        known = {"data_source": data_source, "num_parameters": num_parameters}
         write_summary(folder, summarise(steps, all_ranks, **known))
 
 

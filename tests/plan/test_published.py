@@ -1,4 +1,4 @@
-"""Every published cell is reproduced to its rounding, or a sentence says why not; docs/published-tables.md shows them."""
+"""Every published cell is reproduced to its rounding, or a sentence says why not: docs/published.md shows all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroexp.plan.published import redundant
 from zeroexp.plan.published_page import compare_study, page
 from zeroexp.plan.published_tables import TABLES, Table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "published-tables.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "published.md"
 # Cells in which the publication is known to differ; all others must agree.
 DIFFER = {
     "table_c": [("zero1/buffer", "total"), ("zero2/buffer", "total")],
@@ -28,7 +28,9 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 
 def check_cells(table: Table) -> None:
     cells = compare_study(table)
-    assert len(cells) == sum(len(row.cells) for row in table.rows), "a row has no point in the study"
+    assert len(cells) == sum(len(row.cells) for row in table.rows), (
+        "a row has no point in the study"
+    )
     different = [c for c in cells if not c.agrees]
     assert [("/".join(c.row.point), c.column) for c in different] == DIFFER.get(table.study, [])
     assert all(c.row.why for c in different)

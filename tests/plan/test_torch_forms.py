@@ -13,7 +13,6 @@ from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.traffic import sent_bytes
 from zeroexp.models.build import build_model
 from zeroexp.plan.form import form_of, on_meta
-from zeroexp.plan.place import Place, Shape
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.strategies.build import build_strategy
 from zeroexp.world import World, barrier
@@ -54,7 +53,7 @@ def check_on_ranks(world: World) -> None:
     for stage in ("ddp", "zero1", "zero2", "zero3"):
         for accumulation in (1, 2):
             config = config_of(stage, world.size, accumulation)
-            form = form_of(config, on_meta(config), Place("cpu", Shape(1, world.size)))
+            form = form_of(config, on_meta(config), "gloo")
             model = build_model(config.model, seed=0, device=world.device)
             strategy = build_strategy(config, model, world)
             held: dict[str, dict[str, int]] = {}
@@ -73,7 +72,7 @@ def test_real_ranks_hold_what_the_forms_say(ranks, world_size):
 def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
     """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that."""
     config = config_of(stage, world.size, 2, *words)
-    form = form_of(config, on_meta(config), Place("cpu", Shape(1, world.size)))
+    form = form_of(config, on_meta(config), "gloo")
     model = build_model(config.model, seed=0, device=world.device)
     strategy = build_strategy(config, model, world)
     for _ in range(2):

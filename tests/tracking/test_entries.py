@@ -46,6 +46,17 @@ def test_a_step_that_was_validated_has_one_metric_more() -> None:
     assert "validation_loss" not in {entry.key for entry in entries.step_entries(1.0, record(3))}
 
 
+def test_the_plan_and_its_errors_become_metrics(tmp_path: Path) -> None:
+    summary = read_run(write_run(tmp_path / "run", "zero2", "buffer", world_size=4)).summary
+    assert summary is not None
+    held, sent = summary.memory.by_kind["gradients"].fullest, 2 * PARAMETER_BYTES * 3 / 4
+    summary = replace(summary, plan={"gradients": held, "sent": sent - 3 * MIB})
+    made = {entry.key: entry.value for entry in entries.summary_entries(1.0, summary)}
+    assert made["plan_grads_mib"] == held / MIB
+    assert made["plan_error_grads_mib"] == 0.0
+    assert made["plan_error_sent_per_step_mib"] == 3.0
+
+
 def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", "zero2", "buffer", world_size=4))
     assert run.summary is not None

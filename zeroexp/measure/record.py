@@ -183,6 +183,9 @@ class RunSummary:
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
     validation_loss: float | None = None  # after the last step; None without validation
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
+    # What closed forms say of the same run (zeroexp/plan/beside.py), bytes of the fullest rank: by kind of memory,
+    # `total`, and `sent` where the engine counts what it sends.
+    plan: dict[str, float] = field(default_factory=dict[str, float])
     times: list[RankTimes] = field(
         default_factory=list[RankTimes]
     )  # by rank; empty in older summaries
@@ -193,6 +196,14 @@ class RunSummary:
     peak_flops_source: str = (
         ""  # "named" in the config, or "calibrated": a large product of matrices on every rank
     )
+
+    @property
+    def plan_errors(self) -> dict[str, float]:
+        """What was measured less what was planned, in bytes of the fullest rank."""
+        measured = {kind: ranks.fullest for kind, ranks in self.memory.by_kind.items()}
+        measured["total"] = self.memory.total.fullest
+        measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
+        return {name: measured[name] - planned for name, planned in self.plan.items()}
 
     @property
     def mfu(self) -> float | None:

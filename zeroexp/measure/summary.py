@@ -54,6 +54,7 @@ def summarise(
     *,
     data_source: str = "",
     num_parameters: int | None = None,
+    plan: dict[str, float] | None = None,
 ) -> RunSummary:
     """Summarise the run. `records` are those of rank 0; `per_rank` holds one entry of every rank, in any order."""
     steps = measured(records)
@@ -86,6 +87,7 @@ def summarise(
         diverged_at=diverged_at(records),
         validation_loss=records[-1].validation_loss,
         num_parameters=num_parameters,
+        plan=plan or {},
         times=[r.times for r in ranks if r.times],
     )
 

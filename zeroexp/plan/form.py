@@ -10,7 +10,6 @@ from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config import AUTO, Config, resolve
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import parameter_groups
-from zeroexp.plan.place import Place
 from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
@@ -25,17 +24,17 @@ NATIVE_PAGE_BYTES = 4096  # what comm/native.py cuts for
 AnyForm = Form | DdpForm | FsdpForm
 
 
-def on_meta(config: Config) -> BuiltModel:
-    """Build the point's model without memory. Raises ConfigError."""
-    words = config.data.vocab_size
+def on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
+    """Build the point's model without memory; `vocab_size` is the data's, if known. Raises ConfigError."""
+    words = vocab_size or config.data.vocab_size
     return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 
-def form_of(config: Config, model: BuiltModel, place: Place) -> AnyForm:
-    """Return the form of a point whose ranks are at `place`; `model` may be on the device `meta`."""
+def form_of(config: Config, model: BuiltModel, transport: str) -> AnyForm:
+    """Return the form of a point over a transport of our engine; `model` may be on the device `meta`."""
     config = resolve(config)
     if config.strategy.implementation != "torch":
-        return _ours(config, model, place)
+        return _ours(config, model, transport)
     if config.strategy.name in ("ddp", "zero1"):
         return _ddp(config, model)
     return _fsdp(config, model)
@@ -48,19 +47,19 @@ def transients(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
     return form.transient_bytes(phase, rank)
 
 
-def _ours(config: Config, model: BuiltModel, place: Place) -> Form:
+def _ours(config: Config, model: BuiltModel, transport: str) -> Form:
     strategy, world_size = config.strategy, config.world_size
     if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         strategy.bucket_mb = None
     options, stage = options_of(strategy), rows_for(stage_of(strategy), world_size)
-    settled = settle(options, stage, TRANSPORTS[place.transport], world_size)
+    settled = settle(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     layout = lay_out(
         options.family,
         [specs_of(group) for group in groups],
         world_size,
         owners=options.owners,
-        page_bytes=NATIVE_PAGE_BYTES if place.transport == "native" else PAGE_BYTES,
+        page_bytes=NATIVE_PAGE_BYTES if transport == "native" else PAGE_BYTES,
     )
     private = private_units([group.name for group in groups], options.keep)
     units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]
@@ -70,7 +69,7 @@ def _ours(config: Config, model: BuiltModel, place: Place) -> Form:
         num_pools=1 + settled.prefetch,
         reduce_each=settled.reduce_each,
         bucket_bytes=settled.bucket_bytes,
-        transport=place.transport,
+        transport=transport,
         overlap=options.overlap,
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)

@@ -79,13 +79,7 @@ class RankOutcome:
 
 
 def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcome:
-    first: dict[Hashable, RankOutcome] = {}
-    ranks: list[RankOutcome] = []
-    for rank in range(form.world_size):
-        like = form.like(rank)
-        if like not in first:
-            first[like] = _of_rank(form, rank)
-        ranks.append(first[like])
+    ranks = of_ranks(form)
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])
@@ -110,6 +104,18 @@ def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcom
         label=_label(config, form),
         memory_gib=config.cluster.device_memory_gib,
     )
+
+
+def of_ranks(form: AnyForm) -> list[RankOutcome]:
+    """Return what every rank holds and sends; ranks that are alike are computed once."""
+    first: dict[Hashable, RankOutcome] = {}
+    ranks: list[RankOutcome] = []
+    for rank in range(form.world_size):
+        like = form.like(rank)
+        if like not in first:
+            first[like] = _of_rank(form, rank)
+        ranks.append(first[like])
+    return ranks
 
 
 def _of_rank(form: AnyForm, rank: int) -> RankOutcome:

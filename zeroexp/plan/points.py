@@ -95,7 +95,7 @@ class Plans:
             return Planned(point, device, None)
         planned = Planned(point, device, None)
         model = self._model(point.config)
-        form = form_of(point.config, model, planned.place)
+        form = form_of(point.config, model, planned.place.transport)
         outcome = outcome_of(point.name, point.config, form, planned.place)
         if outcome.fits is False:
             outcome = replace(outcome, remedies=remedies(point.config, model, device))

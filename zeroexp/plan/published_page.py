@@ -1,4 +1,4 @@
-"""`python -m zeroexp.plan.published_page > docs/published-tables.md`: published figures beside ours, as a page."""
+"""`python -m zeroexp.plan.published_page > docs/published.md`: published figures beside ours, as a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroexp.plan.points import Plans
 from zeroexp.plan.published import Compared, Table, compare, redundant
 from zeroexp.plan.published_tables import TABLES
 
-COMMAND = "python -m zeroexp.plan.published_page > docs/published-tables.md"
+COMMAND = "python -m zeroexp.plan.published_page > docs/published.md"
 INTRODUCTION = f"""\
 The tables and figures below were published for the systems that zeroexp builds. Each cell is
 planned from the model's shapes and the strategy's placements (`python -m zeroexp.plan
@@ -37,7 +37,7 @@ def compare_study(table: Table) -> list[Compared]:
     """Plan the table's study and compare every cell."""
     plans = Plans([])
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"study={table.study}", f"hydra.sweep.dir={folder}"]
+        words = [f"study={table.study}", "cluster.device=cuda", f"hydra.sweep.dir={folder}"]
         compose(plans, words, writes=False)
     points = [(each.point.config.strategy, each.form) for each in plans.planned]
     return compare(table, {(s.name, s.implementation): form for s, form in points if form})

@@ -49,7 +49,7 @@ def planned(config: Config, model: BuiltModel, device: str) -> Outcome | None:
     except ConfigError:
         return None
     place = place_of(config, device)
-    return outcome_of("", config, form_of(config, model, place), place)
+    return outcome_of("", config, form_of(config, model, place.transport), place)
 
 
 def with_stage(config: Config, stage: str) -> Config:

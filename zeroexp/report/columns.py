@@ -55,6 +55,14 @@ def memory_of(runs: Sequence[Run]) -> list[list[Column]]:
     ]
 
 
+def plan_of(runs: Sequence[Run]) -> list[Column]:
+    """Return the column of the total that the closed forms say, unless no run has it."""
+    if not any(run.summary and run.summary.plan for run in runs):
+        return []
+    total = _number(lambda s: s.plan["total"] / MIB if s.plan else None, ",.1f")
+    return [Column("planned", "MiB", total)]
+
+
 def _setting(key: str, keys: Sequence[str]) -> Column:
     name = column_name(key, keys)
     return Column(name, "", lambda run: shown(run.config.get(key, ABSENT)), left=True)

@@ -17,6 +17,7 @@ from zeroexp.report.columns import (
     Column,
     losses_of,
     memory_of,
+    plan_of,
     point_of,
     shares_memory,
     traffic_of,
@@ -43,7 +44,8 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     If that is wider than `width` characters (None: no limit), values that all points share move into a caption. If it
     is still too wide, it becomes two tables, time and traffic before memory, and then as many tables as necessary.
     """
-    point, memory, traffic = point_of(runs), memory_of(runs), traffic_of(runs)
+    point, traffic = point_of(runs), traffic_of(runs)
+    memory = [*memory_of(runs), plan_of(runs)]
     losses = losses_of(runs)
     wide = [*point, *losses, *TIMES, *_flat(memory), *_flat(traffic), STATUS]
     if width is None or _width(runs, wide) <= width:
@@ -117,6 +119,9 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         "step, on the fullest rank (mean: over ranks, where they differ by more than 2 %).",
         "total: the most of all kinds held at one moment, so it may be less than their sum.",
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
+        "planned: the total that closed forms say of the same run (python -m zeroexp.plan)."
+        if plan_of(runs)
+        else "",
         "sent/step: what the rank that sends most handed to others in one step",
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if shares_memory(runs)

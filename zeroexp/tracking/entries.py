@@ -87,7 +87,8 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
         "scaling/tokens_per_s": summary.tokens_per_second,
         "scaling/memory_total_mib": summary.memory.total.fullest / MIB,
     }
-    plain = {**_times(summary), **_memory(summary), **_traffic(summary), "world_size": world_size}
+    plain = {**_times(summary), **_memory(summary), **_traffic(summary), **_plan(summary)}
+    plain["world_size"] = world_size
     return [
         *(Entry(key, value, _timestamp(at), 0) for key, value in plain.items()),
         *(Entry(key, value, _timestamp(at), world_size) for key, value in scaling.items()),
@@ -167,6 +168,14 @@ def _traffic(summary: RunSummary) -> dict[str, float]:
     for kind, num_bytes in summary.sent_bytes_by_kind.items():
         values[f"traffic/{kind}_mib_per_step"] = num_bytes / MIB
     return values
+
+
+def _plan(summary: RunSummary) -> dict[str, float]:
+    """Return what was planned, and by how much the measurement differs; zero means to the byte."""
+    names = {**KIND_NAMES, "total": "total", "sent": "sent_per_step"}
+    planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
+    errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}
+    return planned | errors
 
 
 def _milliseconds(seconds: float) -> float:

@@ -1,0 +1,27 @@
+"""The plan beside the measurement: what the closed forms say of a run that has just been measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroexp.config import Config
+from zeroexp.measure.record import KINDS
+from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.outcome import of_ranks
+from zeroexp.plan.predict import Form
+
+
+def plan_beside(
+    config: Config, settings: dict[str, Any], vocab_size: int | None
+) -> dict[str, float]:
+    """Return planned bytes of the fullest rank: by kind, `total`, and `sent` where the engine counts what it sends.
+
+    settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
+    """
+    form = form_of(config, on_meta(config, vocab_size), settings["transport"])
+    ranks = of_ranks(form)
+    planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
+    planned["total"] = max(rank.total_bytes for rank in ranks)
+    if isinstance(form, Form):
+        planned["sent"] = max(sum(rank.sent.values()) for rank in ranks)
+    return planned
