@@ -50,7 +50,7 @@ ORDER = [
     {"zeroexp.report"},
     {"zeroexp.cluster"},
     {"zeroexp.sync", "zeroexp.plan.points"},
-    {"zeroexp.plan.table"},
+    {"zeroexp.plan.table", "zeroexp.plan.fit"},
     {"zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "hydra_plugins"},
     {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},
 ]

@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_told_what_to_change(planned):
     line = "model=llama_7b world_size=8 strategy=ddp,zero3 cluster.device=cuda"
     _, out, _ = planned(f"{line} cluster.device_memory_gib=48 --json")
     ddp, zero3 = json.loads(out)
-    assert ddp["fits"] is False and zero3["fits"] is True
+    assert ddp["fits"] == "no" and zero3["fits"] == "yes"
     assert ddp["remedies"][0] == "strategy=zero2"
     _, out, _ = planned(f"{line} cluster.device_memory_gib=10")
     told = " ".join(out.split())
@@ -135,3 +135,38 @@ def test_planning_needs_neither_outputs_nor_weights_nor_a_hub(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "smollm2_135m" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_fit_finds_the_fewest_ranks(planned):
+    """ZeRO-2 rests 4 P + 12 P / N bytes: from 8 ranks on it fits 40 GiB; DDP's 16 P never do."""
+    line = "model=llama_7b world_size=2 strategy=ddp,zero2 cluster.device=cuda --fit"
+    _, out, _ = planned(f"{line} cluster.device_memory_gib=40")
+    ddp, zero2 = out.splitlines()[-2:]
+    assert "not up to 4096" in ddp
+    assert zero2.split()[:4] == ["llama_7b", "zero2", "buffer", "8"]
+    code, _, err = planned(line)
+    assert code == 2 and err.startswith("zeroexp: cluster.device_memory_gib=null:")
+
+
+def test_explain_names_the_terms_and_what_levers_change(planned):
+    line = "model=llama_7b world_size=64 strategy=zero3 cluster.device=cuda"
+    _, out, _ = planned(f"{line} --explain")
+    assert max(map(len, out.splitlines())) <= 80
+    # Two pools of one block each, 202,383,360 elements and the padding to whole pages.
+    (pools,) = (text for text in out.splitlines() if text.endswith("  pools"))
+    assert float(pools.split()[0].replace(",", "")) == pytest.approx(2 * 772.0, abs=1.5)
+    assert "model.layers.0 and 31 like it" in out
+    # A third pool of one block's size, and one gather of a block's 772 MiB x 63 / 64 less.
+    (lever,) = (text for text in out.splitlines() if text.endswith("strategy.prefetch=2"))
+    assert lever.split()[:2] == ["+772.5", "-760.4"]
+    code, _, err = planned(f"{line},zero2 --explain".replace("world_size=64", "world_size=8"))
+    assert code == 2 and err.startswith("zeroexp: --explain: one point, not 2;")
+
+
+def test_two_numbers_tell_a_tight_point(planned):
+    """ZeRO-3 of 7B on 64 ranks holds 3.7 GiB at a named moment and 7 at its peak."""
+    line = "model=llama_7b world_size=64 strategy=zero3 cluster.device=cuda --csv"
+    for limit, verdict in (("3", "no"), ("5", "tight"), ("8", "yes")):
+        _, out, _ = planned(f"{line} cluster.device_memory_gib={limit}")
+        (row,) = csv.DictReader(io.StringIO(out))
+        assert row["fits"] == verdict

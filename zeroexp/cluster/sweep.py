@@ -16,6 +16,7 @@ from typing import Any
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
 from zeroexp.checkpoint.folders import pin
+from zeroexp.cluster.budget import judged
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
@@ -69,7 +70,7 @@ class Sweep:
         if not batch:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
-        points = [points_of(overrides, values) for overrides, values in batch]
+        points = [judged(points_of(overrides, values)) for overrides, values in batch]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
         jobs = [[self._admit(point) for point in one] for one in points]
         self._execute([job for one in jobs for job in one])

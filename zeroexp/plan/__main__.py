@@ -5,7 +5,9 @@ The words are those of a run, lists and studies too:
     python -m zeroexp.plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
     python -m zeroexp.plan study=compare cluster.device_memory_gib=16
 
---json   every rank's bytes; --csv: one line for each point
+--json      every rank's bytes; --csv: one line for each point
+--fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib
+--explain   one point down to its units and tensors: what makes its peak, and what each setting would change
 
 cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
 Exit codes: 0 planned (points that mean nothing are skipped with their reason); 2 refused in one line.
@@ -20,10 +22,17 @@ from collections.abc import Callable, Sequence
 from zeroexp import interruption, output
 from zeroexp.__main__ import INTERRUPTED, MISTAKES, REFUSED, compose, explain
 from zeroexp.config import ConfigError
-from zeroexp.plan.points import Planned, Plans
+from zeroexp.plan.fit import fit
+from zeroexp.plan.levers import explain as explain_point
+from zeroexp.plan.points import Plans
 from zeroexp.plan.table import as_csv, as_json, render
 
-FORMS: dict[str, Callable[[Sequence[Planned]], str]] = {"--json": as_json, "--csv": as_csv}
+FORMS: dict[str, Callable[[Plans], str]] = {
+    "--json": lambda plans: as_json(plans.planned),
+    "--csv": lambda plans: as_csv(plans.planned),
+    "--fit": fit,
+    "--explain": lambda plans: _explain(plans),
+}
 ALLOWED = ("-m", "--multirun")
 
 
@@ -52,8 +61,18 @@ def _answer(arguments: Sequence[str]) -> str:
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with tempfile.TemporaryDirectory() as folder:
         compose(plans, [*words, f"hydra.sweep.dir={folder}"], writes=False)
-    form = FORMS[flags[0]] if flags else None
-    return form(plans.planned) if form else render(plans.planned, plans.notes)
+    return FORMS[flags[0]](plans) if flags else render(plans.planned, plans.notes)
+
+
+def _explain(plans: Plans) -> str:
+    defined = [each for each in plans.planned if each.outcome]
+    if len(plans.planned) != 1 or not defined:
+        raise ConfigError(
+            f"--explain: one point, not {len(plans.planned)}; give each word one value"
+        )
+    (each,) = defined
+    assert each.outcome is not None
+    return explain_point(each.point.config, plans.model_of(each), each.device, each.outcome)
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

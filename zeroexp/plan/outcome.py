@@ -52,6 +52,15 @@ class Outcome:
         return None if self.memory_gib is None else self.peak.fullest <= self.memory_gib * 2**30
 
     @property
+    def verdict(self) -> str | None:
+        """yes; tight: model states fit, but perhaps not with transients; no: they do not; None without a limit."""
+        if self.memory_gib is None:
+            return None
+        if self.total.fullest > self.memory_gib * 2**30:
+            return "no"
+        return "yes" if self.fits else "tight"
+
+    @property
     def skew(self) -> float:
         """What the rank that owns most updates, over the mean."""
         return self.owned.fullest / self.owned.mean if self.owned.mean else 1.0

@@ -26,6 +26,12 @@ KIND_NAMES = {
 }
 
 
+MEANINGS = (
+    "total: the most held at one named moment; mean: over ranks. peak: with what exists for a moment (gathered units, "
+    "gradients on their way, casts); activations come on top. fits: tight where model states fit, but perhaps not the "
+    "peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. sent: per step, "
+    "of the rank that sends most; inside, between: nodes, the mean over ranks."
+)
 MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
 
 
@@ -77,7 +83,7 @@ def _entry(planned: Planned) -> dict[str, object]:
     outcome = planned.outcome
     if outcome is None:
         return {"name": planned.point.name, "skipped": planned.point.refusal}
-    more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.fits}
+    more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.verdict}
     return {**asdict(outcome), **more}
 
 
@@ -100,7 +106,7 @@ def _row(planned: Planned) -> dict[str, object]:
     row |= {"sent_bytes": outcome.sent.fullest, "sent_bytes_mean": outcome.sent.mean}
     row |= {f"sent_{kind}_bytes": sent for kind, sent in outcome.sent_by_kind.items()}
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
-    return {**row, "fits": "" if outcome.fits is None else outcome.fits}
+    return {**row, "fits": outcome.verdict or ""}
 
 
 def _point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
@@ -133,9 +139,7 @@ def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
         Column("peak", lambda o: _amount(o.peak.fullest, size)),
     ]
     if any(o.fits is not None for o in outcomes):
-        columns.append(
-            Column("fits", lambda o: "" if o.fits is None else "yes" if o.fits else "no")
-        )
+        columns.append(Column("fits", lambda o: o.verdict or ""))
     return columns
 
 
@@ -193,10 +197,7 @@ def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
         if o.fits is False
     )
     sentences = [
-        "total: the most held at one named moment; mean: over ranks. peak: with what exists for a "
-        "moment (gathered units, gradients on their way, casts); activations come on top. skew: "
-        "what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
-        "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks.",
+        MEANINGS,
         *labels,
         *remedies,
         *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],

@@ -1,0 +1,50 @@
+"""What a point's ranks will hold is shown before it is submitted to Slurm, and what can not fit is not submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zeroexp.cluster.points import Point
+from zeroexp.config import Config
+
+GIB = 2**30
+
+
+def judged(points: Sequence[Point]) -> list[Point]:
+    """Print the plan of each point for Slurm; return all points, those that can not fit with the reason.
+
+    A point can not fit if its model states alone exceed cluster.device_memory_gib. cluster.force=true submits it.
+    """
+    return [_judged(point) if _is_for_slurm(point) else point for point in points]
+
+
+def _is_for_slurm(point: Point) -> bool:
+    return point.config.cluster.kind == "slurm" and not point.refusal
+
+
+def _judged(point: Point) -> Point:
+    # torch and transformers take seconds to import, and only Slurm's points are judged.
+    from zeroexp.plan.form import form_of, on_meta
+    from zeroexp.plan.outcome import outcome_of
+    from zeroexp.plan.place import place_of
+
+    config = point.config
+    place = place_of(config, "cpu" if config.cluster.device == "cpu" else "cuda")
+    form = form_of(config, on_meta(config), place.transport)
+    outcome = outcome_of(point.name, config, form, place)
+    states, peak = outcome.total.fullest / GIB, outcome.peak.fullest / GIB
+    verdict = (
+        "" if outcome.verdict is None else f"; fits {outcome.memory_gib:g} GiB: {outcome.verdict}"
+    )
+    print(f"plan of {point.name}: {states:.2f} GiB of model states, peak {peak:.2f}{verdict}")
+    if outcome.verdict != "no" or config.cluster.force:
+        return point
+    return replace(point, refusal=_refusal(config, states))
+
+
+def _refusal(config: Config, states: float) -> str:
+    return (
+        f"cluster.device_memory_gib={config.cluster.device_memory_gib:g}: model states take {states:.2f} GiB of a "
+        "rank; use more ranks or a later stage (python -m zeroexp.plan), or cluster.force=true"
+    )

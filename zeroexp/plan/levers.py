@@ -1,0 +1,149 @@
+"""`--explain`: one point broken down to units and tensors, what makes its peak, and what each lever would buy.
+
+A lever is another value of one setting. Each is planned, so that its price in traffic stands beside what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from textwrap import wrap
+
+from zeroexp.config import Config, resolve
+from zeroexp.models.build import BuiltModel
+from zeroexp.plan.outcome import Outcome
+from zeroexp.plan.remedy import planned, with_stage, with_world
+from zeroexp.sharding.partition import group_parameters
+from zeroexp.sharding.placement import STAGES
+
+MIB, WIDTH = 2**20, 80
+NUM_LARGEST = 3
+
+MEANS = {
+    "parameters": "weights at rest",
+    "gradients": "gradients where they rest",
+    "optimizer": "the optimizer's moments",
+    "master": "weights of the master's dtype",
+    "pools": "memory in which units take turns while they are gathered; each is as large as its largest unit",
+    "kept units": "units that stay gathered from forward to backward: the root, or all",
+    "shared slots": "memory in which the ranks of one host read each other's gradients",
+    "unit's gradients": "the largest unit's gradients before they are reduced",
+    "cast to reduce": "those gradients in the dtype that travels",
+    "messages": "the largest reduction's messages, as many as are in flight",
+    "gather message": "a message of several chunks that are gathered at once",
+    "cast to master": "all reduced gradients of this rank in the master's dtype, for the step",
+    "hidden buckets": "DDP's buckets, a copy of all gradients that no tensor list shows",
+    "largest gradient": "the gradient that backward has just made",
+    "gathered units": "units that FSDP2 has gathered",
+}
+
+
+@dataclass(frozen=True)
+class Lever:
+    words: str  # what to add to the command line
+    peak_bytes: float  # more than now; less where negative
+    sent_bytes: float
+
+
+def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> str:
+    """Return the breakdown of one point as text."""
+    largest = list(outcome.peak_terms.items())[:NUM_LARGEST]
+    lines = [
+        f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, without activations.",
+        "",
+        f"The fullest rank holds {_mib(outcome.peak.fullest)} MiB at most, in {outcome.peak_phase}:",
+        *[f"{_mib(num_bytes):>14}  {term}" for term, num_bytes in outcome.peak_terms.items()],
+        "",
+        "The largest terms:",
+        *[f"  {term}: {MEANS.get(term, term)}." for term, _ in largest],
+        "",
+        *_units(config, model),
+        "",
+        *_levers(config, model, device, outcome),
+    ]
+    return "\n".join(
+        part for line in lines for part in (wrap(line, WIDTH) if len(line) > WIDTH else [line])
+    )
+
+
+def levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[Lever]:
+    """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
+    found: list[Lever] = []
+    for words, changed in _changes(config):
+        other = planned(changed, model, device)
+        if other is not None:
+            peak = other.peak.fullest - outcome.peak.fullest
+            found.append(Lever(words, peak, other.sent.fullest - outcome.sent.fullest))
+    return sorted(found, key=lambda lever: lever.peak_bytes)
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield the words of each lever and the point with it."""
+    strategy = config.strategy
+    for stage in STAGES:
+        if stage != strategy.name:
+            yield f"strategy={stage}", with_stage(config, stage)
+    yield f"world_size={2 * config.world_size}", with_world(config, 2 * config.world_size)
+    if strategy.implementation == "torch":
+        return
+    settings = {
+        "unit": ("model", "block", "module"),
+        "keep": ("none", "last", "all") if strategy.parameters.placement == "shard" else (),
+        "prefetch": (0, 1, 2) if strategy.parameters.placement == "shard" else (),
+        "bucket_mb": (1, 25, 100),
+        "overlap": (True, False),
+        "reduce_each": ("microbatch", "step"),
+        "implementation": ("parameter", "tensor", "buffer"),
+    }
+    for key, values in settings.items():
+        for value in values:
+            if value != getattr(strategy, key):
+                word = str(value).lower() if isinstance(value, bool) else value
+                yield f"strategy.{key}={word}", _with(config, key, value)
+
+
+def _with(config: Config, key: str, value: object) -> Config:
+    config = deepcopy(config)
+    setattr(config.strategy, key, value)
+    if key == "implementation":
+        config.strategy.owners = None
+    if key == "overlap":
+        config.strategy.prefetch = None
+    return resolve(config)
+
+
+def _units(config: Config, model: BuiltModel) -> list[str]:
+    """Return a line for each unit of another size, and the largest tensors."""
+    groups = group_parameters(model.module, model.blocks, config.strategy.unit or "block")
+    sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
+    alike: dict[int, list[str]] = {}
+    for name, numel in sizes.items():
+        alike.setdefault(numel, []).append(name or "(root)")
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[config.strategy.parameters.dtype]
+    lines = ["Units, whole, in MiB:"]
+    for numel, names in alike.items():
+        what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it"
+        lines.append(f"{_mib(numel * itemsize):>14}  {what}")
+    tensors = [(p.numel(), name) for name, p in model.module.named_parameters()]
+    lines += ["", "Largest tensors, whole, in MiB:"]
+    for numel, name in sorted(tensors, key=lambda pair: -pair[0])[:NUM_LARGEST]:
+        lines.append(f"{_mib(numel * itemsize):>14}  {name}")
+    return lines
+
+
+def _levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[str]:
+    rows = levers(config, model, device, outcome)
+    lines = ["What each lever would change, in MiB of the fullest rank:", ""]
+    lines.append(f"{'peak':>14} {'sent/step':>14}  lever")
+    for lever in rows:
+        if round(lever.peak_bytes) or round(lever.sent_bytes):
+            peak, sent = (
+                f"{num_bytes / MIB:+,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
+            )
+            lines.append(f"{peak:>14} {sent:>14}  {lever.words}")
+    return lines
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f}"
