@@ -197,6 +197,10 @@ WRONG = {
     # numbers that no comparison refuses, and settings that would do nothing
     "optimizer.lr=nan": ("optimizer.lr=nan:", "use a finite one"),
     "optimizer.weight_decay=inf": ("optimizer.weight_decay=inf:", "use a finite one"),
+    "repeats=0": ("repeats=0:", "use at least 1"),
+    "repeats=101": ("repeats=101:", "use at most 100"),
+    "study.must_equal=[optimiser]": ("study.must_equal=optimiser:", "did you mean optimizer?"),
+    "study.must_equal=[data.seq]": ("data.seq:", "no such key"),
     "study.loss_agreement=nan": ("study.loss_agreement=nan:", "use a finite one"),
     "+model.hf_config.rms_norm_eps=nan": ("model.hf_config.rms_norm_eps=nan:", "finite"),
     "cluster.dry_run=true": ("cluster.dry_run=true:", "use cluster=slurm"),

@@ -81,8 +81,8 @@ class Fork:
         self, command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **_: Any
     ) -> None:
         self.returncode: int | None = None
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             first = 3
             for fd in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
                 os.closerange(first, fd)
@@ -94,7 +94,7 @@ class Fork:
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             os._exit(1)
-        self._pidfd = os.pidfd_open(self._pid)
+        self._pidfd = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
         try:
@@ -106,7 +106,7 @@ class Fork:
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("server", timeout or 0)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def kill(self) -> None:

@@ -199,6 +199,9 @@ class StudyConfig:
     include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
     loss_agreement: float | None = None  # relative bound on how far curves lie apart at any step
     loss_must_fall: bool = False
+    # Keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
+    # points, the study fails.
+    must_equal: list[str] = field(default_factory=list[str])
 
 
 @dataclass
@@ -214,6 +217,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
+    repeats: int = 1  # runs of every point, in rounds: each point once, then each again
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
     outputs: str = "outputs"  # root folder of all runs
 

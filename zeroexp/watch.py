@@ -24,6 +24,7 @@ from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ConfigError
+from zeroexp.report.points import points_of
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.sync import open_uploads, sync
@@ -77,11 +78,12 @@ def watch(arguments: argparse.Namespace) -> int:
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
     runs = [read_run(job.folder) for job in jobs]
-    show(runs)
+    points = points_of(runs)
+    show([point.pooled for point in points])
     if not unfinished(jobs) and any(run.summary for run in runs):
         from zeroexp.report import page  # plotly and scipy take a second to import
 
-        page.write_into(arguments.sweep, runs)
+        page.write_into(arguments.sweep, points)
     sync(jobs, uploads)
     failed = [job for job in jobs if job.state["status"] not in FINE]
     return SOMETHING_FAILED if failed else EVERYTHING_FINE

@@ -32,6 +32,7 @@ SHORT = [
 QUICK = ["model=tiny", "data.seq_len=32", *SHORT]
 # ... or of one for which ranks need not import transformers: half of what a sweep costs.
 LIGHT = ["model=mlp_tiny", "data=vectors", *SHORT]
+ONE = ["world_size=1", *LIGHT]
 
 
 # ---- which points there are
@@ -197,6 +198,40 @@ def test_a_run_folder_says_what_ran_where(matrix):
     assert len(environment["git"]["commit"]) == 40
     assert read_summary(run.folder) is not None
     assert sorted(log.name for log in (run.folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+
+
+def test_a_sweep_ends_with_a_page_of_all_its_points(matrix):
+    folder, done = matrix
+    assert "Report: outputs/mine/report.html" in done.stdout
+    page = (folder / "outputs/mine/report.html").read_text()
+    assert "zero1_allreduce · buffer · ranks 2" in page and "zero3 · torch · ranks 1" in page
+
+
+def test_repeats_run_in_rounds_and_give_verdicts(tmp_path):
+    """Each point runs once before any runs again, and what others used of the machine is written down."""
+    done = zeroexp(
+        tmp_path, "-m", "strategy=ddp,zero3", "repeats=3", "world_size=1", "study.name=r", *LIGHT
+    )
+    assert done.returncode == 0, done.stderr
+    order = sorted(jobs(tmp_path).values(), key=lambda job: job.state["running_at"])
+    assert [job.name for job in order] == [
+        f"{point}{repeat}"
+        for repeat in ("", "-r2", "-r3")
+        for point in ("ddp-buffer-n1", "zero3-buffer-n1")
+    ]
+    rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
+    assert len(rows) == 2, "one row per point"
+    assert re.search(r"zero3 · buffer +\d\.\d\d \[\d\.\d\d, \d+\.\d\d\]: ", done.stdout)
+    loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
+    assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
+
+
+def test_what_a_study_wants_equal_and_is_not_fails_it(tmp_path):
+    study = write_study(tmp_path, "must_equal: [optimizer, versions]")
+    done = zeroexp(tmp_path, *study, "-m", "optimizer.fused=true,false", *ONE)
+    assert done.returncode == 1, done.stderr
+    assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
+    assert "study.must_equal: optimizer.fused differs: true, but false in " in done.stdout
 
 
 @pytest.mark.slow

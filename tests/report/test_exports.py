@@ -11,6 +11,7 @@ import pytest
 
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import exports
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -23,7 +24,7 @@ def points(tmp_path: Path) -> list[Point]:
 
 
 def test_json_holds_bytes_and_seconds_and_null_where_nothing_is_known(points: list[Point]) -> None:
-    told = json.loads(exports.as_json(points, problems=[]))
+    told = json.loads(exports.as_json(points, conclude(points), problems=[]))
     done, failed = told["points"]
     assert (told["format"], told["problems"]) == (1, [])
     assert done["total_bytes"] == 2.5 * PARAMETER_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from zeroexp.check.refusal import nearest, value_of, wrong
@@ -48,7 +48,12 @@ PLANNED = {
     ("strategy.implementation", "deepspeed"): "use torch for a native engine",
 }
 
+MOST_REPEATS = 100
+# What study.must_equal may name beside keys and groups of the config.
+RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
+
 AT_LEAST = {
+    "repeats": 1,
     "data.seq_len": 1,
     "data.global_batch_size": 1,
     "data.micro_batch_size": 1,
@@ -165,11 +170,23 @@ def bucket(config: Config) -> None:
         wrong("strategy.bucket_mb", size, "not a size in MiB", remedy)
 
 
+def repeats(config: Config) -> None:
+    if config.repeats > MOST_REPEATS:
+        wrong("repeats", config.repeats, "too large", f"use at most {MOST_REPEATS}")
+
+
 def study(config: Config) -> None:
-    """Require that every key of an include row exists."""
+    """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for row in config.study.include:
         for key in row:
             value_of(config, key)
+    for word in config.study.must_equal:
+        group = word.partition(".")[0]
+        if group not in RUN_FACTS and not hasattr(config, group):
+            known = [*RUN_FACTS, *(field.name for field in fields(config))]
+            wrong("study.must_equal", word, "no key and no fact of a run", nearest(word, known))
+        if group not in RUN_FACTS:
+            value_of(config, word)
 
 
-RULES = (given, names, words, ranges, betas, world_sizes, bucket, study)
+RULES = (given, names, words, ranges, betas, world_sizes, bucket, repeats, study)

@@ -44,6 +44,12 @@ class LocalCluster:
         if self._server is not None:
             self._server.close()
 
+    @property
+    def server(self) -> int:
+        """The process whose children the ranks are."""
+        assert self._server is not None, "use `with LocalCluster(...)`"
+        return self._server.pid
+
     def run(
         self,
         job: Job,
@@ -93,6 +99,10 @@ class _Server:
             start_new_session=True,  # only this process handles Ctrl-C
         )
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -20,6 +20,7 @@ from zeroexp.cluster.budget import judged
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
+from zeroexp.cluster.load import Load
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.points import Point, points_of
 from zeroexp.cluster.queue import Queue, stop
@@ -27,6 +28,8 @@ from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ClusterConfig, Config, ConfigError, save
 from zeroexp.report.agreement import judge
+from zeroexp.report.points import Point as RunPoint
+from zeroexp.report.points import points_of as runs_as_points
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.tracking import owner
@@ -72,8 +75,12 @@ class Sweep:
             raise ConfigError(f"no point to run: {remedy}")
         points = [judged(points_of(overrides, values)) for overrides, values in batch]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
-        jobs = [[self._admit(point) for point in one] for one in points]
-        self._execute([job for one in jobs for job in one])
+        jobs: list[list[Job]] = [[] for _ in points]
+        for repeat in range(max(point.config.repeats for one in points for point in one)):
+            for one, admitted in zip(points, jobs, strict=True):
+                admitted += [self._admit(p, repeat) for p in one if _repeats(p) > repeat]
+        begun = {job.folder for one in jobs for job in one}
+        self._execute([job for job in self._jobs if job.folder in begun])
         return [_final_loss(one) for one in jobs]
 
     def rerun(self, folder: Path) -> None:
@@ -109,9 +116,11 @@ class Sweep:
         if not self._jobs:
             return 0
         runs = [read_run(job.folder) for job in self._jobs]
-        show(runs)
+        points = runs_as_points(runs)
+        show([point.pooled for point in points])
         holds = self._verdict()
-        self._write_page(runs)
+        if any(run.summary for run in runs):
+            holds = self._tell_conclusions(points) and holds
         if self._uploads:
             self._uploads.conclude(runs[0].folder.parent)
         self._tell_of_queued(runs)
@@ -144,17 +153,19 @@ class Sweep:
                 _check_model(point.config)
                 _check_data(point.config)
 
-    def _admit(self, point: Point) -> Job:
-        """Make the point's folder with all that is known before it runs."""
+    def _admit(self, point: Point, repeat: int) -> Job:
+        """Make the folder of the point's run in round `repeat` with all that is known before it runs."""
         if self._folder is None:
             self._folder = _sweep_folder(point)
             owner.take(self._folder)
-        job = Job(_new_folder(self._folder, point.name))
+        name = point.name if repeat == 0 else f"{point.name}-r{repeat + 1}"
+        job = Job(_new_folder(self._folder, name))
         self._jobs.append(job)
         reserve(job.folder)
         save(with_store(point.config), job.folder / "config.yaml")
         device = point.config.cluster.device
-        write_json(job.folder / "environment.json", environment(self._arguments, device))
+        known = {**environment(self._arguments, device), "repeat": repeat}
+        write_json(job.folder / "environment.json", known)
         job.enter("pending")
         if point.refusal:
             job.enter("skipped", point.refusal)
@@ -202,7 +213,9 @@ class Sweep:
             progress.step(number, step_record(row))
             self._look(job)
 
+        load = Load(cluster.server)
         outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
+        load.write(job.folder)
         reason = job.verdict if outcome.status == "done" else first_cause(outcome.cause)
         job.enter(outcome.status, reason)
         progress.end(number, outcome.status, job.state["reason"])
@@ -238,11 +251,18 @@ class Sweep:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
             print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
 
-    def _write_page(self, runs: Sequence[Run]) -> None:
-        if self._folder and any(run.summary for run in runs):
-            from zeroexp.report import page  # plotly and scipy take a second to import
+    def _tell_conclusions(self, points: Sequence[RunPoint]) -> bool:
+        """Print verdicts and broken claims and write the page; return False if a claim is broken."""
+        from zeroexp.report import page  # plotly and scipy take a second to import
+        from zeroexp.report.conclusions import conclude
 
-            page.write_into(self._folder, runs)
+        found = conclude(points)
+        for lines in (found.verdicts, found.broken):
+            if lines:
+                print("\n" + "\n".join(lines))
+        if self._folder:
+            page.write_into(self._folder, points)
+        return not found.broken
 
     def _verdict(self) -> bool:
         """Do the claims of the study hold? The verdict is printed in words."""
@@ -264,6 +284,11 @@ def _check_model(config: Config) -> None:
     from zeroexp.models.beforehand import check_model
 
     check_model(config)
+
+
+def _repeats(point: Point) -> int:
+    """Return how often the point runs; a refused one is skipped once."""
+    return 1 if point.refusal else point.config.repeats
 
 
 def _check_data(config: Config) -> None:

@@ -4,7 +4,8 @@
     python -m zeroexp.report outputs/a --html report.html    one page with every chart, which needs no network
     python -m zeroexp.report outputs/a --csv - --json a.json numbers for other programs; - is standard output
 
-Exit codes: 0 fine; 2 refused in one line. A folder that cannot be read costs one line on standard error.
+Exit codes: 0 fine; 1 a number that must be exact varies between repeats of a point, or what `study.must_equal` names
+differs; 2 refused in one line. A folder that cannot be read costs one line on standard error.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from zeroexp import output
 from zeroexp.config import ConfigError
 from zeroexp.report import exports, markdown
+from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.table import show
 
-FINE, REFUSED = 0, 2
+FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
 ONE_SWEEP = ("figure", "write")  # what shows a single sweep
 TEXTS = ("markdown", "csv", "json", "latex")
@@ -46,10 +48,16 @@ def _report(arguments: argparse.Namespace) -> int:
     for line in problems:
         print(f"zeroexp: {line}", file=sys.stderr)
     points = points_of(runs)
-    if not any(getattr(arguments, option) == STANDARD_OUTPUT for option in TEXTS):
+    shows_tables = all(getattr(arguments, option) != STANDARD_OUTPUT for option in TEXTS)
+    if shows_tables:
         _show_tables(folders)
-    _write(arguments, points, problems)
-    return FINE
+    found = conclude(points, arguments.reference)
+    if shows_tables:
+        _print(found.verdicts)
+    for line in found.broken:
+        print(f"zeroexp: {line}", file=sys.stderr)
+    _write(arguments, points, problems, found)
+    return BROKEN if found.broken else FINE
 
 
 def _show_tables(folders: Sequence[Path]) -> None:
@@ -59,12 +67,22 @@ def _show_tables(folders: Sequence[Path]) -> None:
         print()
 
 
-def _write(arguments: argparse.Namespace, points: Sequence[Point], problems: Sequence[str]) -> None:
+def _print(lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join(lines))
+
+
+def _write(
+    arguments: argparse.Namespace,
+    points: Sequence[Point],
+    problems: Sequence[str],
+    found: Conclusions,
+) -> None:
     pooled = [point.pooled for point in points]
     if arguments.html:
         from zeroexp.report import page  # plotly and scipy take a second to import
 
-        page.save(points, problems, arguments.html)
+        page.save(points, problems, arguments.html, arguments.reference)
     if arguments.figure:
         from zeroexp.report import figure  # so does matplotlib
 
@@ -74,7 +92,7 @@ def _write(arguments: argparse.Namespace, points: Sequence[Point], problems: Seq
     texts = {
         "markdown": lambda: markdown.render(pooled),
         "csv": lambda: exports.as_csv(points),
-        "json": lambda: exports.as_json(points, problems=list(problems)),
+        "json": lambda: exports.as_json(points, found, problems=list(problems)),
         "latex": lambda: exports.as_latex(points),
     }
     for option, text in texts.items():
@@ -108,6 +126,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("folders", nargs="*", type=Path, metavar="outputs/<sweep>")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with every chart")
+    parser.add_argument("--reference", metavar="POINT", help="what others are compared with")
     for option in TEXTS:
         parser.add_argument(f"--{option}", metavar="FILE", help="the results as text; - prints it")
     parser.add_argument(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from zeroexp.report.conclusions import Conclusions
+from zeroexp.report.differences import differences
 from zeroexp.report.points import Point
 from zeroexp.report.spread import interval, unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
+from zeroexp.report.verdicts import Judged
 from zeroexp.tracking.json_files import dumps
 
 FORMAT = 1  # grows when a name of `row` changes its meaning or goes
@@ -75,9 +79,23 @@ def row(point: Point) -> dict[str, Any]:
     }
 
 
-def as_json(points: Sequence[Point], **more: Any) -> str:
-    """Return one object: `format`, `points`, and whatever else a report knows."""
-    return dumps({"format": FORMAT, "points": [row(point) for point in points], **more}, indent=1)
+def as_json(points: Sequence[Point], found: Conclusions, **more: Any) -> str:
+    """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
+    concluded = {
+        "reference": found.reference and found.reference.name,
+        "comparisons": [_comparison(one) for one in found.judged if one.comparison],
+        "differences": differences(points),
+        "doubts": found.doubts,
+        "broken": found.broken,
+    }
+    rows = [row(point) for point in points]
+    return dumps({"format": FORMAT, "points": rows, **concluded, **more}, indent=1)
+
+
+def _comparison(one: Judged) -> dict[str, Any]:
+    assert one.comparison is not None
+    told = asdict(one.comparison)
+    return {"point": one.point.name, **told, "verdict": one.comparison.verdict.value}
 
 
 def as_csv(points: Sequence[Point]) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.losses import largest_distance
 from zeroexp.report.points import Point
-from zeroexp.report.spread import unsteady
 
 
 def headline(points: Sequence[Point]) -> list[str]:
-    """Say what ran, who holds least, who is fastest, whether all train alike, and what to doubt."""
+    """Say what ran, who holds least, who is fastest, whether all train alike, and which runs diverged."""
     sentences = [_ran(points), _least_memory(points), _fastest(points), _alike(points)]
     return [*filter(None, sentences), *_doubts(points)]
 
@@ -61,17 +60,11 @@ def _alike(points: Sequence[Point]) -> str:
 
 
 def _doubts(points: Sequence[Point]) -> list[str]:
-    diverged = [
+    return [
         f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
         for point in points
         if point.summary and point.summary.verdict
     ]
-    worthless = [
-        f"The time of {point.name} is worth nothing: {why}."
-        for point in points
-        if (why := unsteady(point))
-    ]
-    return [*diverged, *worthless]
 
 
 def _count(number: int, word: str) -> str:

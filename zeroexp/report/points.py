@@ -64,10 +64,14 @@ class Point:
 
     @cached_property
     def pooled(self) -> Run:
-        """`run` with the median of its repeats in every time, for tables that show one row per point."""
+        """`run` with the median of its repeats in every time, for tables that show one row per point.
+
+        Its status is that of a repeat that did not come to its end, if there is one.
+        """
         summaries = [run.summary for run in self.done if run.summary]
+        run = self._with_worst_status()
         if len(summaries) < 2:
-            return self.run
+            return run
         phases = summaries[0].phase_seconds_median
         summary = replace(
             summaries[0],
@@ -79,7 +83,14 @@ class Point:
                 for phase in phases
             },
         )
-        return replace(self.run, summary=summary)
+        return replace(run, summary=summary)
+
+    def _with_worst_status(self) -> Run:
+        others = [run for run in self.runs if run.status != self.run.status]
+        if not others:
+            return self.run
+        reason = f"{len(others)} of {len(self.runs)} runs: {others[0].reason or others[0].status}"
+        return replace(self.run, status=others[0].status, reason=reason)
 
 
 def points_of(runs: Sequence[Run]) -> list[Point]:

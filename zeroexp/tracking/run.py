@@ -14,6 +14,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary
 
+LOAD = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 # The loader in C is ten times as fast, which counts for a report of hundreds of runs.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,6 +34,7 @@ class Run:
     engine: dict[str, str]
     summary: RunSummary | None  # None if the run did not finish
     num_attempts: int = 1  # at least 1
+    other_cores: float | None = None  # mean number of cores that other programs used meanwhile
 
     @property
     def name(self) -> str:
@@ -72,6 +74,7 @@ def read_run(folder: Path) -> Run:
         engine=flatten(read_json(folder / ENGINE) or {}),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
+        other_cores=(read_json(folder / LOAD) or {}).get("other_cores"),
     )
 
 

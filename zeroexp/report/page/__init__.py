@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from zeroexp.config import ConfigError
+from zeroexp.report.conclusions import conclude
 from zeroexp.report.headline import headline
 from zeroexp.report.page.chart import Chart
 from zeroexp.report.page.exposed import exposed
@@ -27,11 +28,10 @@ from zeroexp.report.page.pareto import pareto
 from zeroexp.report.page.provenance import provenance
 from zeroexp.report.page.ranks import ranks
 from zeroexp.report.page.scaling import scaling
-from zeroexp.report.page.tables import results_table
+from zeroexp.report.page.tables import differences_table, results_table, verdict_table
 from zeroexp.report.page.times import times
 from zeroexp.report.page.traffic import traffic
-from zeroexp.report.points import Point, points_of
-from zeroexp.tracking.run import Run
+from zeroexp.report.points import Point
 
 NAME = "report.html"
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
@@ -46,20 +46,22 @@ CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
 ]
 
 
-def write_into(folder: Path, runs: Sequence[Run]) -> None:
+def write_into(folder: Path, points: Sequence[Point]) -> None:
     """Write the page of a sweep into its folder and print where it is; a full disk costs one line."""
     path = folder / NAME
     try:
-        save(points_of(runs), [], path)
+        save(points, [], path)
     except ConfigError as error:
         print(f"\nno report: {error}")
         return
     print(f"\nReport: {os.path.relpath(path)}")
 
 
-def save(points: Sequence[Point], problems: Sequence[str], path: Path) -> None:
+def save(
+    points: Sequence[Point], problems: Sequence[str], path: Path, reference: str | None = None
+) -> None:
     """Write the page. Raises ConfigError if the file cannot be written."""
-    text = render(points, problems)
+    text = render(points, problems, reference)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)
@@ -70,20 +72,32 @@ def save(points: Sequence[Point], problems: Sequence[str], path: Path) -> None:
         raise ConfigError(f"--html {path}: {error.strerror}; {remedy}") from None
 
 
-def render(points: Sequence[Point], problems: Sequence[str] = ()) -> str:
-    """Return the page about these points; `problems` are lines about runs that are not on it."""
+def render(
+    points: Sequence[Point], problems: Sequence[str] = (), reference: str | None = None
+) -> str:
+    """Return the page about these points; `problems` are lines about runs that are not on it.
+
+    reference: the name of the point that others are compared with, by default the first.
+    """
+    found = conclude(points, reference)
     charts = [make(points) for make in CHARTS]
     sections = [
         ("results", "Results", results_table(points)),
+        ("verdicts", "Which differences are real", verdict_table(found)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
+        ("differences", "What else differs", differences_table(points)),
         ("provenance", "What was run, and how to repeat it", provenance(points)),
     ]
     sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
     drawn = [asdict(chart) for chart in charts if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
-        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline(points)),
-        "problems": "".join(f'<p class="problem">{escape(line)}</p>' for line in problems),
+        "headline": "".join(
+            f"<li>{escape(line)}</li>" for line in [*headline(points), *found.doubts]
+        ),
+        "problems": "".join(
+            f'<p class="problem">{escape(line)}</p>' for line in [*found.broken, *problems]
+        ),
         "links": " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
         "sections": "\n".join(
             f'<section id="{name}"><h2>{escape(title)}</h2>\n{body}</section>'

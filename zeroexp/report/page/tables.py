@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from zeroexp.report.columns import ABSENT, STATUS, TIMES, losses_of, memory_of, traffic_of
+from zeroexp.report.compare import Comparison
+from zeroexp.report.conclusions import Conclusions
+from zeroexp.report.differences import differences, in_words
 from zeroexp.report.points import Point
 from zeroexp.report.spread import interval
 
@@ -28,6 +31,43 @@ def results_table(points: Sequence[Point]) -> str:
         for point, run in zip(points, pooled, strict=True)
     ]
     return table(heads, rows) + _note(points)
+
+
+def verdict_table(found: Conclusions) -> str:
+    """Return each point's step time over that of the reference, with the verdict in words."""
+    if found.reference is None or len(found.judged) < 2:
+        return "<p>One point has nothing to be compared with.</p>"
+    heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
+    rows = [
+        [(one.point.name, True), *_compared(one.comparison, one.point is found.reference)]
+        for one in found.judged
+    ]
+    words = (
+        f"Step time over that of {found.reference.name}, from pairs of runs of one round; the intervals hold with 95 % "
+        "for all points together. A difference within ±2 % counts as none."
+    )
+    return f"<p>{escape(words)}</p>{table(heads, rows)}"
+
+
+def _compared(comparison: Comparison | None, is_reference: bool) -> list[tuple[str, bool]]:
+    if comparison is None:
+        return [("1", False), ("", False), ("the reference" if is_reference else ABSENT, True)]
+    low, high = comparison.low, comparison.high
+    interval = ABSENT if low is None else f"{low:.3f}–{high:.3f}"
+    return [(f"{comparison.ratio:.3f}", False), (interval, False), (comparison.told, True)]
+
+
+def differences_table(points: Sequence[Point]) -> str:
+    """Return every fact that differs beside strategy, implementation, ranks and what else was swept."""
+    found = differences(points)
+    if not found:
+        return "<p>Nothing: precision, clipping, batch, versions, machine and load are the same for all points.</p>"
+    rows = [[(key, True), (in_words(values), True)] for key, values in found.items()]
+    words = (
+        "Beside what is compared, the points differ in this. Defaults of one implementation are among it, since they "
+        "are part of what it costs."
+    )
+    return f"<p>{words}</p>{table([('fact', ''), ('values', '')], rows)}"
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:

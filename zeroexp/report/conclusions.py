@@ -1,0 +1,62 @@
+"""What a report concludes beside its tables: verdicts over runs, doubts, and claims that are broken. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroexp.report.differences import unequal
+from zeroexp.report.exact import varied
+from zeroexp.report.points import Point
+from zeroexp.report.spread import unsteady
+from zeroexp.report.verdicts import Judged, judged
+
+ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
+
+
+@dataclass(frozen=True)
+class Conclusions:
+    reference: Point | None
+    judged: list[Judged]
+    doubts: list[str]  # times that are worthless or impossible
+    broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
+
+    @property
+    def verdicts(self) -> list[str]:
+        """One line for each point beside the reference; a single line where no point ran twice."""
+        compared = [one for one in self.judged if one.comparison]
+        if self.reference is None or not compared:
+            return []
+        if all(one.comparison and one.comparison.num_pairs == 1 for one in compared):
+            return [ONCE]
+        width = max(len(one.point.name) for one in compared)
+        lines = [
+            f"  {one.point.name:<{width}}  {one.comparison.words}"
+            for one in compared
+            if one.comparison
+        ]
+        return [
+            f"Step time over that of {self.reference.name}, over runs, 95 % for all together:",
+            *lines,
+        ]
+
+
+def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
+    """Raises ConfigError if no point has the reference's name."""
+    chosen, every = judged(points, reference)
+    worthless = [
+        f"The time of {point.name} is worth nothing: {why}."
+        for point in points
+        if (why := unsteady(point))
+    ]
+    doubts = [*worthless, *(one.impossible for one in every if one.impossible)]
+    broken = [line for point in points for line in varied(point)]
+    broken += [f"study.must_equal: {line}" for line in unequal(points, must_equal(points))]
+    return Conclusions(chosen, every, doubts, broken)
+
+
+def must_equal(points: Sequence[Point]) -> list[str]:
+    """Return what the studies of these points want equal."""
+    said = (point.run.config.get("study.must_equal", "[]") for point in points)
+    return list(dict.fromkeys(word for words in said for word in json.loads(words)))

@@ -1,0 +1,83 @@
+"""Every point against one reference: which is faster, what else differs, and what cannot be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroexp.config import ConfigError
+from zeroexp.report.compare import Comparison, compare
+from zeroexp.report.points import OUTSIDE, Point
+
+BELOW = 0.98  # of the least time that is possible: what lies further below is noise
+
+
+@dataclass(frozen=True)
+class Judged:
+    point: Point
+    comparison: Comparison | None  # None for the reference, and where a round of both is missing
+    impossible: str | None  # why its time is noise
+
+
+def judged(
+    points: Sequence[Point], reference: str | None = None
+) -> tuple[Point | None, list[Judged]]:
+    """Return the reference, by default the first point with a time, and each point judged against it.
+
+    Raises ConfigError if no point has the reference's name.
+    """
+    timed = [point for point in points if point.seconds_by_round]
+    chosen = _named(timed, reference) if reference else next(iter(timed), None)
+    if chosen is None:
+        return None, []
+    number = max(1, len(timed) - 1)
+    return chosen, [
+        Judged(
+            point,
+            None
+            if point is chosen
+            else compare(point.seconds_by_round, chosen.seconds_by_round, num_comparisons=number),
+            impossible(point, timed),
+        )
+        for point in timed
+    ]
+
+
+def impossible(point: Point, points: Sequence[Point]) -> str | None:
+    """Say why the point's time is below what N ranks could reach without a byte of communication, or None.
+
+    The bound is the fastest point of one rank on the same model and batch, divided by N: whatever engine, a step needs
+    that much compute. Caches that a smaller piece fits into may beat it by a little.
+    """
+    alone = [
+        other.step_seconds
+        for other in points
+        if other.run.world_size == 1 and other.step_seconds and _same_work(other, point)
+    ]
+    ranks, seconds = point.run.world_size, point.step_seconds
+    if ranks == 1 or not alone or not seconds:
+        return None
+    least = min(alone) / ranks
+    if seconds >= BELOW * least:
+        return None
+    return (
+        f"{point.name} took {1e3 * seconds:,.1f} ms, less than {ranks} ranks need without any communication "
+        f"({1e3 * least:,.1f} ms, from one rank): that is noise"
+    )
+
+
+def _same_work(one: Point, other: Point) -> bool:
+    free = (*OUTSIDE, "strategy.", "world_size", "cluster.")
+    works = [
+        {key: value for key, value in point.run.config.items() if not key.startswith(free)}
+        for point in (one, other)
+    ]
+    return works[0] == works[1]
+
+
+def _named(points: Sequence[Point], name: str) -> Point:
+    for point in points:
+        if name in (point.name, point.run.name):
+            return point
+    known = ", ".join(point.run.name for point in points)
+    raise ConfigError(f"--reference {name}: no such point with a time; use one of {known}")
