@@ -6,13 +6,17 @@ import itertools
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.composing import CONF, composed, options
+from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
 from zeroexp.check.single import IMPLEMENTATIONS
 from zeroexp.config import (
@@ -216,21 +220,61 @@ def test_config_can_be_shown_instead_of_run():
     assert shown.stdout.startswith("model:") and shown.stdout.rstrip().endswith("outputs: outputs")
 
 
-def test_installed_package_brings_its_yaml_and_launcher(tmp_path):
-    """From a wheel, far from the checkout: conf/ lies inside the package there."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
     copy = tmp_path / "source"
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     for name in listed.stdout.splitlines():
-        if name.startswith(("zeroexp/", "conf/", "hydra_plugins/")) or "/" not in name:
+        if name.startswith(("zeroexp/", "conf/", "hydra_plugins/", "slurm/")) or "/" not in name:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([*build, "-w", tmp_path, copy], check=True, timeout=600)
     (wheel,) = tmp_path.glob("*.whl")
+    return wheel
+
+
+def test_installed_package_brings_its_yaml_and_launcher(wheel, tmp_path):
+    """From a wheel, far from the checkout: conf/ lies inside the package there."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     shown = zeroexp("--cfg", "all", "study=compare", cwd=tmp_path, path=site)
     assert shown.returncode == 0, shown.stderr
     assert "hydra_plugins.zeroexp_launcher.ZeroexpLauncher" in shown.stdout
+    for name in ("py.typed", "site_example/cluster/mysite.yaml", "data/corpus/tokenizer.json"):
+        assert (site / "zeroexp" / name).is_file(), name
+
+
+@pytest.mark.slow
+def test_an_installed_zeroexp_runs_the_main_job(wheel, tmp_path):
+    """In an environment of its own that borrows the libraries of this one, but not this checkout."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (own / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": variables, "text": True, "timeout": 600}
+    subprocess.run([*install, wheel], check=True, **options)
+    where = "import zeroexp; print(zeroexp.__file__)"
+    told = subprocess.run([python, "-c", where], check=True, capture_output=True, **options)
+    assert told.stdout.startswith(str(own))
+    words = ["study=compare", "strategy=zero3", "strategy.implementation=buffer,torch"]
+    words += ["model=tiny", "train.steps=6", "train.warmup_steps=1", "tracking=files"]
+    done = subprocess.run(
+        [python.with_name("zeroexp"), *words], capture_output=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 loss curves agree" in done.stdout and "2 of 2 losses fall" in done.stdout
+    assert len(list(tmp_path.glob("outputs/compare/*/summary.json"))) == 2
+
+
+def test_another_system_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert zeroexp_main.main() == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("zeroexp: darwin: ranks need Linux") and not told.out
+    assert told.err.count("\n") == 1

@@ -23,6 +23,9 @@ from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError
 
 REFUSED, INTERRUPTED = 2, 130
+ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
+# Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
+BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Other projects define the keys below these, so a user may add keys that our schema does not know.
@@ -56,6 +59,9 @@ def main() -> int:
     """
     arguments = sys.argv[1:]
     output.keep_going()
+    if sys.platform != "linux":
+        print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
+        return REFUSED
     interruption.listen()
     with Sweep(arguments) as sweep:
         try:
@@ -117,7 +123,7 @@ def compose(taker: TakesPoints, arguments: list[str], *, writes: bool = True) ->
 
     run_points.writes = writes
     try:
-        hydra.main(version_base="1.3", config_path=str(_conf()), config_name="config")(run_points)()
+        hydra.main(config_path=str(_conf()), config_name="config", **BEHAVIOUR)(run_points)()
     except Exception as error:
         if error in raised or not taker.has_failures:
             raise

@@ -37,6 +37,10 @@ TEXT, LABEL = "text", "label"  # names of the columns where the config names non
 
 Table = datasets.Dataset
 
+# A sweep's screen and a rank's log show nothing of how the library reads.
+datasets.disable_progress_bars()
+datasets.logging.set_verbosity_error()
+
 
 def read_documents(config: DataConfig, files: list[Path]) -> tuple[Table, str]:
     """Return documents, which form feeds separate in a text, as a table with the column `text`, and their source."""
@@ -52,8 +56,6 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     files: none for a data set of the hub. scratch: a folder for converted files, which the caller removes.
     Raises ConfigError for what cannot be read, and for columns that do not exist or hold no text.
     """
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
     with _one_line_errors(config):
         table = _read_files(config, files, scratch) if files else _read_hub(config)
     _require_columns(table, config)
