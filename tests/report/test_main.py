@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.report.__main__ import REFUSED, main
+from zeroexp.report.__main__ import BROKEN, REFUSED, main
 from zeroexp.report.markdown import BEGIN, END
 
 
@@ -58,6 +59,37 @@ def test_the_newest_sweep_goes_into_a_picture_and_a_page(outputs, monkeypatch, c
     assert "zero2 · tensor" in Path("memory.svg").read_text()
     assert "| zero2 | tensor |" in page.read_text()
     assert "outputs/newer" in capsys.readouterr().out
+
+
+def test_of_two_sweeps_it_says_which_points_moved(outputs, monkeypatch, capsys):
+    write_run(outputs / "newest/a", "zero3", "buffer")
+    assert report(monkeypatch, "outputs/newer", "outputs/newest") == 0
+    text = capsys.readouterr().out
+    assert "0 of 1 points moved (after over before):" in text
+    assert "only before: zero2 · tensor" in text
+
+
+def test_texts_for_other_programs_stand_alone_on_standard_output(outputs, monkeypatch, capsys):
+    assert report(monkeypatch, "outputs/newer", "--json", "-") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [point["point"] for point in told["points"]] == ["zero3 · buffer", "zero2 · tensor"]
+    assert report(monkeypatch, "outputs/newer", "--csv", "c.csv", "--html", "page.html") == 0
+    assert Path("c.csv").read_text().startswith("point,sweep,")
+    assert "zero2 · tensor" in Path("page.html").read_text()
+    assert report(monkeypatch, "outputs/newer", "--latex", "nowhere/x.tex") == REFUSED
+    assert "--latex nowhere/x.tex: No such file" in capsys.readouterr().err
+
+
+def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, monkeypatch, capsys):
+    (outputs / "newer/a/summary.json").write_text("{")
+    assert report(monkeypatch, "outputs/newer") == 0
+    assert "outputs/newer/a: left out" in capsys.readouterr().err
+    for name in ("c", "d"):
+        write_run(outputs / "newer" / name, "zero1")
+    records = outputs / "newer/d/records.jsonl"
+    records.write_text(records.read_text().replace('"loss": 7.0,', '"loss": 7.5,'))
+    assert report(monkeypatch, "outputs/newer") == BROKEN
+    assert "losses of c and d part at step 0: 7.0 and 7.5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--figure=memory.svg", "--write=README.md"])

@@ -13,6 +13,7 @@ import pytest
 
 from tests.browser import browse, needs_browser
 from tests.run_folders import write_run
+from tests.traces import write_trace
 from zeroexp.report import page
 from zeroexp.report.points import points_of
 from zeroexp.report.reading import read_runs
@@ -44,6 +45,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     for strategy, size in product(("ddp", "zero2", "zero3"), (1, 2)):
         write_run(folder / "sweep" / f"{strategy}-{size}", strategy, "buffer", size)
+    write_trace(folder / "sweep/zero3-2", rank=0, step=9, began_at=100.0)
     runs, problems = read_runs([folder / "sweep"])
     page.save(points_of(runs), problems, folder / "report.html")
     frames = "".join(
@@ -69,7 +71,7 @@ def test_every_chart_is_drawn_at_any_width_and_nothing_is_asked_of_a_network(
 ) -> None:
     frames = looked_at(shown, tmp_path, "--window-size=1700,1700")
     for width, frame in zip(WIDTHS, frames, strict=True):
-        assert set(frame["charts"]) == {make.__name__ for make in page.CHARTS}
+        assert set(frame["charts"]) == {*(make.__name__ for make in page.CHARTS), "timeline"}
         assert all(frame["charts"].values()), frame["charts"]
         assert frame["marks"] == 6 * 3  # parameters, gradients and optimizer state of six points
         assert frame["width"] <= width, "the page scrolls sideways"

@@ -1,6 +1,7 @@
 """`python -m zeroexp.report [FOLDER ...]`: what sweeps or runs cost, from the files of their folders alone.
 
     python -m zeroexp.report                                 the newest sweep in outputs/ as a table
+    python -m zeroexp.report outputs/a outputs/b             both, and which points moved from a to b
     python -m zeroexp.report outputs/a --html report.html    one page with every chart, which needs no network
     python -m zeroexp.report outputs/a --csv - --json a.json numbers for other programs; - is standard output
 
@@ -19,6 +20,7 @@ from zeroexp import output
 from zeroexp.config import ConfigError
 from zeroexp.report import exports, markdown
 from zeroexp.report.conclusions import Conclusions, conclude
+from zeroexp.report.moved import in_words, moved
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.table import show
@@ -53,7 +55,7 @@ def _report(arguments: argparse.Namespace) -> int:
         _show_tables(folders)
     found = conclude(points, arguments.reference)
     if shows_tables:
-        _print(found.verdicts)
+        _print(found.verdicts if len(folders) == 1 else _moved(folders))
     for line in found.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, found)
@@ -65,6 +67,14 @@ def _show_tables(folders: Sequence[Path]) -> None:
         print(f"{folder}\n")
         show([point.pooled for point in points_of(read_runs([folder])[0])])
         print()
+
+
+def _moved(folders: Sequence[Path]) -> list[str]:
+    """Say which points moved from the first of two sweeps to the second."""
+    if len(folders) != 2:
+        return []
+    before, after = (points_of(read_runs([folder])[0]) for folder in folders)
+    return in_words(*moved(before, after))
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -90,6 +90,24 @@ def judge(
     return Verdict(reference, curves, bound, must_fall)
 
 
+def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
+    """Say how far the curves lie from the first, at most."""
+    if len(curves) < 2:
+        return "One curve has nothing to be compared with."
+    verdict = judge(curves, bound=math.inf)
+    worst = max(verdict.curves, key=lambda curve: curve.difference)
+    if worst.difference == 0:
+        return f"All {len(curves)} curves are equal to the last bit."
+    if math.isinf(worst.difference):
+        return (
+            f"{worst.name} has other steps than {verdict.reference}, or a loss that is no number."
+        )
+    return (
+        f"Largest relative distance of {len(curves)} curves to that of {verdict.reference}: {worst.difference:.1e} "
+        f"({worst.name}, step {worst.step})."
+    )
+
+
 def falls(losses: Sequence[float]) -> bool:
     """Is the mean of the last quarter below that of the first? Single steps are too noisy to compare."""
     quarter = max(1, len(losses) // 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from zeroexp.report.agreement import largest_distance
 from zeroexp.report.columns import MIB
-from zeroexp.report.page.losses import largest_distance
 from zeroexp.report.points import Point
 
 
@@ -56,7 +56,7 @@ def _fastest(points: Sequence[Point]) -> str:
 
 def _alike(points: Sequence[Point]) -> str:
     curves = {point.name: [r.loss for r in point.records] for point in points if point.records}
-    return largest_distance(curves).partition(" The lower half")[0] if len(curves) > 1 else ""
+    return largest_distance(curves) if len(curves) > 1 else ""
 
 
 def _doubts(points: Sequence[Point]) -> list[str]:

@@ -28,7 +28,8 @@ from zeroexp.report.page.pareto import pareto
 from zeroexp.report.page.provenance import provenance
 from zeroexp.report.page.ranks import ranks
 from zeroexp.report.page.scaling import scaling
-from zeroexp.report.page.tables import differences_table, results_table, verdict_table
+from zeroexp.report.page.tables import differences_table, explained, results_table, verdict_table
+from zeroexp.report.page.timeline import timelines
 from zeroexp.report.page.times import times
 from zeroexp.report.page.traffic import traffic
 from zeroexp.report.points import Point
@@ -80,11 +81,12 @@ def render(
     reference: the name of the point that others are compared with, by default the first.
     """
     found = conclude(points, reference)
-    charts = [make(points) for make in CHARTS]
+    charts = [*(make(points) for make in CHARTS), *timelines(points)]
     sections = [
         ("results", "Results", results_table(points)),
-        ("verdicts", "Which differences are real", verdict_table(found)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
+        ("verdicts", "Which differences are real", verdict_table(found)),
+        ("explanations", "Why runs differ from their tables", explained(points)),
         ("differences", "What else differs", differences_table(points)),
         ("provenance", "What was run, and how to repeat it", provenance(points)),
     ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zeroexp.report.agreement import judge
+from zeroexp.report.agreement import largest_distance
 from zeroexp.report.page.chart import Chart, Trace
 from zeroexp.report.palette import DASHES, SERIES
 from zeroexp.report.points import Point
 
 TITLE = "Loss curves"
 NOTHING = "No point recorded a step."
+BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
 def losses(points: Sequence[Point]) -> Chart:
@@ -36,25 +37,7 @@ def losses(points: Sequence[Point]) -> Chart:
         },
         "hovermode": "closest",
     }
-    return Chart("losses", TITLE, largest_distance(curves), data, layout, 520)
-
-
-def largest_distance(curves: dict[str, list[float]]) -> str:
-    """Say how far the curves lie from the first, at most."""
-    if len(curves) < 2:
-        return "One curve has nothing to be compared with."
-    verdict = judge(curves, bound=math.inf)
-    worst = max(verdict.curves, key=lambda curve: curve.difference)
-    if worst.difference == 0:
-        return f"All {len(curves)} curves are equal to the last bit."
-    if math.isinf(worst.difference):
-        return (
-            f"{worst.name} has other steps than {verdict.reference}, or a loss that is no number."
-        )
-    return (
-        f"Largest relative distance of {len(curves)} curves to that of {verdict.reference}: {worst.difference:.1e} "
-        f"({worst.name}, step {worst.step}). The lower half shows each step's distance; equal losses leave a gap."
-    )
+    return Chart("losses", TITLE, f"{largest_distance(curves)} {BELOW}", data, layout, 520)
 
 
 def _line(name: str, values: Sequence[float | None], index: int, *, below: bool = False) -> Trace:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroexp.measure.record import KINDS, RunSummary
+from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB
+from zeroexp.report.measured import at_moment
 from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
 from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES, RED
 from zeroexp.report.points import Point
 from zeroexp.report.theory import table_bytes
 
-MOMENT = "after_backward"
 WORDS = (
     "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
     "The diamond is what the stage's table gives a rank, without buffers, padding and imbalance; the line is the most "
@@ -42,11 +42,3 @@ def memory(points: Sequence[Point]) -> Chart:
     data.append(marks("peak of any step", rows, peaks, "line-ns-open", "INK"))
     layout = bars_layout("MiB of the fullest rank")
     return Chart("memory", TITLE, WORDS, data, layout, bars_height(len(rows)))
-
-
-def at_moment(summary: RunSummary) -> dict[str, float]:
-    """Return bytes by kind of the fullest rank after backward; old summaries know only the most of each kind."""
-    told = summary.memory.fullest_at.get(MOMENT)
-    if told:
-        return dict(told)
-    return {kind: ranks.fullest for kind, ranks in summary.memory.by_kind.items()}

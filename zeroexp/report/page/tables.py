@@ -9,6 +9,7 @@ from zeroexp.report.columns import ABSENT, STATUS, TIMES, losses_of, memory_of, 
 from zeroexp.report.compare import Comparison
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.differences import differences, in_words
+from zeroexp.report.explain import explanations
 from zeroexp.report.points import Point
 from zeroexp.report.spread import interval
 
@@ -70,11 +71,28 @@ def differences_table(points: Sequence[Point]) -> str:
     return f"<p>{words}</p>{table([('fact', ''), ('values', '')], rows)}"
 
 
+def explained(points: Sequence[Point]) -> str:
+    """Return a list for each point that holds or sends something else than its stage's table says."""
+    told = explanations(points)
+    if not told:
+        return "<p>Every point holds and sends what its stage's table says, within 2 %.</p>"
+    lists = (
+        f"<h3>{escape(name)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+        for name, lines in told
+    )
+    return "\n".join(lists)
+
+
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:
     """Return a table that scrolls sideways where it must; each cell is (text, is it words rather than a number)."""
-    top = "".join(f"<th>{escape(name)}<small>{escape(unit)}</small></th>" for name, unit in heads)
+    words = [left for _, left in rows[0]] if rows else []
+    top = "".join(_head(*head, left) for head, left in zip(heads, words, strict=True))
     body = "\n".join(f"<tr>{''.join(_cell(*cell) for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _head(name: str, unit: str, left: bool) -> str:
+    return f"<th{' class=left' if left else ''}>{escape(name)}<small>{escape(unit)}</small></th>"
 
 
 def _cell(text: str, words: bool) -> str:

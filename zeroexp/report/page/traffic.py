@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroexp.measure.record import RunSummary
 from zeroexp.report.columns import MIB
+from zeroexp.report.measured import by_kind
 from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
 from zeroexp.report.palette import RED, part_colour
 from zeroexp.report.points import Point
 from zeroexp.report.theory import table_traffic
 
 TITLE = "Bytes sent in a step"
-UNCOUNTED = "by TCP"
 KINDS = ("gather", "reduce", "publish", "norm", "loss")
 WORDS = (
     "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
@@ -47,12 +46,3 @@ def traffic(points: Sequence[Point]) -> Chart:
     data.append(marks("the stage's table", rows, forms, "diamond-open", RED))
     layout = bars_layout("MiB of the rank that sends most")
     return Chart("traffic", TITLE, WORDS, data, layout, bars_height(len(rows)))
-
-
-def by_kind(summary: RunSummary) -> dict[str, float]:
-    """Return the bytes the engine counted; where TCP carried more, it did not count and all is one kind."""
-    counted = dict(summary.sent_bytes_by_kind)
-    wire = summary.wire_bytes_per_step
-    if wire and wire.fullest > 1.02 * sum(counted.values()):
-        return {UNCOUNTED: wire.fullest}
-    return counted

@@ -1,0 +1,57 @@
+"""The timeline of one step, from trace files as `measure/timeline.py` describes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import write_run
+from tests.traces import write_trace
+from zeroexp.report.page.timeline import read_traces, timelines
+from zeroexp.report.points import points_of
+from zeroexp.report.reading import read_runs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "sweep/a")
+    for rank in (0, 1):
+        write_trace(folder, rank, 4, 50.0)
+        write_trace(folder, rank, 9, 100.0 + 0.002 * rank)
+    return folder
+
+
+def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> None:
+    (chart,) = timelines(points_of(read_runs([run])[0]))
+    assert (chart.name, chart.title) == ("timeline", "One step: zero3 · buffer")
+    assert chart.words.startswith("zero3 · buffer, step 9, traced")
+    bars = {(t["yaxis"], t["name"]): t for t in chart.data if t["type"] == "bar"}
+    assert set(bars) == {(axis, name) for axis in ("y", "y3") for name in ("forward", "gather")}
+    gather = bars["y", "gather"]
+    assert (gather["y"], gather["base"], gather["x"]) == (["verb", "exposed"], [1, 1], [2, 0.5])
+    assert gather["text"] == ["gather unit block (wait)", "gather unit block, waiting for rank 1"]
+    assert bars["y", "forward"]["y"] == ["phase", "unit"]
+    # Rank 1 began its step two milliseconds later.
+    assert bars["y3", "gather"]["base"] == pytest.approx([3, 3], abs=1e-3)
+    assert [t["showlegend"] for t in bars.values()] == [True, True, False, False]
+
+
+def test_memory_rises_with_the_gather_and_falls_behind_it(run: Path) -> None:
+    (chart,) = timelines(points_of(read_runs([run])[0]))
+    pools = [t for t in chart.data if t["type"] == "scatter" and t["name"] == "pools"]
+    assert [(t["yaxis"], t["stackgroup"]) for t in pools] == [("y2", "rank 0"), ("y4", "rank 1")]
+    assert (pools[0]["x"], pools[0]["y"]) == ([0, 1, 6], [0, 8, 0])
+    first, second = chart.layout["yaxis"]["domain"], chart.layout["yaxis3"]["domain"]
+    assert first[1] == 1 and second[1] < chart.layout["yaxis2"]["domain"][0]
+
+
+def test_a_torn_trace_costs_that_rank_alone(run: Path) -> None:
+    (run / "trace.0.9.json").write_text('{"traceEvents": [')
+    assert [(one.rank, one.step) for one in read_traces(run)] == [(1, 9)]
+
+
+def test_without_a_trace_the_page_says_how_to_get_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "sweep/a")
+    (chart,) = timelines(points_of(read_runs([tmp_path / "sweep"])[0]))
+    assert chart.data == [] and "train.trace_steps=[5]" in chart.words

@@ -1,0 +1,185 @@
+"""One traced step, rank under rank: what each does at every moment, and what it holds meanwhile.
+
+It reads `trace.<rank>.<step>.json` of a run's folder, in the trace-event format that `measure/timeline.py` describes.
+Under ZeRO-3 one sees a unit gathered, used and freed: the verb's span, the block's span, and the bytes that rise before
+it and fall behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroexp.report.columns import MIB
+from zeroexp.report.page.chart import Chart, Trace
+from zeroexp.report.palette import BLUE, GREEN, GREY, NAVY, ORANGE, PINK, RED, SERIES, YELLOW
+from zeroexp.report.points import Point
+from zeroexp.report.reading import UNREADABLE
+
+TITLE = "One step"
+NOTHING = (
+    "No step was traced. With train.trace_steps=[5] each rank writes what it did and held in that step, and this page "
+    "shows it."
+)
+WORDS = (
+    "step {step}, traced, so that it is slower than others. For each rank: the phase, the block that computes, the "
+    "verbs of the engine (issued and waited for), the time in which the rank only waits, and moves under way beside "
+    "compute. Below, the bytes it holds, by cause."
+)
+MOST_POINTS, MOST_RANKS = 4, 4  # that are drawn
+LANES = ("flight", "exposed", "verb", "unit", "phase")  # from below
+COLOURS = {
+    **{"data": GREY, "forward": BLUE, "backward": ORANGE, "optimizer": GREEN, "step": PINK},
+    **{"gather": NAVY, "reduce": RED, "hand_over": YELLOW, "publish": GREEN, "norm": PINK},
+}
+CAUSES = {
+    **{"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "master": PINK, "pools": NAVY},
+    **{"buckets": RED, "activations": YELLOW, "temporaries": GREY},
+}
+HEIGHT, BETWEEN = 300, 0.04  # pixels of one rank; space between two, as a fraction of all
+MICROSECONDS = 1e-3  # in milliseconds
+
+
+@dataclass(frozen=True)
+class Traced:
+    rank: int
+    step: int
+    began_at: float  # Unix seconds
+    spans: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+
+
+def timelines(points: Sequence[Point]) -> list[Chart]:
+    """Return one chart for each of the first traced points, of the last step that each traced."""
+    charts: list[Chart] = []
+    for point in points:
+        ranks = read_traces(point.run.folder)
+        if ranks and len(charts) < MOST_POINTS:
+            number = f"-{len(charts) + 1}" if charts else ""
+            charts.append(_chart(f"timeline{number}", point, ranks[:MOST_RANKS]))
+    return charts or [Chart("timeline", TITLE, NOTHING)]
+
+
+def read_traces(folder: Path) -> list[Traced]:
+    """Return the last traced step of each rank that traced it; files that cannot be read are passed over."""
+    found: dict[int, list[Traced]] = {}
+    for path in sorted(folder.glob("trace.*.*.json")):
+        try:
+            one = _read(path)
+        except UNREADABLE:
+            continue
+        found.setdefault(one.step, []).append(one)
+    return sorted(found[max(found)], key=lambda one: one.rank) if found else []
+
+
+def _read(path: Path) -> Traced:
+    content = json.loads(path.read_text())
+    other, events = content["otherData"], content["traceEvents"]
+    return Traced(
+        rank=int(other["rank"]),
+        step=int(other["step"]),
+        began_at=float(other["began_at"]),
+        spans=[e for e in events if e["ph"] == "X" and e["cat"] in LANES and e["dur"] >= 0],
+        memory=[e for e in events if e["ph"] == "C" and e["name"] == "memory"],
+    )
+
+
+def _chart(name: str, point: Point, ranks: Sequence[Traced]) -> Chart:
+    first = min(rank.began_at for rank in ranks)
+    data: list[Trace] = []
+    layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
+    told: set[str] = set()  # names that the legend has
+    height = (1 - BETWEEN * (len(ranks) - 1)) / len(ranks)
+    for index, rank in enumerate(ranks):
+        top = 1 - index * (height + BETWEEN)
+        lanes, memory = (f"y{2 * index + n}" if index or n > 1 else "y" for n in (1, 2))
+        shift = 1e3 * (rank.began_at - first)
+        data += _spans(rank, lanes, shift, told)
+        data += _memory(rank, memory, shift, told)
+        layout[lanes.replace("y", "yaxis")] = {
+            "domain": [top - 0.55 * height, top],
+            "title": {"text": f"rank {rank.rank}", "standoff": 24},
+            **{"type": "category", "categoryorder": "array", "categoryarray": list(LANES)},
+        }
+        layout[memory.replace("y", "yaxis")] = {
+            "domain": [top - height, top - 0.6 * height],
+            "title": {"text": "MiB"},
+            "rangemode": "tozero",
+        }
+    layout["xaxis"] = {
+        "title": {"text": "ms since the first rank began"},
+        "anchor": f"y{2 * len(ranks)}",
+    }
+    words = f"{point.name}, {WORDS.format(step=ranks[0].step)}"
+    title = f"{TITLE}: {point.name}"
+    return Chart(name, title, words, data, layout, 120 + HEIGHT * len(ranks))
+
+
+def _spans(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]:
+    """Return one trace of bars for each phase, direction of a block, and verb."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for span in rank.spans:
+        args = span.get("args", {})
+        groups.setdefault(args.get("verb") or args.get("pass") or span["name"], []).append(span)
+    return [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": group,
+            "legendgroup": group,
+            "showlegend": _is_new(group, told),
+            "y": [span["cat"] for span in spans],
+            "base": [shift + MICROSECONDS * span["ts"] for span in spans],
+            "x": [MICROSECONDS * span["dur"] for span in spans],
+            "text": [_said(span) for span in spans],
+            "textposition": "none",
+            "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>",
+            "yaxis": axis,
+            "marker": {
+                "color": COLOURS.get(group, SERIES[index % len(SERIES)]),
+                "line": {"width": 0.4, "color": "INK"},
+            },
+        }
+        for index, (group, spans) in enumerate(groups.items())
+    ]
+
+
+def _said(span: dict[str, Any]) -> str:
+    args = span.get("args", {})
+    part = f" ({args['part']})" if "part" in args else ""
+    peer = args.get("peer")
+    return f"{span['name']}{part}{'' if peer is None else f', waiting for rank {peer}'}"
+
+
+def _memory(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]:
+    causes = dict.fromkeys(cause for event in rank.memory for cause in event["args"])
+    times = [round(shift + MICROSECONDS * event["ts"], 3) for event in rank.memory]
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": cause,
+            "legendgroup": f"held: {cause}",
+            "showlegend": _is_new(f"held: {cause}", told),
+            "x": times,
+            "y": [round(event["args"].get(cause, 0) / MIB, 3) for event in rank.memory],
+            "yaxis": axis,
+            "stackgroup": f"rank {rank.rank}",
+            "line": {
+                "shape": "hv",
+                "width": 0.5,
+                "color": CAUSES.get(cause, SERIES[index % len(SERIES)]),
+            },
+            "hovertemplate": "%{y:,.1f} MiB",
+        }
+        for index, cause in enumerate(causes)
+    ]
+
+
+def _is_new(name: str, told: set[str]) -> bool:
+    new = name not in told
+    told.add(name)
+    return new

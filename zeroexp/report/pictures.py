@@ -1,0 +1,80 @@
+"""`python -m zeroexp.report.pictures PAGE.html FOLDER`: two pictures of a page for documents, by a headless Chromium.
+
+report.png shows the page as it begins on a wide screen, report-dark.png the same in dark mode on a narrow one.
+Exit codes: 0 fine; 2 refused in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from zeroexp.config import ConfigError
+
+REFUSED = 2
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--virtual-time-budget=10000",  # milliseconds of the page's own clock
+)
+DARK = "--blink-settings=preferredColorScheme=0"
+# Name of the picture -> (width and height in pixels, further flags).
+PICTURES = {
+    "report.png": ((1280, 1750), ()),
+    "report-dark.png": ((560, 1750), (DARK,)),
+}
+SECONDS = 120
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", type=Path, metavar="PAGE.html")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    try:
+        for path in take(arguments.page, arguments.folder):
+            print(path)
+    except ConfigError as error:
+        print(f"zeroexp: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def take(page: Path, folder: Path) -> list[Path]:
+    """Write the pictures and return their paths. Raises ConfigError without a browser, page or folder."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise ConfigError(f"no browser takes the pictures; install one of {', '.join(BROWSERS)}")
+    if not page.is_file():
+        raise ConfigError(
+            f"{page}: no such page; make it with python -m zeroexp.report --html {page}"
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; name one that is there")
+    return [_take(browser, page, folder / name) for name in PICTURES]
+
+
+def _take(browser: str, page: Path, path: Path) -> Path:
+    (width, height), more = PICTURES[path.name]
+    with tempfile.TemporaryDirectory() as profile:
+        where = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        words = [browser, *FLAGS, *more, *where, f"--screenshot={path.resolve()}"]
+        try:
+            command = [*words, page.resolve().as_uri()]
+            subprocess.run(command, capture_output=True, timeout=SECONDS, check=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            raise ConfigError(
+                f"{path}: {browser} took no picture ({type(error).__name__})"
+            ) from None
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
