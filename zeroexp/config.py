@@ -146,6 +146,7 @@ class SlurmConfig:
     ranks_per_node: int = 8  # most ranks of one point that share a node
     cpus_per_rank: int = 4
     max_running: int | None = None  # points of one sweep that may run at once
+    array: bool = False  # submit the points of one shape as one job array
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

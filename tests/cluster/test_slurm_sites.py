@@ -20,6 +20,7 @@ from tests.cluster.minicluster import Minicluster, why_not
 from zeroexp.cluster.follow import follow, refresh, slurm_id
 from zeroexp.cluster.heartbeat import START_SECONDS
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.queue import Queue
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.report.progress import Progress
@@ -193,6 +194,27 @@ def test_a_peer_that_srun_can_not_start_is_not_waited_for(ended: dict[str, Job])
 def test_a_job_is_found_when_sbatch_does_not_say_that_it_took_it(ended: dict[str, Job]) -> None:
     job = ended["sbatch_times_out"]
     assert job.state["status"] == "done" and slurm_id(job) is not None
+
+
+def test_points_of_one_shape_may_be_one_job_array(cluster: Minicluster, tmp_path: Path) -> None:
+    """Two points of one rank and one of two ranks are an array and a job."""
+    faults = [Fault(world_size=size, site={"array": True}) for size in (1, 1, 2)]
+    jobs = [make_job(tmp_path / f"run{number}", fault) for number, fault in enumerate(faults)]
+    queue, config = Queue(), jobs[0].config.cluster
+    main = "tests.cluster.light_ranks:note_place"
+    queue._clusters[repr(config)] = SlurmCluster(config, rank_main=main)
+    for job in jobs:
+        job.enter("pending")
+    queue.submit_all(jobs)
+    ids = [str(slurm_id(job)) for job in jobs]
+    assert ids[0].partition("_")[0] == ids[1].partition("_")[0] != ids[2]
+    assert [each.partition("_")[2] for each in ids] == ["0", "1", ""]
+    with Progress(len(jobs), io.StringIO()) as progress:
+        numbered = dict(enumerate(jobs, start=1))
+        follow(numbered, progress, on_step=lambda job: None, on_end=lambda job: None)
+    for job in jobs:
+        assert place(job)["cpus"]
+        assert (job.folder / "slurm" / f"{slurm_id(job)}_batch.err").exists()
 
 
 def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(

@@ -14,6 +14,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from zeroexp.cluster.job import Job
@@ -26,6 +27,7 @@ from zeroexp.tracking import attempt
 # Ports are derived from the job id, below the ports that systems assign themselves.
 NUM_PORTS = 10_000
 HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
+BATCH_FILE = "batch.sh"  # in the folder slurm of a run
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
 
 
@@ -41,6 +43,27 @@ def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
     }
     lines = [line for title, part in sections.items() for line in (f"# {title}", *part, "")]
     return "\n".join(["#!/bin/bash", *lines])
+
+
+def array_file(jobs: Sequence[Job], config: ClusterConfig, name: str) -> str:
+    """Return the text of a job array in which element i runs the batch file of the i-th of these jobs of one shape."""
+    shape = Shape.of(jobs[0].config.world_size, config.slurm.ranks_per_node)
+    replaced = ("--output=", "--error=", "--dependency=")
+    asks = [
+        line
+        for line in _directives(jobs[0], config, shape, name)
+        if not line.removeprefix("#SBATCH ").startswith(replaced)
+    ]
+    most = f"%{config.slurm.max_running}" if config.slurm.max_running else ""
+    asks += [f"#SBATCH --array=0-{len(jobs) - 1}{most}", "#SBATCH --output=/dev/null"]
+    lines = ["this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", "case $SLURM_ARRAY_TASK_ID in"]
+    for index, job in enumerate(jobs):
+        lines.append(f"    {index}) run={shlex.quote(str(job.folder.resolve() / 'slurm'))} ;;")
+    lines += [
+        "esac",
+        f'exec bash "$run/{BATCH_FILE}" >> "$run/${{this}}_batch.out" 2>> "$run/${{this}}_batch.err"',
+    ]
+    return "\n".join(["#!/bin/bash", *asks, "", *lines, ""])
 
 
 def max_requeues(config: ClusterConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zeroexp.cluster.follow import cancel, follow, slurm_id
@@ -22,6 +22,38 @@ class Queue:
     def __init__(self) -> None:
         self._clusters: dict[str, SlurmCluster] = {}
         self._full = False  # Slurm has refused a point for now, and so do we those behind it
+
+    def submit_all(self, jobs: Iterable[Job]) -> None:
+        """Submit points to Slurm, those of one shape as a job array where cluster.slurm.array asks for it."""
+        groups: dict[tuple[str, int], list[Job]] = {}
+        for job in jobs:
+            config = job.config
+            if config.cluster.slurm.array:
+                groups.setdefault((repr(config.cluster), config.world_size), []).append(job)
+            else:
+                self.submit(job)
+        for group in groups.values():
+            self._submit_array(group)
+
+    def _submit_array(self, jobs: Sequence[Job]) -> None:
+        """Submit points of one shape together; those that are too many for Slurm now, one by one."""
+        cluster, dry_run = self._cluster(jobs[0]), jobs[0].config.cluster.dry_run
+        if dry_run:
+            print(cluster.array_script(jobs))
+        if dry_run or len(jobs) == 1:
+            for job in jobs:
+                self.submit(job)
+            return
+        from zeroexp.cluster.submit import Later
+
+        try:
+            cluster.submit_array(jobs)
+        except Later:
+            for job in jobs:
+                self.submit(job)
+        except ConfigError as error:
+            for job in jobs:
+                job.enter("failed", str(error))
 
     def submit(self, job: Job) -> None:
         """Submit a point to Slurm; a refused one counts as failed, and a dry run is printed and skipped.

@@ -8,13 +8,14 @@ Only jobs of runs that save checkpoints are requeued: another run would start fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from zeroexp.cluster.batch import batch_file, max_requeues
+from zeroexp.cluster.batch import array_file, batch_file, max_requeues
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.local import RANK_MAIN
-from zeroexp.cluster.submit import note, submit
+from zeroexp.cluster.submit import note, submit, submit_array
 from zeroexp.cluster.task import DUTY, Duty
 from zeroexp.config import ClusterConfig
 from zeroexp.plan.place import Shape
@@ -35,13 +36,31 @@ class SlurmCluster:
 
         Raises ConfigError with sbatch's message if Slurm refuses, and Later if it would take the job another time.
         """
+        self._prepare(job)
+        job_id = submit(job.folder, self.script(job))
+        self._note(job, job_id)
+        return job_id
+
+    def submit_array(self, jobs: Sequence[Job]) -> None:
+        """Submit run folders of one shape as a job array. Raises what `submit` raises; then none is submitted."""
+        for job in jobs:
+            self._prepare(job)
+        texts = {job.folder: self.script(job) for job in jobs}
+        for job, job_id in zip(jobs, submit_array(texts, self.array_script(jobs)), strict=True):
+            self._note(job, job_id)
+
+    def array_script(self, jobs: Sequence[Job]) -> str:
+        """Return the batch file that `submit_array` hands over; it runs those of the jobs."""
+        return array_file(jobs, self._config, jobs[0].folder.parent.name)
+
+    def _prepare(self, job: Job) -> None:
         (job.folder / "slurm").mkdir(exist_ok=True)
         write_json(job.folder / DUTY, asdict(self._duty(job)))
-        job_id = submit(job.folder, self.script(job))
+
+    def _note(self, job: Job, job_id: str) -> None:
         self._num_submitted += 1
         shape = Shape.of(job.config.world_size, self._config.slurm.ranks_per_node)
         note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
-        return job_id
 
     def script(self, job: Job) -> str:
         """Return the batch file that `submit` hands over."""

@@ -19,6 +19,7 @@ from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.run import SLURM
 
+OF_ARRAY = re.compile(r"^(\d+)\|([^|]*)\|", re.MULTILINE)
 SRUN_WRITES = "slurm"  # a folder in the run's folder
 
 
@@ -63,11 +64,19 @@ def cancel(job_ids: Iterable[str]) -> None:
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     # This asks for all jobs of the user, since asking for a forgotten id alone would be an error.
     user = f"--user={os.getuid()}"
-    shown = "--Format=JobID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
-    asked = ask("squeue", user, "--noheader", "--states=all", shown)
+    shown = (
+        "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
+    )
+    asked = ask("squeue", user, "--noheader", "--array", "--states=all", shown)
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
-    return parse(asked.stdout, wanted)
+    return parse(OF_ARRAY.sub(_with_element, asked.stdout), wanted)
+
+
+def _with_element(found: re.Match[str]) -> str:
+    """Write 7|3| as sacct does, 7_3|, and 7|N/A| of a job that is no element of an array as 7|."""
+    job_id, element = found.groups()
+    return f"{job_id}_{element}|" if element.isdigit() else f"{job_id}|"
 
 
 def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:

@@ -12,15 +12,17 @@ import re
 import secrets
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from zeroexp.cluster.batch import BATCH_FILE
 from zeroexp.cluster.slurm_state import SlurmSilent, ask
 from zeroexp.config import ConfigError
 from zeroexp.tracking.files import read_json, write_json
 from zeroexp.tracking.run import SLURM
 
-BATCH_FILE = "slurm/batch.sh"
 SUBMITTING = "submitting.json"  # in the run's folder while its job's id is unknown
 SBATCH_SECONDS = 120.0
 LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
@@ -42,16 +44,40 @@ def submit(folder: Path, text: str) -> str:
 
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass Later if that will pass.
     """
-    file = folder / BATCH_FILE
+    name = f"{folder.name} zeroexp-{secrets.token_hex(8)}"
+    return _submit({folder: {"name": name}}, _written(folder / "slurm" / BATCH_FILE, text), name)
+
+
+def submit_array(texts: Mapping[Path, str], array_text: str) -> list[str]:
+    """Submit the runs of these folders, whose batch files are given, as a job array; return the jobs' ids.
+
+    Raises what `submit` raises; then none of them is submitted.
+    """
+    folders = list(texts)
+    for folder, text in texts.items():
+        _written(folder / "slurm" / BATCH_FILE, text)
+    name = f"{folders[0].parent.name} zeroexp-{secrets.token_hex(8)}"
+    notes = {folder: {"name": name, "element": index} for index, folder in enumerate(folders)}
+    array_id = _submit(notes, _written(folders[0] / "slurm" / "array.sh", array_text), name)
+    return [f"{array_id}_{index}" for index in range(len(folders))]
+
+
+def _written(file: Path, text: str) -> Path:
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    name = f"{folder.name} zeroexp-{secrets.token_hex(8)}"
-    write_json(folder / SUBMITTING, {"name": name})
+    return file
+
+
+def _submit(notes: Mapping[Path, dict[str, Any]], file: Path, name: str) -> str:
+    """Note in these folders what is about to be submitted, and submit it; return its id."""
+    for folder, content in notes.items():
+        write_json(folder / SUBMITTING, content)
     job_id, words = _sbatch(file, name)
     if job_id is None and UNSURE.search(words):
         job_id = _look_for(name)
     if job_id is None:
-        (folder / SUBMITTING).unlink()
+        for folder in notes:
+            (folder / SUBMITTING).unlink()
         kind = Later if LATER.search(words) else ConfigError
         raise kind(f"cluster.slurm: {_complaint(words)}")
     return job_id
@@ -67,7 +93,10 @@ def note(folder: Path, job_id: str, nodes: int, ranks_per_node: int) -> None:
 def adopt(folder: Path) -> str | None:
     """Return the id of a job that this folder's submitter did not live to note; None if Slurm knows of none."""
     submitting = read_json(folder / SUBMITTING)
-    return _find(submitting["name"]) if submitting else None
+    found = _find(submitting["name"]) if submitting else None
+    if submitting and found and "element" in submitting:
+        return f"{found}_{submitting['element']}"
+    return found
 
 
 def outside_of_jobs() -> dict[str, str]:
@@ -110,7 +139,7 @@ def _look_for(name: str) -> str | None:
 def _find(name: str) -> str | None:
     """Ask squeue for the newest job of this name. Raises SlurmSilent."""
     user = f"--user={os.getuid()}"
-    asked = ask("squeue", user, "--noheader", "--states=all", "--Format=JobID:|,Comment:|")
+    asked = ask("squeue", user, "--noheader", "--states=all", "--Format=ArrayJobID:|,Comment:|")
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
     for line in asked.stdout.splitlines():

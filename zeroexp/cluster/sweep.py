@@ -178,8 +178,7 @@ class Sweep:
         open_jobs = {n: job for n, job in enumerate(jobs, start=1) if not _ended(job)}
         queued = {n: job for n, job in open_jobs.items() if job.config.cluster.kind == "slurm"}
         try:
-            for job in queued.values():
-                self._queue.submit(job)
+            self._queue.submit_all(queued.values())
             with Progress(len(jobs)) as progress:
                 for number, job in enumerate(jobs, start=1):
                     if number not in queued:

@@ -181,7 +181,10 @@ def _superseded(folder: Path) -> str | None:
 
 def _not_started(folder: Path, world_size: int) -> str | None:
     """Return which task srun could not start, and why. Without this, its peers wait for it as long as it may take."""
-    errors = folder / "slurm" / f"{os.environ.get('SLURM_JOB_ID')}_batch.err"
+    job_id, array_id = (os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "ARRAY_JOB"))
+    if array_id is not None:
+        job_id = f"{array_id}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    errors = folder / "slurm" / f"{job_id}_batch.err"
     if not errors.exists() or not (found := NOT_STARTED.search(errors.read_text(errors="replace"))):
         return None
     who = _name_of(int(found[1]), world_size)
