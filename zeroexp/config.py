@@ -129,6 +129,10 @@ class TrainConfig:
     steps: int = 20  # measured steps
     validate_every: int | None = None  # steps between two validations; None = only at the end
     activation_checkpointing: bool = False  # recompute each block in backward
+    # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
+    trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
+    profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler
+    profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
 
 
 @dataclass

@@ -27,6 +27,7 @@ from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import compile_allocator, count_cpu_allocations, most_held_bytes
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
@@ -122,6 +123,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     model = build_model(
         config.model, seed=config.train.seed, device=world.device, vocab_size=data.vocab_size
     )
+    blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     if config.train.activation_checkpointing:
         checkpoint_blocks(model.module, model.blocks)
@@ -144,6 +146,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         start_step=start_step,
         pause=saver.due,
         stop=stop,
+        instruments=Instruments(config.train, world, folder, blocks, _labels(config)),
     )
     records = _drain(steps, saver, world, folder, start_step)
     advance.enter(num_steps, advance.AFTER)
@@ -163,6 +166,14 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             saver.save_now(num_steps)
     saver.close()
     return over
+
+
+def _labels(config: Config) -> dict[str, str]:
+    return {
+        "strategy": config.strategy.name,
+        "implementation": config.strategy.implementation,
+        "model": config.model.name,
+    }
 
 
 def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:

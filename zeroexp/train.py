@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from zeroexp import advance
 from zeroexp.comm.collectives import Collectives, shared_bytes, take_traffic
-from zeroexp.config import Config
+from zeroexp.config import Config, TrainConfig
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure.clock import StepClock
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
-from zeroexp.measure.record import StepRecord
+from zeroexp.measure.record import Peak, StepRecord, VerbSeconds
+from zeroexp.measure.trace import StepTrace
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.measure.verbs import meter, sum_up
 from zeroexp.models.loss import loss_sum
@@ -53,12 +56,14 @@ def train(
     start_step: int = 0,
     stop: Stop | None = None,
     pause: Callable[[int], bool] = lambda steps_done: False,
+    instruments: Instruments | None = None,
 ) -> Iterator[StepRecord]:
     """Train to the configured number of steps, or until all ranks agree to stop.
 
     Yields one record per step; its loss is the same on every rank. Between two steps every rank calls `pause` with the
     number of steps done. Where it returns True, the caller receives that step's record before the next step starts, so
-    it finds the engine as that step left it and may save it. The same holds after the last record.
+    it finds the engine as that step left it and may save it. The same holds after the last record. `instruments` watch
+    the steps that they choose.
     """
     stop = stop or Stop()
     num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
@@ -69,38 +74,46 @@ def train(
     collectives = Collectives(world)
     take_traffic()  # what building and loading sent counts in no step
     unread: deque[_Step] = deque()
+    instruments = instruments or Instruments(TrainConfig(), world, Path())
     meter.device = world.device
     meter.take()
     for index in range(start_step, num_steps):
-        step = _Step(world, index, reading_memory=index == reading_step)
-        step.lr = learning_rate(config.optimizer, index, num_steps)
-        for group in strategy.optimizer.param_groups:
-            group["lr"] = step.lr
-        batch = data.step_batch(index * batch_size, rank=world.rank, world_size=world.size)
-        for microbatch in batch.microbatches:
-            last = microbatch is batch.microbatches[-1]
-            with strategy.microbatch(last=last):
-                step.enter(advance.FORWARD)
-                loss = _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
-                if last:
-                    step.read_memory("after_forward", strategy)
-                step.enter(advance.BACKWARD)
-                strategy.backward(loss)
-            step.loss += loss.detach()
-        step.read_memory("after_backward", strategy)
-        step.enter(advance.STEP)
-        if stop.asked:
-            step.wishes.fill_(1)
-        sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
-        with step.clock.optimizer(strategy.optimizer):
-            step.grad_norm = strategy.step(drain=index in window_ends | validated)
-        step.read_memory("after_step", strategy)
-        strategy.zero_grad()
-        sums.wait()
-        if index in window_ends:
-            barrier()
-        step.read_memory("at_rest", strategy)
+        reads = index == reading_step
+        with instruments.watching(index, strategy.model, reading=reads) as trace:
+            step = _Step(world, index, reading_memory=reads, trace=trace)
+            step.lr = learning_rate(config.optimizer, index, num_steps)
+            for group in strategy.optimizer.param_groups:
+                group["lr"] = step.lr
+            batch = data.step_batch(index * batch_size, rank=world.rank, world_size=world.size)
+            for microbatch in batch.microbatches:
+                last = microbatch is batch.microbatches[-1]
+                with strategy.microbatch(last=last):
+                    step.enter(advance.FORWARD)
+                    loss = (
+                        _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
+                    )
+                    if last:
+                        step.read_memory("after_forward", strategy)
+                    step.enter(advance.BACKWARD)
+                    strategy.backward(loss)
+                step.loss += loss.detach()
+            step.read_memory("after_backward", strategy)
+            step.enter(advance.STEP)
+            if stop.asked:
+                step.wishes.fill_(1)
+            sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
+            with step.clock.optimizer(strategy.optimizer):
+                step.grad_norm = strategy.step(drain=index in window_ends | validated)
+            step.read_memory("after_step", strategy)
+            strategy.zero_grad()
+            sums.wait()
+            if index in window_ends:
+                barrier()
+            step.read_memory("at_rest", strategy)
+            step.clock.stop()
         step.end(batch.num_tokens)
+        step.traced = instruments.slows(index)
+        instruments.keep(index, trace, step.peak)
         if index in validated:  # [Note: validation]
             step.validation_loss = validation_loss(
                 strategy, data, collectives, task=config.model.task, step=index
@@ -136,8 +149,14 @@ def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: st
 class _Step:
     """The meters of one step, and its numbers until somebody reads them."""
 
-    def __init__(self, world: World, index: int, *, reading_memory: bool):
+    def __init__(
+        self, world: World, index: int, *, reading_memory: bool, trace: StepTrace | None = None
+    ):
         self.lr = 0.0
+        self.traced = False
+        self.peak: Peak | None = None
+        self._trace = trace
+        self._backend: dict[str, VerbSeconds] = {}
         self.sums = torch.zeros(2, device=world.device)  # one message sums both over ranks
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
@@ -147,7 +166,8 @@ class _Step:
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.device)
-        self.clock = StepClock(world.device)
+        # A trace is of the host's time, on a GPU too.
+        self.clock = StepClock(world.device if trace is None else torch.device("cpu"))
         advance.enter(index, advance.DATA)
 
     def enter(self, phase: str) -> None:
@@ -156,14 +176,22 @@ class _Step:
         advance.enter(self._index, phase)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
-        """Read the bytes held now, if this is the step that [Note: reading memory] names."""
+        """Read the bytes held now, if this is the step that [Note: reading memory] names.
+
+        A trace asks after backward alone, where the engine is about to wait for its reductions anyway.
+        """
+        traces = self._trace is not None and moment == "after_backward"
+        if self._memory is None and not traces:
+            return
+        phase = self.clock.enter(None)
+        states = strategy.model_states()
         if self._memory is not None:
-            phase = self.clock.enter(None)
-            self._memory[moment] = bytes_by_kind(strategy.model_states())
-            self.clock.enter(phase)
+            self._memory[moment] = bytes_by_kind(states)
+        if self._trace is not None:
+            self._trace.moment(states)
+        self.clock.enter(phase)
 
     def end(self, num_tokens: int) -> None:
-        self.clock.stop()
         self._num_tokens = num_tokens
         self._peak_bytes = self._allocations.peak_bytes()
         if self._peak_bytes is not None:
@@ -172,6 +200,10 @@ class _Step:
         self._wire_bytes = self._wire.sent_bytes()
         self._traffic = take_traffic()
         self._moves = meter.take()
+        if self._trace is not None:
+            self._trace.finish(self.clock.marks, self._moves, shared_bytes())
+            self.peak = self._trace.peak(self._index)
+            self._backend = self._trace.backend()
 
     def record(self, config: Config) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""
@@ -196,4 +228,7 @@ class _Step:
             wire_bytes=self._wire_bytes,
             verbs=verbs,
             waited_seconds=waited_seconds,
+            peak=self.peak,
+            backend=self._backend,
+            traced=self.traced,
         )

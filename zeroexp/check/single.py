@@ -83,6 +83,7 @@ AT_LEAST = {
     "cluster.slurm.max_requeues": 1,
     "cluster.slurm.save_s": 1,
 }
+WATCHED = ("trace_steps", "profile_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
     "cluster.device_memory_gib",
@@ -175,6 +176,24 @@ def repeats(config: Config) -> None:
         wrong("repeats", config.repeats, "too large", f"use at most {MOST_REPEATS}")
 
 
+def watched(config: Config) -> None:
+    """Require that steps and ranks to watch exist."""
+    train, size = config.train, config.world_size
+    num_steps = train.warmup_steps + train.steps
+    rows = [
+        *[(f"train.{key}", getattr(train, key), num_steps, "step") for key in WATCHED],
+        *(
+            [("train.profile_ranks", train.profile_ranks, size, "rank")]
+            if type(size) is int
+            else []
+        ),
+    ]
+    for key, chosen, number, what in rows:
+        for each in chosen:
+            if type(each) is not int or not 0 <= each < number:
+                wrong(key, each, f"no {what} of this run", f"use numbers from 0 to {number - 1}")
+
+
 def study(config: Config) -> None:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for row in config.study.include:
@@ -189,4 +208,4 @@ def study(config: Config) -> None:
             value_of(config, word)
 
 
-RULES = (given, names, words, ranges, betas, world_sizes, bucket, repeats, study)
+RULES = (given, names, words, ranges, betas, world_sizes, bucket, repeats, watched, study)

@@ -97,6 +97,7 @@ class _CpuAllocations:
     """The counters of allocator.cpp, which count from the call of `install` in this process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self.install = _counter(library, "install", None)
         self.reset_peak = _counter(library, "reset_peak", None)
         self.peak = _counter(library, "peak", ctypes.c_int64)
@@ -110,6 +111,11 @@ def _counter(library: ctypes.CDLL, name: str, result: type[ctypes.c_int64] | Non
 
 
 _installed: _CpuAllocations | None = None
+
+
+def allocator_library() -> ctypes.CDLL | None:
+    """Return the library of allocator.cpp where it counts in this process; allocations.py reads its log."""
+    return None if _installed is None else _installed.library
 
 
 def count_cpu_allocations() -> str | None:
@@ -156,6 +162,7 @@ def _compile(compiler: str, target: Path) -> list[str]:
         *(compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *("-o", str(target), str(SOURCE)),
         *("-I", str(torch_folder / "include"), "-L", str(torch_folder / "lib"), "-lc10"),
+        "-ltorch_cpu",
     ]
 
 

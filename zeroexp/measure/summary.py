@@ -43,7 +43,7 @@ def summarise_rank(
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
         num_private_units=num_private_units,
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
-        times=rank_times(rank, steps),
+        times=rank_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
     )
 

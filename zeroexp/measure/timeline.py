@@ -23,3 +23,104 @@ The file is JSON in the trace-event format, which Perfetto and chrome://tracing 
 `otherData` holds {"rank", "world_size", "step", "began_at": Unix seconds of ts 0, by which ranks are aligned,
 "strategy", "implementation", "peak": the Peak of record.py or null}.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zeroexp.measure.allocations import Span
+from zeroexp.measure.causes import Causes, in_order
+from zeroexp.measure.trace import StepTrace, spans_of
+from zeroexp.measure.verbs import Move
+
+ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
+NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before
+MICRO = 1e6
+
+
+def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
+    """Return the trace events of one step, as this file's head describes them."""
+    rows = _Rows(rank, trace.began)
+    events = rows.names()
+    for name, start, end in trace.phases:
+        events.append(rows.span("phase", name, start, end))
+    for unit in trace.units():
+        words = {"unit": unit.unit, "pass": unit.turn}
+        events.append(rows.span("unit", f"{unit.turn} {unit.unit}", unit.began, unit.ended, words))
+    for move in trace.moves:
+        events += _events_of_move(rows, move, trace.began)
+    for span in trace.log.spans if trace.log is not None else ():
+        events.append(_event_of_backend(rows, span))
+    if trace.causes is not None:
+        events += [rows.memory(when, held) for when, held in _points(trace.causes, trace)]
+    return events
+
+
+class _Rows:
+    """Makes events of one rank whose times count from the beginning of its step."""
+
+    def __init__(self, rank: int, began: float):
+        self._rank, self._began = rank, began
+
+    def names(self) -> list[dict[str, Any]]:
+        def named(what: str, tid: int, name: str) -> dict[str, Any]:
+            return {"ph": "M", "pid": self._rank, "tid": tid, "name": what, "args": {"name": name}}
+
+        rows = [named("thread_name", tid, row) for tid, row in enumerate(ROWS)]
+        return [named("process_name", 0, f"rank {self._rank}"), *rows]
+
+    def span(
+        self, row: str, name: str, start: float, end: float, args: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {
+            **{"ph": "X", "pid": self._rank, "tid": ROWS.index(row), "cat": row, "name": name},
+            **{"ts": self._micro(start), "dur": max(0.0, round(MICRO * (end - start), 3))},
+            "args": args or {},
+        }
+
+    def memory(self, when: float, held: dict[str, int]) -> dict[str, Any]:
+        point = {"ph": "C", "pid": self._rank, "tid": 0, "name": "memory"}
+        return {**point, "ts": self._micro(max(when, self._began)), "args": held}
+
+    def _micro(self, when: float) -> float:
+        return round(MICRO * (when - self._began), 3)
+
+
+def _events_of_move(rows: _Rows, move: Move, began: float) -> Iterator[dict[str, Any]]:
+    words = {"verb": move.verb, "what": move.what}
+    name = f"{move.verb} {move.what}"
+    for part, (start, end) in spans_of(move).items():
+        if end > began:  # a move of the step before may be waited for in this one
+            yield rows.span("verb", name, max(start, began), end, {**words, "part": part})
+    for peer, start, seconds in move.blocked:
+        if start >= began:
+            yield rows.span("exposed", name, start, start + seconds, {**words, "peer": peer})
+    if isinstance(move.issued, float) and isinstance(move.waited, float) and not move.moves_on_wait:
+        yield rows.span("flight", name, max(move.issued, began), max(move.waited, began), words)
+
+
+def _event_of_backend(rows: _Rows, span: Span) -> dict[str, Any]:
+    return rows.span("backend", span.name, span.began, span.ended, {"async": span.asynchronous})
+
+
+def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:
+    """Yield (when, bytes by cause): in each slice of the step the moment that held most."""
+    width = (trace.ended - trace.began) / NUM_MEMORY_POINTS
+    slice_now, best, most = -1, None, -1
+    shown: set[str] = set()
+    points: list[tuple[float, dict[str, int]]] = []
+    for when, _, held in causes.changes():
+        number = max(-1, int((max(when, trace.began) - trace.began) / width))
+        if number != slice_now and best is not None:
+            points.append(best)
+            most = -1
+        slice_now, total = number, sum(held.values())
+        if total > most:
+            most, best = total, (when, dict(held))
+    if best is not None:
+        points.append(best)
+    for _, held in points:
+        shown |= {cause for cause, num_bytes in held.items() if num_bytes}
+    for when, held in points:
+        yield when, {cause: held.get(cause, 0) for cause in in_order(dict.fromkeys(shown, 1))}

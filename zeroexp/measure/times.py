@@ -10,8 +10,12 @@ from typing import Any
 from zeroexp.measure.record import RankTimes, StepRecord, VerbSeconds
 
 
-def rank_times(rank: int, steps: Sequence[StepRecord]) -> RankTimes:
-    """Return the means over `steps`; a verb or phase that a step lacks counts as nothing there."""
+def rank_times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]) -> RankTimes:
+    """Return the means over the measured `steps`; a verb or phase that a step lacks counts as nothing there.
+
+    records: all steps, of which traced ones show what torch names itself.
+    """
+    seen = [record.backend for record in records if record.backend]
     verbs = dict.fromkeys(verb for step in steps for verb in step.verbs)
     return RankTimes(
         rank=rank,
@@ -19,12 +23,15 @@ def rank_times(rank: int, steps: Sequence[StepRecord]) -> RankTimes:
         phase_seconds=_means([step.phase_seconds for step in steps]),
         verbs={verb: _mean([step.verbs.get(verb) for step in steps]) for verb in verbs},
         waited_seconds=_means([step.waited_seconds for step in steps]),
+        backend=seen[-1] if seen else {},
     )
 
 
 def times_from_json(content: dict[str, Any]) -> RankTimes:
     """Return the times that `asdict` turned into JSON."""
-    values: dict[str, Any] = {**content, "verbs": verbs_from_json(content["verbs"])}
+    values: dict[str, Any] = {**content}
+    values["verbs"] = verbs_from_json(content["verbs"])
+    values["backend"] = verbs_from_json(content.get("backend") or {})
     return RankTimes(**values)
 
 

@@ -124,6 +124,7 @@ def step_record(row: dict[str, Any]) -> StepRecord:
             **_known(StepRecord, row),
             "traffic": Traffic(**row["traffic"]),
             "verbs": verbs_from_json(row.get("verbs", {})),  # absent in records of older versions
+            "backend": verbs_from_json(row.get("backend", {})),
             "peak": _peak(row.get("peak")),
         }
     )

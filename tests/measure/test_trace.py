@@ -1,0 +1,223 @@
+"""Traced steps against arithmetic: every byte of the peak has a cause, and the timeline says when."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plain_strategy import PlainStrategy
+from tests.test_rank import log_of, make_job, run
+from tests.test_train import Numbers, make_config
+from tests.trace_events import read_trace
+from zeroexp import config as configs
+from zeroexp import world as worlds
+from zeroexp.check import single
+from zeroexp.config import Config, ConfigError
+from zeroexp.measure.allocations import logged
+from zeroexp.measure.instruments import Instruments
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.record import CAUSES, Peak
+from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.train import train
+from zeroexp.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world():
+    with worlds.joined() as world:
+        yield world
+
+
+def test_the_log_has_every_block_with_its_operator():
+    assert count_cpu_allocations() is None
+    old = torch.empty(100)
+    meter = AllocationMeter(CPU)
+    base = meter.peak_bytes()
+    with logged(CPU) as log:
+        kept = torch.ones(1000)
+        total = (kept + 1).exp()  # the sum is freed
+        del old
+    assert log is not None and log.base_bytes == base
+    blocks = [block for block in log.blocks if block.num_bytes > 8]  # the number 1 is a tensor too
+    assert [(b.operator, b.num_bytes) for b in blocks] == [
+        ("aten::ones", 4000),
+        ("aten::add", 4000),
+        ("aten::exp", 4000),
+    ]
+    ended = [block.ended < float("inf") for block in blocks]
+    assert ended == [False, True, False]
+    assert blocks[0].address == kept.data_ptr() and blocks[2].address == total.data_ptr()
+    assert [num_bytes for _, _, num_bytes in log.freed] == [400]
+    assert {block.thread for block in log.blocks} == {0}
+
+
+def test_backward_names_the_node_of_autograd_and_nothing_is_logged_afterwards():
+    assert count_cpu_allocations() is None
+    weight = torch.ones(8, requires_grad=True)
+    loss = weight.exp().sum()
+    with logged(CPU) as log:
+        loss.backward()
+    torch.ones(5)
+    assert log is not None
+    assert {b.operator for b in log.blocks if b.num_bytes == 32} == {"ExpBackward0"}
+    with logged(CPU) as again:
+        pass
+    assert again is not None and again.blocks == []
+
+
+class Wide(nn.Module):
+    """Two layers whose sizes tell causes apart: 3 samples of WIDTH numbers become 3 x HIDDEN."""
+
+    IN, HIDDEN = 4, 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(self.IN, self.HIDDEN, bias=False)
+        self.second = nn.Linear(self.HIDDEN, self.IN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def traced_peak(world: World, folder: Path, **settings: Any) -> tuple[Peak, Any]:
+    assert count_cpu_allocations() is None
+    config = make_config(warmup=1, steps=3)
+    config.data.micro_batch_size = 6  # one microbatch
+    for key, value in settings.items():
+        setattr(config.train, key, value)
+    model = Wide()
+    strategy = PlainStrategy(model)
+    blocks = {"first": model.first, "second": model.second}
+    instruments = Instruments(config.train, world, folder, blocks)
+    records = list(
+        train(strategy, Numbers(config), config=config, world=world, instruments=instruments)
+    )
+    (traced,) = [r for r in records if r.peak is not None and r.step != 0]
+    assert traced.peak is not None
+    return traced.peak, records
+
+
+def test_the_peak_of_a_step_is_arithmetic(world, tmp_path):
+    peak, records = traced_peak(world, tmp_path, trace_steps=[2])
+    weights = 2 * Wide.IN * Wide.HIDDEN * 4
+    held = peak.bytes_by_cause
+    hidden = 6 * Wide.HIDDEN * 4  # of six samples
+    # Backward is at tanh: the second layer has its gradient, the first has none yet. The gradients before and after
+    # tanh are there, and what tanh saved.
+    assert peak.phase == "backward" and peak.unit == "second"
+    assert peak.operator == "TanhBackward0"
+    assert held["parameters"] == weights
+    assert held["gradients"] == weights // 2
+    assert held["activations"] == hidden
+    assert held["temporaries"] == 2 * hidden
+    assert "optimizer" not in held  # plain SGD has no state
+    assert peak.num_bytes == sum(held.values()) == records[2].peak_bytes
+    assert 0 < peak.seconds < peak.step_seconds
+    assert [r.traced for r in records] == [False, False, True, False]
+    # The last warm-up step tells it too, and no other step.
+    assert [r.step for r in records if r.peak] == [0, 2]
+    assert records[0].peak is not None
+    in_warmup = records[0].peak.bytes_by_cause
+    assert {**in_warmup, "other": 0} == {**held, "other": 0}
+
+
+def test_a_run_of_two_ranks_leaves_its_traces(local, tmp_path):
+    job = make_job(
+        tmp_path / "run",
+        strategy__name="zero3",
+        train__trace_steps=[2],
+        train__profile_steps=[3],
+        train__profile_ranks=[1],
+    )
+    config = configs.load(job.folder / "config.yaml")
+    for row in (config.strategy.parameters, config.strategy.gradients, config.strategy.optimizer):
+        row.placement = "shard"
+    configs.save(config, job.folder / "config.yaml")
+    assert run(local, job).status == "done", log_of(job, 0)
+    _check_timelines(job.folder)
+    _check_profile(job.folder)
+    records, summary = read_records(job.folder), read_summary(job.folder)
+    assert [r.traced for r in records] == [False, False, True, True]
+    assert summary is not None and summary.num_steps == 1
+    assert [peak is not None and peak.step in (0, 2) for peak in summary.memory.peaks] == [True] * 2
+    for rank in summary.times:
+        assert {"gather", "reduce", "hand_over", "publish", "norm", "loss"} <= set(rank.verbs)
+        assert rank.step_seconds == pytest.approx(sum(rank.phase_seconds.values()))
+
+
+def _check_timelines(folder: Path) -> None:
+    for rank in (0, 1):
+        path = folder / f"trace.{rank}.2.json"
+        events = read_trace(path)
+        other = json.loads(path.read_text())["otherData"]
+        assert (other["rank"], other["step"], other["strategy"]) == (rank, 2, "zero3")
+        named = {(e.get("cat"), e["name"]) for e in events}
+        assert {("phase", p) for p in ("data", "forward", "backward", "optimizer", "step")} <= named
+        for verb in ("gather unit blocks.0", "reduce unit blocks.1", "publish unit blocks.1"):
+            assert ("verb", verb) in named
+        assert {("unit", "forward blocks.0"), ("unit", "backward blocks.1")} <= named
+        memory = [e["args"] for e in events if e["ph"] == "C"]
+        assert all(list(held) == [c for c in CAUSES if c in held] for held in memory)
+        peak = other["peak"]
+        assert max(sum(held.values()) for held in memory) == peak["num_bytes"]
+        assert peak["num_bytes"] == sum(peak["bytes_by_cause"].values())
+        if rank == 0:
+            assert peak["num_bytes"] == read_records(folder)[2].peak_bytes
+        # Gather, use and free: each forward of a block begins after its gather has.
+        began = {e["name"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
+        for block in ("blocks.0", "blocks.1"):
+            assert began[f"gather unit {block}"] <= began[f"forward {block}"]
+
+
+def _check_profile(folder: Path) -> None:
+    names = sorted(path.name for path in folder.glob("profile.*"))
+    assert names == ["profile.1.3.json", "profile.1.3.txt"]
+    events = read_trace(folder / names[0])
+    ranges = {e["name"] for e in events if e["name"].startswith("zeroexp::")}
+    assert "zeroexp::gather unit blocks.0, wait" in ranges
+    assert any(name.startswith("zeroexp::reduce unit blocks.1, ") for name in ranges)
+    table = (folder / names[1]).read_text()
+    assert "aten::mm" in table and "zeroexp::publish unit blocks.0, issue" in table
+
+
+def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
+    job = make_job(tmp_path / "run", strategy__implementation="torch")
+    assert run(local, job).status == "done", log_of(job, 0)
+    summary = read_summary(job.folder)
+    assert summary is not None and summary.memory.peak is not None
+    for rank in summary.times:
+        assert rank.backend["c10d::allreduce_"].count > 0
+    for peak, most in zip(summary.memory.peaks, summary.memory.peak.per_rank, strict=True):
+        assert peak is not None and most >= peak.num_bytes == sum(peak.bytes_by_cause.values())
+        assert peak.bytes_by_cause["parameters"] == summary.memory.by_kind["parameters"].fullest
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rest"),
+    [
+        (
+            "trace_steps",
+            [99],
+            "train.trace_steps=99: no step of this run; use numbers from 0 to 22",
+        ),
+        ("profile_steps", [-1], "train.profile_steps=-1: no step of this run"),
+        (
+            "profile_ranks",
+            [2],
+            "train.profile_ranks=2: no rank of this run; use numbers from 0 to 1",
+        ),
+    ],
+)
+def test_a_step_or_rank_that_does_not_exist_is_refused(key, value, rest):
+    config = Config()
+    setattr(config.train, key, value)
+    with pytest.raises(ConfigError, match=re.escape(rest)):
+        single.watched(config)

@@ -1,0 +1,177 @@
+"""The log of what torch allocates: every block with address, size, time and operator, while `logged` is entered.
+
+On the CPU allocator.cpp writes it, on CUDA the caching allocator's own history. Times are those of `time.perf_counter`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroexp.measure.memory import allocator_library
+
+FOREVER = float("inf")
+MOST_CUDA_CHANGES = 1_000_000
+
+
+@dataclass(slots=True)
+class Block:
+    """One allocation of the logged time."""
+
+    began: float  # seconds of time.perf_counter
+    num_bytes: int
+    address: int
+    operator: str  # the outermost operator that asked for it; empty where none did
+    thread: int  # 0 is the thread that started the log
+    ended: float = FOREVER
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that torch names itself: a collective, a range of one of its engines."""
+
+    name: str
+    began: float
+    ended: float
+    asynchronous: bool
+
+
+@dataclass
+class Log:
+    base_bytes: int  # held when the log began
+    blocks: list[Block] = field(default_factory=list[Block])
+    freed: list[tuple[float, int, int]] = field(
+        default_factory=list[tuple[float, int, int]]
+    )  # (when, address, bytes) of blocks from before the log
+    spans: list[Span] = field(default_factory=list[Span])
+
+    def add(self, changes: Iterable[tuple[float, int, int, str, int]]) -> None:
+        """Add changes (when, bytes, address, operator, thread), in order; bytes are negative where a block ends."""
+        live: dict[int, Block] = {}
+        for when, num_bytes, address, operator, thread in changes:
+            if num_bytes > 0:
+                live[address] = Block(when, num_bytes, address, operator, thread)
+                self.blocks.append(live[address])
+            elif address in live:
+                live.pop(address).ended = when
+            else:
+                self.freed.append((when, address, -num_bytes))
+
+
+@contextmanager
+def logged(device: torch.device) -> Generator[Log | None]:
+    """Log what is allocated on `device` inside; the log is filled on leaving. Yields None where nothing can log."""
+    library = allocator_library()
+    if device.type == "cuda":
+        with _logged_on_cuda(device) as log:
+            yield log
+    elif library is None:
+        yield None
+    else:
+        with _logged_on_cpu(library) as log:
+            yield log
+
+
+def is_counted(tensor: Tensor) -> bool:
+    """Tell whether torch's allocator gave the tensor's memory, and not a file that ranks share."""
+    library = allocator_library()
+    if tensor.device.type != "cpu" or library is None:
+        return True
+    storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return bool(_function(library, "counts", ctypes.c_int64, [ctypes.c_int64])(storage))
+
+
+class _Change(ctypes.Structure):
+    _fields_ = (
+        ("nanoseconds", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+        ("address", ctypes.c_uint64),
+        ("operator", ctypes.c_int32),
+        ("thread", ctypes.c_int32),
+    )
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (
+        ("began", ctypes.c_int64),
+        ("ended", ctypes.c_int64),
+        ("name", ctypes.c_int32),
+        ("asynchronous", ctypes.c_int32),
+    )
+
+
+@contextmanager
+def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
+    log = Log(_function(library, "current", ctypes.c_int64)())
+    _function(library, "start_log")()
+    try:
+        yield log
+    finally:
+        _function(library, "stop_log")()
+    name = _function(library, "name", ctypes.c_char_p, [ctypes.c_int64])
+
+    def named(number: int) -> str:
+        return name(number).decode() if number >= 0 else ""
+
+    log.add(
+        (each.nanoseconds / 1e9, each.num_bytes, each.address, named(each.operator), each.thread)
+        for each in _rows(library, "changes", _Change)
+    )
+    log.spans = [
+        Span(named(each.name), each.began / 1e9, each.ended / 1e9, bool(each.asynchronous))
+        for each in _rows(library, "spans", _Span)
+    ]
+
+
+def _rows(library: ctypes.CDLL, what: str, row: type[Any]) -> Any:
+    rows = (row * _function(library, f"num_{what}", ctypes.c_int64)())()
+    _function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(ctypes.byref(rows))
+    return rows
+
+
+def _function(
+    library: ctypes.CDLL, name: str, result: Any = None, arguments: list[Any] | None = None
+) -> Callable[..., Any]:
+    function = library[f"zeroexp_{name}"]
+    function.argtypes, function.restype = arguments or [], result
+    return function
+
+
+@contextmanager
+def _logged_on_cuda(device: torch.device) -> Generator[Log]:
+    memory: Any = torch.cuda.memory
+    log = Log(torch.cuda.memory_allocated(device))
+    to_perf_counter = time.perf_counter() - time.time()
+    memory._record_memory_history(
+        "all", context="alloc", stacks="python", max_entries=MOST_CUDA_CHANGES
+    )
+    try:
+        yield log
+    finally:
+        traces = memory._snapshot(device)["device_traces"][device.index or 0]
+        memory._record_memory_history(None)
+    signs = {"alloc": 1, "free_completed": -1}
+    log.add(
+        (
+            each["time_us"] / 1e6 + to_perf_counter,
+            signs[each["action"]] * each["size"],
+            each["addr"],
+            _line_of(each),
+            0,
+        )
+        for each in traces
+        if each["action"] in signs
+    )
+
+
+def _line_of(change: dict[str, Any]) -> str:
+    """Return the line of Python that allocated, since the history of CUDA names no operator."""
+    frames: list[dict[str, Any]] = change.get("frames") or []
+    return f"{frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""

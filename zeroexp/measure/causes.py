@@ -1,0 +1,207 @@
+"""What the bytes of a traced step are for, block by block: model states by their address, all else by when it came.
+
+    asked of the engine    where its model states lie at a moment: parameters, gradients, optimizer, master, pools
+    seen by a hook         a gradient as autograd makes it; the model's output (logits)
+    by the time of birth   in forward and kept for backward: activations; from the model's output to the gradient of it:
+                           logits; inside of a verb: buckets; in a collective of torch or a thread of the backend:
+                           backend; else temporaries
+
+A block keeps one cause for its whole life. What was there before the step and is no model state is "other".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from zeroexp.measure.allocations import Block, Log, is_counted
+from zeroexp.measure.record import CAUSES, KINDS
+from zeroexp.strategies.base import ModelStates
+
+CAUSE_OF_KIND = {"buffers": "pools"}
+COLLECTIVES = ("c10d::", "gloo:", "nccl:")
+# Ranges that FSDP2 names itself.
+RANGES = {"FSDP::all_gather": "pools", "FSDP::post_backward_reduce": "buckets"}
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Times:
+    """When the things of a step happened, in seconds of time.perf_counter."""
+
+    phases: list[tuple[str, float, float]]  # (phase, from, to), in order
+    verbs: list[Interval] = field(
+        default_factory=list[Interval]
+    )  # this thread issued a move or waited for one
+    losses: list[Interval] = field(
+        default_factory=list[Interval]
+    )  # from the model's output to its gradient
+    recomputed: list[Interval] = field(
+        default_factory=list[Interval]
+    )  # forwards inside of backward
+
+    def phase_at(self, when: float) -> str | None:
+        return next((name for name, start, end in self.phases if start <= when < end), None)
+
+
+@dataclass
+class Reading:
+    """What an engine held at one moment."""
+
+    when: float
+    cause_of: dict[int, str] = field(default_factory=dict[int, str])  # address -> cause
+    num_bytes: dict[int, int] = field(
+        default_factory=dict[int, int]
+    )  # address -> bytes of the storage
+    shared: Counter[str] = field(
+        default_factory=Counter[str]
+    )  # cause -> bytes in memory that ranks share
+    hidden_bytes: int = 0
+
+
+def read(states: ModelStates, when: float) -> Reading:
+    """Note where the engine's model states lie; each storage counts once, under the first kind that shows it."""
+    reading = Reading(when, hidden_bytes=states.hidden_bytes)
+    seen: set[int] = set()
+    for kind in KINDS:
+        cause = CAUSE_OF_KIND.get(kind, kind)
+        for tensor in getattr(states, kind):
+            local: Tensor = getattr(tensor, "_local_tensor", tensor)
+            storage = local.untyped_storage()
+            identity = storage._cdata  # pyright: ignore[reportPrivateUsage]
+            if identity in seen or not storage.nbytes():
+                continue
+            seen.add(identity)
+            if is_counted(local):
+                reading.cause_of.setdefault(storage.data_ptr(), cause)
+                reading.num_bytes[storage.data_ptr()] = storage.nbytes()
+            else:
+                reading.shared[cause] += storage.nbytes()
+    return reading
+
+
+class Causes:
+    """Tells the cause of every block of a log, and the bytes by cause at any time."""
+
+    def __init__(
+        self,
+        log: Log,
+        times: Times,
+        readings: Sequence[Reading],
+        noted: Sequence[tuple[float, int, str]],
+        shared_bytes: int,
+    ):
+        """noted: (when, address, cause) of single tensors that hooks saw."""
+        self._log, self._times = log, times
+        self._ranges = [
+            (cause, (span.began, span.ended))
+            for span in log.spans
+            for name, cause in RANGES.items()
+            if span.name.startswith(name)
+        ]
+        self._cause_of = {id(block): self._by_birth(block) for block in log.blocks}
+        by_address: dict[int, list[Block]] = {}
+        for block in log.blocks:
+            by_address.setdefault(block.address, []).append(block)
+
+        def at(address: int, when: float) -> Block | None:
+            blocks = by_address.get(address, [])
+            return next((b for b in blocks if b.began <= when < b.ended), None)
+
+        for when, address, cause in noted:
+            if (block := at(address, when)) is not None:
+                self._cause_of[id(block)] = cause
+        self._base: Counter[str] = Counter()
+        before: dict[int, str] = {}  # blocks from before the log: address -> cause
+        for reading in readings:
+            for address, cause in reading.cause_of.items():
+                block = at(address, reading.when)
+                if block is not None:
+                    self._cause_of[id(block)] = cause
+                elif address not in before:
+                    before[address] = cause
+                    self._base[cause] += reading.num_bytes[address]
+        self._before = before
+        self._base.update(_shared(readings, shared_bytes))
+        hidden = 0 if shared_bytes else max((r.hidden_bytes for r in readings), default=0)
+        unknown = log.base_bytes + shared_bytes - self._base.total()
+        self._base["buckets"] += min(hidden, max(0, unknown))
+        self._base["other"] += unknown - min(hidden, max(0, unknown))
+
+    def changes(self) -> Iterator[tuple[float, Block | None, dict[str, int]]]:
+        """Yield (when, the block that came or None, bytes by cause from then on), in order of time."""
+        held = self._base.copy()
+        yield float("-inf"), None, dict(held)
+        for when, block, cause, num_bytes in self._sorted():
+            held[cause] += num_bytes
+            yield when, block, held
+
+    def _sorted(self) -> list[tuple[float, Block | None, str, int]]:
+        rows: list[tuple[float, Block | None, str, int]] = []
+        for block in self._log.blocks:
+            cause = self._cause_of[id(block)]
+            rows.append((block.began, block, cause, block.num_bytes))
+            rows.append((block.ended, None, cause, -block.num_bytes))
+        for when, address, num_bytes in self._log.freed:
+            rows.append((when, None, self._before.get(address, "other"), -num_bytes))
+        return sorted((row for row in rows if row[0] < float("inf")), key=lambda row: row[0])
+
+    def _by_birth(self, block: Block) -> str:
+        times, born = self._times, block.began
+        for cause, interval in self._ranges:
+            if _within([interval], born):
+                return cause
+        if block.thread or block.operator.startswith(COLLECTIVES):
+            return "backend"
+        if _within(times.verbs, born):
+            return "buckets"
+        phase = next((row for row in times.phases if row[1] <= born < row[2]), None)
+        if phase is None or phase[0] == "data":
+            return "other"
+        if _within(times.losses, born):
+            return "logits"
+        kept = block.ended > phase[2]
+        if phase[0] == "forward":
+            return "activations" if kept else "temporaries"
+        if phase[0] == "backward" and _within(times.recomputed, born):
+            return "activations"
+        return (
+            "optimizer"
+            if phase[0] == "optimizer" and block.ended == float("inf")
+            else "temporaries"
+        )
+
+
+def _within(intervals: Sequence[Interval], when: float) -> bool:
+    return any(start <= when < end for start, end in intervals)
+
+
+def _shared(readings: Sequence[Reading], shared_bytes: int) -> Counter[str]:
+    """Divide the memory that ranks share. A pool maps this rank's own pieces too, which count as parameters."""
+    most: Counter[str] = Counter()
+    for reading in readings:
+        most |= reading.shared
+    staging = max((reading.hidden_bytes for reading in readings), default=0)
+    pools = most.pop("pools", 0)
+    left = shared_bytes - most.total()
+    most["pools"] = max(0, min(pools, left - staging))
+    most["shared memory"] = shared_bytes - most.total()
+    return +most
+
+
+def largest(causes: Causes) -> tuple[float, Block | None, dict[str, int]]:
+    """Return the moment of the largest total: (when, the block that made it, bytes by cause)."""
+    best: tuple[int, float, Block | None, dict[str, int]] = (-1, 0.0, None, {})
+    for when, block, held in causes.changes():
+        total = sum(held.values())
+        if total > best[0]:
+            best = total, when, block, dict(held)
+    return best[1:]
+
+
+def in_order(held: dict[str, int]) -> dict[str, int]:
+    return {cause: held[cause] for cause in CAUSES if held.get(cause)}

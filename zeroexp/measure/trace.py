@@ -1,0 +1,217 @@
+"""Watch one step: what it allocates, what each verb and each block of the model does, and when.
+
+Only traced steps are watched. Their hooks look at addresses and clocks and keep no tensor, so that a traced step
+allocates what others do. It is slower, and no time counts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zeroexp.measure.allocations import Log, logged
+from zeroexp.measure.causes import Causes, Reading, Times, in_order, largest, read
+from zeroexp.measure.record import Peak, VerbSeconds
+from zeroexp.measure.verbs import Move, meter
+from zeroexp.strategies.base import ModelStates
+
+BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
+OUTSIDE = "(outside of blocks)"
+LOSS = "(loss)"
+
+
+@dataclass(frozen=True)
+class UnitSpan:
+    unit: str
+    turn: str  # forward | backward
+    began: float
+    ended: float
+
+
+@dataclass
+class StepTrace:
+    """What was seen of one step; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
+
+    began: float = field(default_factory=time.perf_counter)
+    log: Log | None = None  # None where nothing can log allocations
+    readings: list[Reading] = field(default_factory=list[Reading])
+    # (when, address, cause)
+    noted: list[tuple[float, int, str]] = field(default_factory=list[tuple[float, int, str]])
+    # (when, "forward" | "backward" | "", block) where a block begins or, with "", ends
+    turns: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
+    # When backward reached the model's output.
+    reached: list[float] = field(default_factory=list[float])
+    phases: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    moves: list[Move] = field(default_factory=list[Move])
+    causes: Causes | None = None
+
+    def moment(self, states: ModelStates) -> None:
+        """Note what the engine holds now."""
+        self.readings.append(read(states, time.perf_counter()))
+
+    def finish(
+        self, marks: list[tuple[str | None, Any]], moves: list[Move], shared_bytes: int
+    ) -> None:
+        """Take the marks of the step's clock and the moves that ended in it, once the step is over."""
+        self.moves = moves
+        self.phases = [(phase, start, end) for (phase, start), (_, end) in pairwise(marks) if phase]
+        if self.log is not None:
+            times = Times(self.phases, self._verbs(), self._losses(), self._recomputed())
+            self.causes = Causes(self.log, times, self.readings, self.noted, shared_bytes)
+
+    @property
+    def ended(self) -> float:
+        return self.phases[-1][2]
+
+    def units(self) -> list[UnitSpan]:
+        """Return when each block ran; in backward a block ends where the next one begins, or with the phase."""
+        ends = [end for name, _, end in self.phases if name in ("forward", "backward")]
+        spans: list[UnitSpan] = []
+        for index, (began, turn, unit) in enumerate(self.turns):
+            if turn:
+                over = min((end for end in ends if end > began), default=began)
+                following = self.turns[index + 1][0] if index + 1 < len(self.turns) else over
+                spans.append(UnitSpan(unit, turn, began, min(over, following)))
+        return spans
+
+    def peak(self, step: int) -> Peak | None:
+        """Return the moment at which most was held, by cause; None where nothing logs allocations."""
+        if self.causes is None:
+            return None
+        when, block, held = largest(self.causes)
+        when = max(when, self.began)
+        return Peak(
+            step=step,
+            num_bytes=sum(held.values()),
+            bytes_by_cause=in_order(held),
+            operator=block.operator if block is not None else "",
+            verb=next((f"{m.verb} {m.what}" for m in self.moves if _runs(m, when)), None),
+            phase=next((name for name, start, end in self.phases if start <= when < end), ""),
+            unit=next((s.unit for s in self.units() if s.began <= when < s.ended), None),
+            seconds=when - self.began,
+            step_seconds=self.ended - self.began,
+        )
+
+    def backend(self) -> dict[str, VerbSeconds]:
+        """Return the seconds of what torch names itself, by name without its object in brackets.
+
+        What another thread ended was in flight meanwhile; in all else the thread that called it was busy or waited.
+        """
+        seconds: dict[str, VerbSeconds] = {}
+        for span in self.log.spans if self.log is not None else ():
+            name = span.name.partition(" (")[0]
+            if name.startswith(BACKEND):
+                verb = seconds.setdefault(name, VerbSeconds())
+                verb.count += 1
+                verb.overlapped += (span.ended - span.began) * span.asynchronous
+                verb.working += (span.ended - span.began) * (not span.asynchronous)
+        return seconds
+
+    @contextmanager
+    def watching(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
+        """Hook the blocks, the model's output and the gradients of its parameters."""
+        with ExitStack() as stack:
+            for name, block in blocks.items():
+                before = block.register_forward_pre_hook(partial(self._before, name))
+                stack.callback(before.remove)
+                stack.callback(block.register_forward_hook(partial(self._after, name)).remove)
+            stack.callback(model.register_forward_hook(self._after_model).remove)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    handle = _hook(parameter, partial(self._note, "gradients"))
+                    stack.callback(handle.remove)
+            yield
+
+    def _before(self, name: str, _block: nn.Module, _inputs: Any) -> None:
+        self.turns.append((time.perf_counter(), "forward", name))
+
+    def _after(self, name: str, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        self.turns.append((time.perf_counter(), "", name))
+        for tensor in _differentiable(output):
+            _hook(tensor, partial(self._backward_of, name))
+
+    def _backward_of(self, name: str, _gradient: Tensor) -> None:
+        self.turns.append((time.perf_counter(), "backward", name))
+
+    def _after_model(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
+        self.turns.append((time.perf_counter(), "", LOSS))
+        for tensor in _differentiable(output):
+            self._note("logits", tensor)
+            _hook(tensor, self._backward_of_output)
+
+    def _backward_of_output(self, gradient: Tensor) -> None:
+        self._note("logits", gradient)
+        self.reached.append(time.perf_counter())
+        if self.turns[-1][2] == LOSS:  # else a block's output is the model's, and its hook has run
+            self._backward_of(OUTSIDE, gradient)
+
+    def _note(self, cause: str, tensor: Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        self.noted.append((time.perf_counter(), storage.data_ptr(), cause))
+
+    def _verbs(self) -> list[tuple[float, float]]:
+        return [span for move in self.moves for span in spans_of(move).values()]
+
+    def _losses(self) -> list[tuple[float, float]]:
+        """Return from each output of the model to the backward that reaches it."""
+        starts = [when for when, _, name in self.turns if name == LOSS]
+        return [(s, min((e for e in self.reached if e > s), default=s)) for s in starts]
+
+    def _recomputed(self) -> list[tuple[float, float]]:
+        backward = [(start, end) for name, start, end in self.phases if name == "backward"]
+        forwards = [s for s in self.units() if s.turn == "forward"]
+        return [
+            (each.began, each.ended)
+            for each in forwards
+            if any(start <= each.began < end for start, end in backward)
+        ]
+
+
+@contextmanager
+def traced(
+    model: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device
+) -> Generator[StepTrace]:
+    """Watch what happens inside. On a GPU the times are those of the host, which runs ahead of the device."""
+    trace = StepTrace()
+    before, meter.device = meter.device, torch.device("cpu")
+    try:
+        with trace.watching(model, blocks), logged(device) as trace.log:
+            yield trace
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    finally:
+        meter.device = before
+
+
+def spans_of(move: Move) -> dict[str, tuple[float, float]]:
+    """Return when this thread issued the move and when it waited for it: part -> (from, to)."""
+    marks = {"issue": (move.began, move.issued), "wait": (move.waited, move.ended)}
+    return {
+        part: (start, end)
+        for part, (start, end) in marks.items()
+        if isinstance(start, float) and isinstance(end, float)
+    }
+
+
+def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    register: Any = tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
+    return register(hook)
+
+
+def _runs(move: Move, when: float) -> bool:
+    return any(start <= when < end for start, end in spans_of(move).values())
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
