@@ -51,7 +51,10 @@ ORDER = [
     {"zeroexp.cluster"},
     {"zeroexp.sync", "zeroexp.plan.points"},
     {"zeroexp.plan.table", "zeroexp.plan.fit"},
-    {"zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "hydra_plugins"},
+    {
+        *("zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "zeroexp.diverge"),
+        "hydra_plugins",
+    },
     {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},
 ]
 

@@ -76,6 +76,12 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     assert (summary.world_size, summary.num_warmup_steps, summary.num_steps) == (2, 1, 3)
     assert (summary.initial_loss, summary.final_loss) == (records[0].loss, records[-1].loss)
     assert all(len(spread.per_rank) == 2 for spread in summary.memory.by_kind.values())
+    assert summary.peak_flops_source == "calibrated" and summary.mfu is not None
+    # Two matrices of WIDTH x 4 WIDTH in each block; four samples of eight vectors; 6 operations a weight.
+    assert summary.model_flops_per_step == 4 * 8 * 6 * DEPTH * 2 * WIDTH * 4 * WIDTH
+    assert summary.mfu * summary.step_seconds_median * 2 * summary.peak_flops_per_second == (
+        pytest.approx(summary.model_flops_per_step)
+    )
     assert "rank 1 of 2" in log_of(job, 1)
     assert summary.data_source.startswith("synthetic: vectors of ")
     assert f"data from {summary.data_source}\n" in log_of(job, 1)

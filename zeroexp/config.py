@@ -131,6 +131,7 @@ class TrainConfig:
     activation_checkpointing: bool = False  # recompute each block in backward
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
+    hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared
     profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler
     profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
 
@@ -171,6 +172,9 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
+    peak_tflops: float | None = (
+        None  # what one rank can compute; None: measured at the end of a run
+    )
     device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out

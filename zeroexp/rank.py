@@ -15,7 +15,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,14 +29,17 @@ from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
-from zeroexp.measure.instruments import Instruments
+from zeroexp.measure.instruments import Instruments, snapshot
 from zeroexp.measure.memory import compile_allocator, count_cpu_allocations, most_held_bytes
+from zeroexp.measure.peak_flops import calibrate
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.flops import flops_per_sample
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.plan.beside import plan_beside
+from zeroexp.sharding.engine import DTYPES
 from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import HasSettings, Strategy
 from zeroexp.strategies.build import build_strategy
@@ -71,6 +76,8 @@ def main(folder: Path, *, device: str | None = None) -> None:
     try:
         code = _run(folder, device)
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            snapshot(folder / f"memory.{place.rank}.pickle")
         failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())
         traceback.print_exc()
         raise SystemExit(1) from error
@@ -123,6 +130,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     model = build_model(
         config.model, seed=config.train.seed, device=world.device, vocab_size=data.vocab_size
     )
+    needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     if config.train.activation_checkpointing:
@@ -146,7 +154,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         start_step=start_step,
         pause=saver.due,
         stop=stop,
-        instruments=Instruments(config.train, world, folder, blocks, _labels(config)),
+        instruments=Instruments(config.train, world, folder, model.module, blocks, _labels(config)),
     )
     records = _drain(steps, saver, world, folder, start_step)
     advance.enter(num_steps, advance.AFTER)
@@ -161,7 +169,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             if not world.rank
             else {},
         }
-        _summarise(folder, world, records, strategy, known)
+        speed = _speed(config, world, needed * config.data.global_batch_size)
+        _summarise(folder, world, records, strategy, known, speed)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -217,6 +226,7 @@ def _summarise(
     records: list[StepRecord],
     strategy: Strategy,
     known: dict[str, Any],
+    speed: dict[str, Any],
 ) -> None:
     """Write the summary on rank 0, with what is `known` of the run beside its records.
 
@@ -228,7 +238,22 @@ def _summarise(
     all_ranks = worlds.gather(mine)
     if world.rank == 0:
         steps = read_records(folder)
-        write_summary(folder, summarise(steps, all_ranks, **known))
+        write_summary(folder, replace(summarise(steps, all_ranks, **known), **speed))
+
+
+def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:
+    """Return the fields of the summary from which the utilisation of the ranks follows; all ranks call it."""
+    named = config.cluster.peak_tflops
+    if named is None:
+        dtype = torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute]
+        peak = fmean(worlds.gather(calibrate(world, dtype)))
+    else:
+        peak = 1e12 * named
+    return {
+        "model_flops_per_step": flops_per_step,
+        "peak_flops_per_second": peak,
+        "peak_flops_source": "calibrated" if named is None else "named",
+    }
 
 
 def _send_output_to(log: Path) -> None:

@@ -79,7 +79,7 @@ def train(
     meter.take()
     for index in range(start_step, num_steps):
         reads = index == reading_step
-        with instruments.watching(index, strategy.model, reading=reads) as trace:
+        with instruments.watching(index, strategy, reading=reads) as trace:
             step = _Step(world, index, reading_memory=reads, trace=trace)
             step.lr = learning_rate(config.optimizer, index, num_steps)
             for group in strategy.optimizer.param_groups:

@@ -96,7 +96,7 @@ def traced_peak(world: World, folder: Path, **settings: Any) -> tuple[Peak, Any]
     model = Wide()
     strategy = PlainStrategy(model)
     blocks = {"first": model.first, "second": model.second}
-    instruments = Instruments(config.train, world, folder, blocks)
+    instruments = Instruments(config.train, world, folder, model, blocks)
     records = list(
         train(strategy, Numbers(config), config=config, world=world, instruments=instruments)
     )

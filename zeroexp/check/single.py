@@ -83,10 +83,10 @@ AT_LEAST = {
     "cluster.slurm.max_requeues": 1,
     "cluster.slurm.save_s": 1,
 }
-WATCHED = ("trace_steps", "profile_steps")
+WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
-    "cluster.device_memory_gib",
+    *("cluster.device_memory_gib", "cluster.peak_tflops"),
 )
 AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
 

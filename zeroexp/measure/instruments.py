@@ -2,6 +2,7 @@
 
     the last warm-up step     memory by cause at the peak, which no time counts
     train.trace_steps         the same, and a timeline: trace.<rank>.<step>.json (timeline.py)
+    train.hash_steps          hashes of what the step computes: hashes.<rank>.jsonl (hashes.py)
     train.profile_steps       torch.profiler: profile.<rank>.<step>.json and .txt (profiler.py)
 
 On any other step nothing is installed.
@@ -21,10 +22,12 @@ import torch
 from torch import nn
 
 from zeroexp.config import TrainConfig
+from zeroexp.measure.hashes import StepHashes
 from zeroexp.measure.profiler import profiled
 from zeroexp.measure.record import Peak
 from zeroexp.measure.timeline import events_of
 from zeroexp.measure.trace import StepTrace, traced
+from zeroexp.strategies.base import Strategy
 from zeroexp.world import World
 
 
@@ -35,12 +38,13 @@ class Instruments:
     settings: TrainConfig
     world: World
     folder: Path
+    module: nn.Module | None = None  # the model as it was built, whose names count
     blocks: Mapping[str, nn.Module] = field(default_factory=dict[str, nn.Module])  # by name
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of every timeline
 
     @contextmanager
     def watching(
-        self, step: int, model: nn.Module, *, reading: bool
+        self, step: int, strategy: Strategy, *, reading: bool
     ) -> Generator[StepTrace | None]:
         """Watch this step inside; yields None where nobody asked for its trace.
 
@@ -51,14 +55,17 @@ class Instruments:
         with ExitStack() as stack:
             if self._profiles(step):
                 stack.enter_context(profiled(self.folder, self.world, step))
+            if step in self.settings.hash_steps and self.module is not None:
+                stack.enter_context(self._hashing(step, self.module, strategy))
             if not (wanted or in_warmup):
                 yield None
                 return
-            yield stack.enter_context(traced(model, self.blocks, self.world.device))
+            yield stack.enter_context(traced(strategy.model, self.blocks, self.world.device))
 
     def slows(self, step: int) -> bool:
         """Tell whether a rank watches this step at a cost, so that no time may count it."""
-        return step in (*self.settings.trace_steps, *self.settings.profile_steps)
+        train = self.settings
+        return step in (*train.trace_steps, *train.profile_steps, *train.hash_steps)
 
     def keep(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
         """Write the timeline, where it was asked for."""
@@ -76,9 +83,21 @@ class Instruments:
         }
         (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(json.dumps(content))
         if self.world.device.type == "cuda":
-            path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
+            snapshot(self.folder / f"memory.{self.world.rank}.{step}.pickle")
+
+    @contextmanager
+    def _hashing(self, step: int, module: nn.Module, strategy: Strategy) -> Generator[None]:
+        hashes = StepHashes(step, module, self.blocks)
+        with hashes.watching(strategy):
+            yield
+        hashes.write(self.folder, self.world.rank)
 
     def _profiles(self, step: int) -> bool:
         ranks = self.settings.profile_ranks
         return step in self.settings.profile_steps and (not ranks or self.world.rank in ranks)
+
+
+def snapshot(path: Path) -> None:
+    """Write the state of the GPU's caching allocator, which torch's memory viewer shows; without a GPU do nothing."""
+    if torch.cuda.is_initialized():
+        torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]

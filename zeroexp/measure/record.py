@@ -198,7 +198,7 @@ class RunSummary:
     )
     peak_flops_per_second: float | None = None  # of one rank, see peak_flops_source
     peak_flops_source: str = (
-        ""  # "named" in the config, or "calibrated": a large product of matrices on every rank
+        ""  # "named" by cluster.peak_tflops, or "calibrated" by measure/peak_flops.py
     )
 
     @property

@@ -204,7 +204,7 @@ def spans_of(move: Move) -> dict[str, tuple[float, float]]:
 
 
 def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    register: Any = tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
+    register: Any = tensor.register_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return register(hook)
 
 
