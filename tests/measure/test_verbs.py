@@ -111,9 +111,8 @@ def verbs_where_rank_1_is_late(
             time.sleep(late_seconds)
         with strategy.microbatch(last=True):
             strategy.backward(strategy.model(torch.ones(2, 64)).sum())
-        strategy.step()
+        strategy.step(drain=True)
         strategy.zero_grad()
-        strategy.drain()
     return sum_up(meter.take())
 
 

@@ -117,13 +117,15 @@ class StepHashes:
             hook(self._module.register_forward_pre_hook, self._begin_microbatch)
             for name, block in self._blocks.items():
                 hook(block.register_forward_hook, partial(self._output_of, name))
-            for name, module in self._module.named_modules():
+            whole: Any = self._module
+            for name, module in whole.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     hook(module.register_forward_pre_hook, partial(self._parameters_of, name))
             hook(self._module.register_forward_hook, partial(self._output_of, "the model"))
             for name, parameter in self._module.named_parameters():
                 if parameter.requires_grad and parameter not in embeddings:
-                    hook(parameter.register_hook, partial(self._gradient_of, name))
+                    register: Any = parameter.register_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                    hook(register, partial(self._gradient_of, name))
             optimizer = strategy.optimizer
             hook(optimizer.register_step_pre_hook, partial(self._gradients, optimizer))
             hook(optimizer.register_step_post_hook, self._weights)
