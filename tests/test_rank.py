@@ -83,6 +83,7 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
         pytest.approx(summary.model_flops_per_step)
     )
     assert "rank 1 of 2" in log_of(job, 1)
+    assert f"it may run on CPUs {sorted(os.sched_getaffinity(0))}\n" in log_of(job, 1)
     assert summary.data_source.startswith("synthetic: vectors of ")
     assert f"data from {summary.data_source}\n" in log_of(job, 1)
     assert summary.num_private_units == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
+from zeroexp.world import device_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,6 +175,29 @@ def test_without_slurm_a_sweep_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert line.startswith("zeroexp: cluster=slurm: there is no sbatch") and "minicluster" in line
     assert not list(tmp_path.glob("outputs/*/config.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"), [(1, 0), (2, 1), (8, 1)], ids=["its own", "two", "all of the node"]
+)
+def test_a_rank_takes_the_only_gpu_that_it_sees(visible: int, index: int) -> None:
+    assert device_index(local_rank=1, num_visible=visible) == index
+
+
+def test_without_hard_links_the_first_failure_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(
+            errno.EPERM, "Operation not permitted"
+        )  # of vfat, and of some networks
+
+    monkeypatch.setattr(os, "link", refused)
+    for rank in (1, 0):
+        failure.write_raised(tmp_path, rank, ArithmeticError(f"of rank {rank}"))
+    told = Job(tmp_path).failure
+    assert told is not None and told["message"] == "of rank 1"
+    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
 
 
 def test_of_one_name_only_as_many_as_may_run(tmp_path: Path) -> None:
