@@ -116,6 +116,15 @@ def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:
     assert unescape(text).count(evil) == 2  # in the row of the run, and among the problems
 
 
+def test_a_name_in_a_chart_cannot_end_its_script(tmp_path: Path) -> None:
+    for name, path in (("a", "null"), ("b", "'</script><b>'")):
+        config = write_run(tmp_path / "sweep" / name) / "config.yaml"
+        config.write_text(config.read_text().replace("path: null", f"path: {path}"))
+    text = page.render(points(tmp_path / "sweep"))
+    assert "</script><b>" not in text
+    assert "zero3 · buffer · path </script><b>" in bars(charts(text)["memory"])["parameters"]
+
+
 def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/a", status="failed", reason="rank 0: ValueError: x", num_steps=0)
     text = page.render(points(tmp_path / "sweep"))
