@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from zeroexp.sharding.storage import Store
 from zeroexp.sharding.unit import Unit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Place:
     """A place describes a view of a unit's full parameters: which elements, in which shape."""
 
@@ -50,6 +51,8 @@ class SavedWeights:
         self._make_ready = make_ready
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters()}
         self._stores: dict[int, Store] = {}
+        # Autograd drops a place once the node that saved it has had its backward. Only the root's are counted.
+        self._of_root: WeakSet[Place] = WeakSet()
         self.find_memory()
 
     def find_memory(self) -> None:
@@ -72,7 +75,7 @@ class SavedWeights:
             return tensor
         if isinstance(tensor, nn.Parameter):
             unit = self._unit_of.get(tensor)
-            return tensor if unit is None else Place(unit, unit.generation, tensor)
+            return tensor if unit is None else self._counted(Place(unit, unit.generation, tensor))
         try:
             store = self._stores.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError) as error:
@@ -88,7 +91,16 @@ class SavedWeights:
                 f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
                 "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"
             )
-        return _place_of(tensor, unit)
+        return self._counted(_place_of(tensor, unit))
+
+    def _counted(self, place: Place) -> Place:
+        if place.unit.is_root:
+            self._of_root.add(place)
+        return place
+
+    def needs_root(self) -> bool:
+        """Tell whether a backward that is still to come has saved weights of the root."""
+        return any(place.generation == place.unit.generation for place in self._of_root)
 
     def unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, Place):

@@ -191,9 +191,31 @@ class Schedule:
                     self._set_aside(other)
             elif use.in_backward and use.began > ended:
                 self._set_aside(other)  # it was used twice: backward of the earlier use comes later
+        if closes and not unit.is_root:
+            self._let_root_go()
         if not self._uses[unit].closed:
             self._uses[unit].began = began
             self._make_ready_for_backward(unit)
+
+    def _let_root_go(self) -> None:
+        """Free the root once the head has had its backward, if nothing that is still to come has saved its weights.
+
+        The embedding's gradient comes last, when most memory is in use, and needs no weights.
+        """
+        root = self._units[0]
+        if self._keep == "all" or root not in self._demanded or not root.chunks:
+            return
+        is_idle = root.residence is Residence.READY and not self._uses[root].running
+        if (
+            not is_idle
+            or root.is_pinned
+            or self.saved.needs_root()
+            or self._views.others_hold(root)
+        ):
+            return
+        self._demanded.discard(root)
+        self._uses[root].in_backward = False
+        root.let_go(partial(self._make_ready_for_backward, root))
 
     def _make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
@@ -341,8 +363,12 @@ class Schedule:
 
     def _set_aside(self, unit: Unit) -> None:
         self._uses[unit].in_backward = False
-        if unit in self._sharded and unit.residence is Residence.READY:
+        if unit not in self._sharded:
+            return
+        if unit.residence is Residence.READY:
             self._free(unit, forget=self._keep == "none" or unit.has_private_store)
+        elif unit.is_root and unit.residence is Residence.FREED:
+            unit.vacate()  # it may have been let go
 
     def _agree_on_order(self) -> None:
         """Agree on one order after the first microbatch, see `Reductions.agree`; without agreement do not prefetch."""

@@ -121,6 +121,10 @@ class Unit:
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'}"
 
+    @property
+    def is_root(self) -> bool:
+        return not self.name
+
     # -- what it is made of ------------------------------------------------------------------------
 
     @property
@@ -221,7 +225,7 @@ class Unit:
         ]
         self._parts = []
         store.release(forget=True)
-        self._vacate()
+        self.vacate()
         if self._offer is None:
             self.offer()
         self.gather_parts()  # their views must exist when views.py begins to count views of this memory
@@ -268,7 +272,18 @@ class Unit:
         _expect(self, self.residence, Residence.READY)
         assert self.store is not None
         self.store.release(forget=forget)
-        self._vacate()
+        self.vacate()
+
+    def let_go(self, gather_again: Callable[[], None]) -> None:
+        """Give the memory back before the last gradients come; whoever uses a parameter gathers the unit again.
+
+        The parameters keep their shapes, with which autograd compares those of gradients. `vacate` ends this.
+        """
+        _expect(self, self.residence, Residence.READY)
+        assert isinstance(self.store, Private)
+        self.store.release(forget=True)
+        self.residence = Residence.FREED
+        self.await_on_use(gather_again)
 
     def gather_into(self, parts: Sequence[GatherPart]) -> None:
         """Gather the full parameters into other memory and wait for them; the unit stays as it is."""
@@ -389,7 +404,8 @@ class Unit:
             for parameter, view in zip(tensors.parameters, views, strict=True):
                 guard.show(parameter, view)
 
-    def _vacate(self) -> None:
+    def vacate(self) -> None:
+        """Let the parameters show no memory, and raise where one is used."""
         self.residence = Residence.FREED
         self.show()
 

@@ -34,6 +34,11 @@ class OwnViews:
             self._own[storage] -= uses - _num_uses(storage)
         self._own |= {s: _num_uses(s) for s in _storages(unit)}
 
+    def others_hold(self, unit: Unit) -> bool:
+        """Tell whether anybody but the engine and the unit's parameters holds its gathered memory now."""
+        (storage,) = _storages(unit)
+        return _num_uses(storage) > self._own[storage] + len(list(unit.parameters()))
+
     def refuse_others(self) -> None:
         """Raise RuntimeError if a view of parameters that are freed now is still alive."""
         for unit in self._units:
