@@ -138,7 +138,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     config = links.settle(config, folder, world)
     strategy = build_strategy(config, model, world)
     if world.rank == 0:
-        write_engine(folder, strategy.settings if isinstance(strategy, HasSettings) else {})
+        write_engine(folder, _settings_of(strategy))
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
@@ -165,9 +165,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         known = {
             "data_source": data.source,
             "num_parameters": sum(math.prod(shape) for shape in shapes.values()),
-            "plan": plan_beside(config, strategy.settings, data.vocab_size)
-            if not world.rank
-            else {},
+            "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
         }
         speed = _speed(config, world, needed * config.data.global_batch_size)
         _summarise(folder, world, records, strategy, known, speed)
@@ -183,6 +181,20 @@ def _labels(config: Config) -> dict[str, str]:
         "implementation": config.strategy.implementation,
         "model": config.model.name,
     }
+
+
+def _settings_of(strategy: Strategy) -> dict[str, Any]:
+    return strategy.settings if isinstance(strategy, HasSettings) else {}
+
+
+def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
+    """Return the plan of this run, to stand beside what was measured; a run does not fail for want of it."""
+    try:
+        return plan_beside(config, _settings_of(strategy), vocab_size)
+    except Exception:
+        print("this run has no plan beside its measurement, since planning it failed:")
+        traceback.print_exc()
+        return {}
 
 
 def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
