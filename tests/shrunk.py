@@ -29,6 +29,7 @@ MOE = {"vocab_size": WORDS, "width": 16, "num_heads": 2, "max_positions": SEQ_LE
 # Family -> the key of its sizes, those that are smaller here, and the name of its number of layers.
 FAMILIES: dict[str, tuple[str, dict[str, int], str]] = {
     "llama": ("hf_config", LLAMA, "num_hidden_layers"),
+    "hf": ("hf_config", {**LLAMA, "head_dim": 8}, "num_hidden_layers"),
     "mixtral": ("hf_config", LLAMA, "num_hidden_layers"),
     "gpt2": ("hf_config", GPT2, "n_layer"),
     "moe": ("moe", MOE, "depth"),

@@ -27,12 +27,12 @@ ORDER = [
     },
     {"zeroexp.config"},
     {
-        *("zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.inputs"),
-        "zeroexp.measure.clock",
+        *("zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.strategies.values"),
+        *("zeroexp.inputs", "zeroexp.measure.clock"),
     },
     {"zeroexp.measure.verbs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
-    {"zeroexp.world", "zeroexp.check"},
+    {"zeroexp.world", "zeroexp.check", "zeroexp.adopt"},
     {"zeroexp.comm", "zeroexp.strategies.canonical"},
     {
         *("zeroexp.strategies.buffers", "zeroexp.strategies.elementwise"),
@@ -65,6 +65,7 @@ DOORS = {
     "transformers": {
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",
+        "zeroexp.models.huggingface_values",
         "zeroexp.models.huggingface_weights",
     },
     "datasets": {"zeroexp.data.tables"},

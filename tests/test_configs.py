@@ -36,6 +36,7 @@ GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 # The group's options that need company to be accepted.
 COMPANY = {
     "model=smollm2_360m_yelp": ["data=yelp"],
+    "model=hf": ["+model.hf_config.model_type=gpt2"],
     "model=mlp_1b": ["data=vectors"],
     "model=mlp_tiny": ["data=vectors"],
     "data=vectors": ["model=mlp_tiny"],

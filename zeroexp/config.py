@@ -40,7 +40,7 @@ class Row:
 @dataclass
 class ModelConfig:
     name: str = "small"
-    family: str = "llama"  # llama | gpt2 | mixtral | mlp | moe
+    family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe
     task: str = "causal"  # causal | classification | regression
     num_labels: int | None = None
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
@@ -49,11 +49,22 @@ class ModelConfig:
     weights: str | None = None  # a local folder or a hub id; None = random from train.seed
     # A tied embedding's rows are added to the head's gradient in place, under every engine (models/tied_rows.py).
     tied_rows: bool = False
+    freeze: list[str] = field(default_factory=list[str])  # patterns of parameters not to train
+    # These are settings of family hf, any model of transformers; see docs/models.md.
+    path: str | None = None  # a local folder or a hub id: its config, and its weights
+    init: str | None = None  # weights | random; None = weights
+    blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
+    published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
 
 
 def vocabulary(model: ModelConfig) -> int | None:
     """Return the vocabulary size in the model's config; None for vectors, or where the data decides."""
-    return (model.moe if model.family == "moe" else model.hf_config).get("vocab_size")
+    return (model.moe if model.family == "moe" else hf_keys(model)).get("vocab_size")
+
+
+def hf_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of transformers' config: the published ones, and over them what the run sets."""
+    return {**model.published, **model.hf_config}
 
 
 @dataclass

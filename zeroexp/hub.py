@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from zeroexp.config import ConfigError
@@ -66,6 +66,23 @@ def model_folder(name: str) -> Path:
         raise ConfigError(
             f"model.weights={name}: neither a folder nor a hub id that can be read ({reason})"
         ) from error
+
+
+def config_folder(name: str) -> Path:
+    """Return a folder with the config.json of this model on the hub: the cache's, or a download. Raises ConfigError."""
+    for here in (True, False):
+        if not here and not online():
+            raise ConfigError(
+                f"model.path={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
+                f"give a local folder, or fetch it first with a network"
+            )
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=here)).parent
+        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
+            reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"model.path={name}: neither a folder nor a hub id that can be read ({reason})"
+    )
 
 
 def _model_here(name: str) -> Path | None:

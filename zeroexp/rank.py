@@ -27,14 +27,20 @@ from zeroexp import config as configs
 from zeroexp import world as worlds
 from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
+from zeroexp.comm.collectives import shared_bytes
 from zeroexp.config import Config
 from zeroexp.data.build import build_data
 from zeroexp.measure.instruments import Instruments, snapshot
-from zeroexp.measure.memory import compile_allocator, count_cpu_allocations, most_held_bytes
+from zeroexp.measure.memory import (
+    AllocationMeter,
+    compile_allocator,
+    count_cpu_allocations,
+    most_held_bytes,
+)
 from zeroexp.measure.peak_flops import calibrate
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
-from zeroexp.models.build import build_model
+from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.optim import optimizer_factory, parameter_groups
@@ -127,9 +133,8 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     """Build everything and train; return False if the run was stopped before its last step and saved a checkpoint."""
     began = time.perf_counter()
     data = build_data(config.data, config.model, config.train.seed)
-    model = build_model(
-        config.model, seed=config.train.seed, device=world.device, vocab_size=data.vocab_size
-    )
+    memory = AllocationMeter(world.device)
+    model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
@@ -137,6 +142,9 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         checkpoint_blocks(model.module, model.blocks)
     config = links.settle(config, folder, world)
     strategy = build_strategy(config, model, world)
+    build_peak_bytes = memory.peak_bytes()
+    if build_peak_bytes is not None:
+        build_peak_bytes += shared_bytes()
     if world.rank == 0:
         write_engine(folder, _settings_of(strategy))
     seconds = time.perf_counter() - began
@@ -168,7 +176,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
             "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
         }
         speed = _speed(config, world, needed * config.data.global_batch_size)
-        _summarise(folder, world, records, strategy, known, speed)
+        _summarise(folder, world, records, strategy, known, speed, build_peak_bytes)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -239,6 +247,7 @@ def _summarise(
     strategy: Strategy,
     known: dict[str, Any],
     speed: dict[str, Any],
+    build_peak_bytes: int | None,
 ) -> None:
     """Write the summary on rank 0, with what is `known` of the run beside its records.
 
@@ -246,7 +255,9 @@ def _summarise(
     every rank knows.
     """
     num_private = strategy.model_states().num_private_units
-    mine = summarise_rank(world.rank, records, num_private_units=num_private)
+    mine = summarise_rank(
+        world.rank, records, num_private_units=num_private, build_peak_bytes=build_peak_bytes
+    )
     all_ranks = worlds.gather(mine)
     if world.rank == 0:
         steps = read_records(folder)

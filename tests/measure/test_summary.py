@@ -51,6 +51,14 @@ def test_peak_is_over_all_steps_and_unknown_if_one_rank_cannot_know_it() -> None
     assert summarise(steps, [known, replace(known, rank=1, peak_bytes=9)]).memory.peak is not None
 
 
+def test_the_peak_of_building_is_that_of_the_fullest_rank() -> None:
+    steps = [record(3)]
+    first, second = (summarise_rank(r, steps, build_peak_bytes=n) for r, n in enumerate((5, 9)))
+    told = summarise(steps, [first, second]).memory.build_peak
+    assert told is not None and (told.fullest, told.per_rank) == (9, [5, 9])
+    assert summarise(steps, [first, summarise_rank(1, steps)]).memory.build_peak is None
+
+
 def test_times_losses_and_tokens_leave_warm_up_out() -> None:
     warm = record(0, warmup=True, loss=9.0, step_seconds=100.0)
     steps = [

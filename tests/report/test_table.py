@@ -148,6 +148,18 @@ def test_a_peak_that_one_rank_cannot_know_is_absent(tmp_path: Path) -> None:
     assert "–" in [cell.strip() for cell in row]
 
 
+def test_the_peak_of_building_is_a_column_where_it_is_known(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.summary is not None
+    assert "build" not in render([run])
+    run.summary.memory.build_peak = spread([3 * MIB, 2 * MIB])
+    text = render([run])
+    names = text.splitlines()[0].split()
+    assert names[names.index("build") :][:2] == ["build", "mean"]
+    assert {"3.0", "2.5"} <= {cell.strip() for cell in cells(text)[0]}
+    assert "build: the most allocated at once before the first step." in " ".join(text.split())
+
+
 def test_units_with_memory_of_their_own_are_noted(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert "memory of their own" not in " ".join(render([run]).split())

@@ -63,7 +63,11 @@ def train(world: World, name: str, make: Ours) -> list[float]:
 @pytest.mark.parametrize("unit", ["model", "block", "module"])
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in options("model")],
+    [
+        n if n in QUICK else pytest.param(n, marks=pytest.mark.slow)
+        for n in options("model")
+        if n != "hf"
+    ],
 )
 def test_a_shipped_model_under_every_unit(ranks, name, unit, stage):
     make = Ours(stage, Options(family="buffer", unit=unit))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import PARAMETER_BYTES, record, write_run
+from zeroexp.measure.record import Spread
 from zeroexp.tracking import entries
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
@@ -83,6 +84,14 @@ def test_what_scales_stands_at_the_world_size(tmp_path: Path) -> None:
     scaling = {key for key in steps if key.startswith("scaling/")}
     assert {steps[key] for key in scaling} == {4}
     assert {steps[key] for key in steps.keys() - scaling} == {0}
+
+
+def test_the_peak_of_building_is_a_metric(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.summary is not None
+    run.summary.memory.build_peak = Spread(3 * 2**20, 2 * 2**20, [])
+    made = {entry.key: entry.value for entry in entries.summary_entries(0.0, run.summary)}
+    assert (made["memory/build_peak_mib"], made["memory/build_peak_mib_mean"]) == (3, 2)
 
 
 def test_a_peak_nobody_knows_is_no_metric(tmp_path: Path) -> None:

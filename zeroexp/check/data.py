@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroexp.check.refusal import undefined, without_effect
-from zeroexp.config import Config
+from zeroexp.config import Config, hf_keys
 from zeroexp.config import vocabulary as words_of
 from zeroexp.inputs import SHIPPED_WORDS
 
@@ -46,7 +46,7 @@ def labels(config: Config) -> None:
 
 def length(config: Config) -> None:
     model = config.model
-    shape = model.moe if model.family == "moe" else model.hf_config
+    shape = model.moe if model.family == "moe" else hf_keys(model)
     for key in ("max_position_embeddings", "n_positions", "max_positions"):
         limit = shape.get(key)
         if limit is not None and config.data.seq_len > limit:

@@ -19,7 +19,7 @@ TASKS = ("causal", "classification", "regression")
 
 # None means "left to the default", for keys that allow it.
 WORDS: dict[str, tuple[str | None, ...]] = {
-    "model.family": ("llama", "gpt2", "mixtral", "mlp", "moe"),
+    "model.family": ("llama", "gpt2", "mixtral", "hf", "mlp", "moe"),
     "model.task": TASKS,
     "data.kind": ("text", "hf", "synthetic"),
     "data.task": TASKS,

@@ -26,7 +26,10 @@ MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster
 # These keys decide what weights, moments and the next samples mean.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
 # Among them, these are exceptions: names, the source of the first weights, and how a batch is divided.
-INDIFFERENT = ("model.name", "model.weights", "data.name", "data.micro_batch_size")
+INDIFFERENT = (
+    *("model.name", "model.weights", "model.path", "model.init", "model.blocks"),
+    *("data.name", "data.micro_batch_size"),
+)
 
 
 def resolve_resume(config: Config) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zeroexp.adopt import adopted
 from zeroexp.check import check as check_run
 from zeroexp.check.refusal import value_of
 from zeroexp.checkpoint.resume import resolve_resume
@@ -32,7 +33,7 @@ def points_of(
 
     `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
     """
-    config = from_mapping(Config, values)
+    config = adopted(from_mapping(Config, values))
     return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 

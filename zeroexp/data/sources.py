@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.config import ConfigError, DataConfig, ModelConfig
+from zeroexp.config import ConfigError, DataConfig, ModelConfig, hf_keys
 from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files, is_hub_id
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +39,7 @@ def choose_words(config: DataConfig, model: ModelConfig) -> Words:
 
     `data.vocab_size=2048` selects the shipped one for any weights. Raises ConfigError.
     """
-    padding = model.hf_config.get("pad_token_id", 0)
+    padding = hf_keys(model).get("pad_token_id") or 0
     if config.vocab_size is None and model.weights is not None:
         return _words_of_weights(model.weights, padding)
     if config.vocab_size not in (None, SHIPPED_WORDS):

@@ -135,6 +135,7 @@ class RankSummary:
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
     num_private_units: int = 0  # units that found their pool in use and got their own memory
+    build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     times: RankTimes | None = None
@@ -160,6 +161,8 @@ class MemorySummary:
     # moment -> kind -> bytes, of the rank that holds most at that moment
     fullest_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     peaks: list[Peak | None] = field(default_factory=list[Peak | None])  # by rank, see Peak
+    # Most bytes allocated at once while model and engine are built; None where some rank cannot know it
+    build_peak: Spread | None = None
 
 
 @dataclass

@@ -23,7 +23,11 @@ LOSS = "loss"  # the kind of message that the training loop sends, whatever the 
 
 
 def summarise_rank(
-    rank: int, records: Sequence[StepRecord], *, num_private_units: int = 0
+    rank: int,
+    records: Sequence[StepRecord],
+    *,
+    num_private_units: int = 0,
+    build_peak_bytes: int | None = None,
 ) -> RankSummary:
     """Summarise one rank. `records` are all its steps in order, warm-up included.
 
@@ -45,6 +49,7 @@ def summarise_rank(
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
         times=rank_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
+        build_peak_bytes=build_peak_bytes,
     )
 
 
@@ -135,6 +140,7 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         peak=_spread_if_known([r.peak_bytes for r in ranks]),
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
         peaks=[r.peak for r in ranks],
+        build_peak=_spread_if_known([r.build_peak_bytes for r in ranks]),
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.models.blocks import chosen_blocks, find_blocks
+from zeroexp.models.deferred import CannotDefer, defer
+from zeroexp.models.freezing import freeze
 from zeroexp.models.mlp import Mlp, MlpShape
 from zeroexp.models.moe import MoeShape, MoeTransformer
 from zeroexp.models.tied_rows import keep_rows_apart
+from zeroexp.strategies.values import Values, fill_in
 
 Shape = TypeVar("Shape", MlpShape, MoeShape)
 
@@ -22,6 +24,7 @@ Shape = TypeVar("Shape", MlpShape, MoeShape)
 class BuiltModel:
     module: nn.Module
     blocks: list[str]  # dotted names of the repeated blocks, in forward order
+    values: Values | None = None  # what the parameters are to hold, where they are on meta
 
 
 def build_model(
@@ -39,28 +42,56 @@ def build_model(
     """
     device = torch.device(device)
     vocab_size = _fitting_vocabulary(config, vocab_size)
-    with _reproducible(seed, device):
-        model = _build(config, vocab_size)
+    if device.type == "meta":
+        with device:
+            model = _build(config, vocab_size)
+    elif config.weights is not None:
+        model = build_deferred(replace(config, tied_rows=False), seed=seed, vocab_size=vocab_size)
+        if model.values is not None:
+            fill_in(model.module, model.values)
+    else:
+        model = _build_whole(config, seed, vocab_size)
+    freeze(model.module, config.freeze)
     for parameter in model.module.parameters():
         # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
         parameter.data = parameter.data.to(dtype)
-    if config.tied_rows and not keep_rows_apart(model.module):
-        raise ConfigError(
-            "model.tied_rows=true: no embedding of this model shares its weight with a head; leave it out"
-        )
+    _keep_rows_apart(config, model.module)
     return BuiltModel(model.module.to(device), model.blocks)
 
 
-@contextlib.contextmanager
-def _reproducible(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from `seed` without disturbing the caller's random state."""
-    if device.type == "meta":
-        with device:
-            yield
-        return
+def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = None) -> BuiltModel:
+    """Build the model with parameters on meta, and the values that they are to hold; see deferred.py.
+
+    The values are those of `build_model`, bit for bit. A model whose constructor reads values of its own parameters is
+    built whole, and `values` is None. Raises ConfigError.
+    """
+    vocab_size = _fitting_vocabulary(config, vocab_size)
+    values: Values | None
+    try:
+        model, drawn = defer(lambda: _build(config, vocab_size), seed, lambda made: made.module)
+        values = drawn
+        if config.weights is not None:
+            from zeroexp.models import huggingface
+
+            values = huggingface.stored(config, model.module, drawn)
+    except CannotDefer as error:
+        print(f"model.name={config.name} is built whole before it is cut: {error}")
+        model, values = _build_whole(config, seed, vocab_size), None
+    freeze(model.module, config.freeze)
+    _keep_rows_apart(config, model.module)
+    return BuiltModel(model.module, model.blocks, values)
+
+
+def _build_whole(config: ModelConfig, seed: int, vocab_size: int | None) -> BuiltModel:
+    """Build the model with its values, without disturbing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        yield
+        if config.weights is None:
+            return _build(config, vocab_size)
+        from zeroexp.models import huggingface
+
+        module = huggingface.load_whole(config, vocab_size)
+        return _with_blocks(config, module)
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
@@ -80,6 +111,13 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
                     held[key] = made[old]  # pyright: ignore[reportArgumentType]
 
 
+def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:
+    if config.tied_rows and not keep_rows_apart(module):
+        raise ConfigError(
+            "model.tied_rows=true: no embedding of this model shares its weight with a head; leave it out"
+        )
+
+
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     if config.family == "mlp":
         module = Mlp(_shape(MlpShape, config.mlp, "model.mlp"))
@@ -90,8 +128,14 @@ def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
     # transformers takes two seconds to import, and the families above do not need it.
     from zeroexp.models import huggingface
 
-    module = huggingface.build(config, vocab_size)
-    return BuiltModel(module, huggingface.block_names(module, config.family))
+    return _with_blocks(config, huggingface.build(config, vocab_size))
+
+
+def _with_blocks(config: ModelConfig, module: nn.Module) -> BuiltModel:
+    chosen = config.blocks
+    return BuiltModel(
+        module, find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
+    )
 
 
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Build LLaMA, GPT-2 and Mixtral with transformers, as causal models or with a classification head."""
+"""Build the models of transformers, as causal language models or with a classification head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,11 +19,18 @@ from transformers import (
 from transformers.utils import logging
 
 from zeroexp import hub
-from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.config import ConfigError, ModelConfig, hf_keys, vocabulary
 from zeroexp.models import huggingface_weights
+from zeroexp.models.deferred import Drawn
+from zeroexp.models.huggingface_values import Stored
+from zeroexp.models.huggingface_weights import RANDOMNESS
+from zeroexp.strategies.values import Values
 
-# The path to each family's blocks, starting at the model with its head.
-BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h", "mixtral": "model.layers"}
+FAMILIES = ("llama", "gpt2", "mixtral", "hf")
+# These keys of a config.json are arguments of ours, or say what nobody here reads.
+OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
+# transformers understands these, which older versions wrote, and keeps them in `rope_parameters`.
+SPELT_APART = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
 TASKS = {
     "causal": AutoModelForCausalLM,
     "classification": AutoModelForSequenceClassification,
@@ -30,50 +38,94 @@ TASKS = {
 
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
-    """Build the model with a vocabulary of `vocab_size` on the current default device, in float32 and training mode."""
-    if config.task not in TASKS:
-        raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
-    shape = _shape(config, vocab_size)
-    on_meta = torch.empty(0).device.type == "meta"
-    if config.weights is None or on_meta:
-        module = TASKS[config.task].from_config(shape, attn_implementation="sdpa")
-    else:
-        module = _load(config, shape)
+    """Build the model, with random weights and a vocabulary of `vocab_size`, in float32 and training mode."""
+    return _prepared(config, _from_config(config, _shape(config, vocab_size)))
+
+
+def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
+    """Build the model with PyTorch's fused attention, or, where its architecture has none, with its own."""
+    for attention in ("sdpa", "eager"):
+        try:
+            return TASKS[config.task].from_config(
+                shape, attn_implementation=attention, dtype=torch.float32
+            )
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                reason = str(error).strip().splitlines()[0]
+                problem = f"transformers builds no {config.task} model of {architecture(config)}"
+                raise ConfigError(
+                    f"model.task={config.task}: {problem} ({reason}); use another task or model"
+                ) from error
+    raise AssertionError("every architecture has eager attention")
+
+
+def _prepared(config: ModelConfig, module: nn.Module) -> nn.Module:
+    """Switch off randomness, and show the padding to a classifier whose attention may look ahead."""
+    for each in module.modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            each.p = 0.0
+    if config.family == "hf" and config.task == "classification":
+        module.register_forward_pre_hook(_mask_padding, with_kwargs=True)
     return module.train()
 
 
-def block_names(module: nn.Module, family: str) -> list[str]:
-    """Dotted names of the repeated blocks, in forward order."""
-    path = BLOCKS[family]
-    return [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+def _mask_padding(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if "attention_mask" in kwargs or "input_ids" not in kwargs:
+        return args, kwargs
+    mask = (kwargs["input_ids"] != module.config.pad_token_id).long()
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def architecture(config: ModelConfig) -> str:
+    """Return what transformers calls the model: its `model_type`."""
+    if config.family != "hf":
+        return config.family
+    if "model_type" not in hf_keys(config):
+        remedy = "set it to a folder with config.json, or to a hub id"
+        raise ConfigError(f"model.path=null: model={config.name} needs a model; {remedy}")
+    return str(hf_keys(config)["model_type"])
 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
-    """Build transformers' config from `hf_config`, without key-value cache and without randomness in forward."""
-    if config.family not in BLOCKS:
-        raise ConfigError(f"model.family={config.family}: use {', '.join(BLOCKS)}, mlp or moe")
-    _check_keys(config.family, config.hf_config)
-    keys = dict(config.hf_config)
+    """Build transformers' config, without key-value cache and without randomness in forward."""
+    if config.task not in TASKS:
+        raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
+    if config.family not in FAMILIES:
+        raise ConfigError(f"model.family={config.family}: use {', '.join(FAMILIES)}, mlp or moe")
+    kind = architecture(config)
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "use one that it has"
+        raise ConfigError(f"model_type={kind}: transformers has no such architecture; {remedy}")
+    _check_keys(kind, config.hf_config)
+    keys = {key: value for key, value in hf_keys(config).items() if key not in OURS}
+    if "num_hidden_layers" in config.hf_config and "layer_types" not in config.hf_config:
+        keys.pop("layer_types", None)  # the published list is of the published length
     if vocab_size is not None:
         keys["vocab_size"] = vocab_size
     if config.task == "classification":
         # The head reads the last token that is not padding, so it must know the padding id.
-        keys = {"pad_token_id": 0, "num_labels": config.num_labels, **keys}
+        if keys.get("pad_token_id") is None:
+            keys["pad_token_id"] = 0
+        keys = {**keys, "num_labels": config.num_labels}
     try:
-        shape = AutoConfig.for_model(config.family, use_cache=False, **keys)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+        shape = AutoConfig.for_model(kind, use_cache=False, **keys)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.hf_config of model.name={config.name}: {reason}") from error
-    for key in shape.to_dict():
-        if key.endswith(("dropout", "pdrop", "jitter_noise")):
+    if not isinstance(getattr(shape, "vocab_size", None), int):
+        problem = "a model of several parts, which takes more than tokens"
+        raise ConfigError(f"model_type={kind}: {problem}; use the model of its text alone")
+    for key, value in shape.to_dict().items():
+        if RANDOMNESS.search(key) and isinstance(value, int | float) and value is not True:
             setattr(shape, key, 0.0)
     return shape
 
 
-def _check_keys(family: str, given: dict[str, Any]) -> None:
+def _check_keys(kind: str, given: dict[str, Any]) -> None:
     """Raise ConfigError for unknown keys, because transformers accepts a misspelt key silently."""
-    shape = AutoConfig.for_model(family)
-    known = [*shape.to_dict(), *shape.attribute_map]
+    shape = AutoConfig.for_model(kind)
+    known = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART, "model_type"]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -95,13 +147,28 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
 
 def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig) -> None:
     with torch.device("meta"):
-        module = TASKS[config.task].from_config(shape)
+        module = _from_config(config, shape)
     huggingface_weights.require_fitting(config, folder, shape, module)
 
 
-def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
-    """Load real weights. All names must match; only a classification head may be missing."""
+def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
+    """Return the weights that `config.weights` names, for a `module` on meta; a missing head is drawn.
+
+    Raises ConfigError unless they are the weights of exactly this model, and CannotDefer if they can not be read one
+    parameter at a time.
+    """
     assert config.weights is not None
+    folder = hub.model_folder(config.weights)
+    _keep_quiet()
+    model: Any = module
+    found = huggingface_weights.require_fitting(config, folder, model.config, module)
+    return Stored(module, found, drawn)
+
+
+def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
+    """Load the weights that `config.weights` names, all at once. All names must match; only a head may be missing."""
+    assert config.weights is not None
+    shape = _shape(config, vocab_size)
     folder = hub.model_folder(config.weights)
     _keep_quiet()
     _require_fitting(config, folder, shape)
@@ -122,7 +189,7 @@ def _load(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
         ) from error
     missing = [name for name in report["missing_keys"] if not name.startswith("score.")]
     assert not missing and not report["mismatched_keys"], (missing, report)
-    return module
+    return _prepared(config, module)
 
 
 def _keep_quiet() -> None:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config import ConfigError, ModelConfig, vocabulary
 from zeroexp.models.build import build_model
-from zeroexp.models.huggingface import BLOCKS
+from zeroexp.models.huggingface import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -71,8 +71,8 @@ def write(
 
 def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
     """Build the model without memory. If the config does not set the vocabulary size, the embedding's shape does."""
-    if config.family not in BLOCKS:
-        use = f"export a run of {', '.join(BLOCKS)}"
+    if config.family not in FAMILIES:
+        use = f"export a run of {', '.join(FAMILIES)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
     config = replace(config, weights=None)
     module: Any = build_model(config, seed=0, device="meta").module

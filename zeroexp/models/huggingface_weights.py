@@ -26,30 +26,33 @@ from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.weight_files import Header, UnreadableWeights, headers, read
 
 # These keys are names and versions; token ids, which the data decides here; settings of generation, initialization or
-# transformers' own loss; and randomness in forward, which is off in all our models.
+# transformers' own loss.
 HARMLESS = {
     *("architectures", "dtype", "id2label", "label2id", "model_type", "problem_type"),
     *("transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("chunk_size_feed_forward", "initializer_range", "output_attentions", "output_hidden_states"),
     *("output_router_logits", "pretraining_tp", "return_dict", "router_aux_loss_coef", "use_cache"),
-    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "router_jitter_noise"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj"),
 }
+# Randomness in forward is off in all our models.
+RANDOMNESS = re.compile(r"dropout|pdrop|layerdrop|drop_path|jitter")
 # Older versions saved these computed, untrained tables with the weights.
-TABLES = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
+TABLES = re.compile(
+    r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"
+)
 FLOATS = ("F64", "F32", "F16", "BF16")
 HEADS = {"causal": ("lm_head.",), "classification": ("score.",)}
 
 
 def require_fitting(
     config: ModelConfig, folder: Path, shape: PreTrainedConfig, module: nn.Module
-) -> None:
-    """Raise ConfigError, in one line, unless `folder` holds the weights of exactly this model.
+) -> dict[str, Header]:
+    """Return the header of every tensor in `folder`, by the published name that the model with its head gives it.
 
-    `module`, which may be on meta, was made from the config `shape`. A classification head may be missing or be
-    replaced by another task's head.
+    Raises ConfigError, in one line, unless these are the weights of exactly this model. `module`, which may be on meta,
+    was made from the config `shape`. A classification head may be missing or be replaced by another task's head.
     """
     _require_config(config, folder, shape)
     found = _without_prefix(_headers(config, folder), module)
@@ -57,6 +60,7 @@ def require_fitting(
     _require_names(config, expected, found)
     _require_shapes(config, expected, found)
     _require_tied(config, shape, module, found)
+    return found
 
 
 def num_words(config: ModelConfig, folder: Path) -> int | None:
@@ -71,8 +75,9 @@ def num_words(config: ModelConfig, folder: Path) -> int | None:
 def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -> None:
     written = _config_json(config, folder)
     kind = written.get("model_type")
-    if kind != config.family:
-        problem = f"its config.json says model_type={kind}, not {config.family}"
+    ours_called = ours.model_type
+    if kind != ours_called:
+        problem = f"its config.json says model_type={kind}, not {ours_called}"
         _refuse(config, problem, f"choose weights of model.family={config.family}")
     for key in ("auto_map", "quantization_config"):
         if written.get(key):
@@ -80,7 +85,7 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
             remedy = "choose a folder without it"
             _refuse(config, f"its config.json has {key}, which means {why}", remedy)
     try:
-        theirs = AutoConfig.for_model(config.family, **_without_type(written))
+        theirs = AutoConfig.for_model(ours_called, **_without_type(written))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
@@ -117,11 +122,15 @@ def _without_type(written: dict[str, Any]) -> dict[str, Any]:
 def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
     """Return the keys of the class that decide the function, flattened, with nulls replaced by their meaning."""
     known = set(type(shape)().to_dict())
-    values = {key: value for key, value in shape.to_dict().items() if key in known - HARMLESS}
-    width, heads = shape.hidden_size, shape.num_attention_heads
-    if "head_dim" in values:
+    values = {
+        key: value
+        for key, value in shape.to_dict().items()
+        if key in known - HARMLESS and not RANDOMNESS.search(key)
+    }
+    width, heads = (getattr(shape, key, None) for key in ("hidden_size", "num_attention_heads"))
+    if "head_dim" in values and width and heads:
         values["head_dim"] = values["head_dim"] or width // heads
-    if "n_inner" in values:
+    if "n_inner" in values and width:
         values["n_inner"] = values["n_inner"] or 4 * width
     rope = values.pop("rope_parameters", None) or {}
     return {**values, **{f"rope_parameters.{key}": value for key, value in rope.items()}}

@@ -52,7 +52,8 @@ def keep_rows_apart(module: nn.Module) -> int:
         is_tied = weight.requires_grad and 0 < len(lookups) < len(sharing)
         if is_tied and all(map(_is_plain, lookups)):
             gradient = TiedGradient()
-            gradient.belongs_to(weight)
+            if not weight.is_meta:  # an engine still puts its values in place
+                gradient.belongs_to(weight)
             for each in lookups:
                 each.forward = partial(_look_up, each, gradient)
             num_found += 1

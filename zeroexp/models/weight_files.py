@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ def read(header: Header) -> Tensor:
         return torch.load(header.file, map_location="cpu", weights_only=True, mmap=True)[header.key]
     with safe_open(header.file, "pt") as opened:
         return opened.get_tensor(header.key)
+
+
+def read_range(header: Header, start: int, stop: int) -> Tensor:
+    """Return the elements [start, stop) of a flattened tensor; no more rows of the file are read than hold them."""
+    if header.file.suffix == ".bin" or not header.shape:
+        return read(header).reshape(-1)[start:stop]
+    row = math.prod(header.shape[1:])
+    first = start // max(row, 1)
+    last = -(-stop // max(row, 1))
+    with safe_open(header.file, "pt") as opened:
+        rows = opened.get_slice(header.key)[first:last]
+    return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -52,6 +52,7 @@ def memory_of(runs: Sequence[Run]) -> list[list[Column]]:
         kind("buffers", "buffers", rare=True),
         _bytes(runs, "total", lambda s: s.memory.total, always_mean=True),
         _bytes(runs, "peak", lambda s: s.memory.peak),
+        _bytes(runs, "build", lambda s: s.memory.build_peak, rare=True),
     ]
 
 

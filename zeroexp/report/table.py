@@ -122,6 +122,9 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         "planned: the total that closed forms say of the same run (python -m zeroexp.plan)."
         if plan_of(runs)
         else "",
+        "build: the most allocated at once before the first step."
+        if any(s.memory.build_peak for s in summaries)
+        else "",
         "sent/step: what the rank that sends most handed to others in one step",
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if shares_memory(runs)

@@ -17,6 +17,7 @@ from zeroexp.sharding.guard import is_guarded
 from zeroexp.sharding.options import Options, is_number, refuse_options
 from zeroexp.sharding.placement import Stage
 from zeroexp.sharding.unit import Dtypes
+from zeroexp.strategies.values import Values
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -40,9 +41,11 @@ def refuse(
     stage: Stage,
     options: Options,
     max_grad_norm: float | None,
+    values: Values | None = None,
 ) -> None:
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
     refuse_options(options, stage)
+    _refuse_meta(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
     _refuse_blocks(module, blocks)
@@ -66,6 +69,17 @@ def refuse(
                     f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
                     "take them from this module's parameters()"
                 )
+
+
+def _refuse_meta(module: nn.Module, values: Values | None) -> None:
+    """Require that all parameters have values and none are given, or that none has and they are given."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and values is None:
+            raise ValueError(f"parameter {name} is on meta: give values=, or materialize it before")
+        if values is not None and not parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} has values already: build the model on meta, or give no values="
+            )
 
 
 def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
@@ -165,10 +179,11 @@ def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
         )
 
 
-def agree_on_weights(module: nn.Module, wire: Collectives) -> None:
+def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None = None) -> None:
     """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
 
-    Raises ValueError where names, shapes, dtypes or `requires_grad` differ.
+    Raises ValueError where names, shapes, dtypes or `requires_grad` differ, and where `values` do, since no rank has
+    them all.
     """
     if wire.world.size == 1 or wire.world.is_fake:
         return
@@ -180,7 +195,13 @@ def agree_on_weights(module: nn.Module, wire: Collectives) -> None:
         raise ValueError(
             "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
         )
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors: list[Tensor] = list(module.buffers())
+    if values is None:
+        tensors += module.parameters()
+    elif not wire.same_everywhere(values.fingerprint()):
+        raise ValueError(
+            "ranks would start from different weights: give each the same seed and the same files"
+        )
     sums = [_bits(tensor) for tensor in tensors]
     if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
         return

@@ -21,7 +21,7 @@ from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.housing import give_memory
 from zeroexp.sharding.options import Options, settle
-from zeroexp.sharding.partition import group_parameters, make_units, rows_for
+from zeroexp.sharding.partition import group_parameters, make_units, put_in, rows_for
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
@@ -38,6 +38,7 @@ from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import WEIGHT
 from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues
+from zeroexp.strategies.values import Values, make_places
 from zeroexp.world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,10 +62,12 @@ class Sharded:
         dtypes: Dtypes | None = None,
         max_grad_norm: float | None = None,
         options: Options | None = None,
+        values: Values | None = None,
     ):
+        """Build the engine. `values` are what the parameters of a module on meta are to hold."""
         options = options or Options()
         param_groups = door.groups_of_lists(param_groups, optimizer_factory)
-        door.refuse(module, blocks, param_groups, stage, options, max_grad_norm)
+        door.refuse(module, blocks, param_groups, stage, options, max_grad_norm, values)
         dtypes = dtypes or door.own_dtypes(module)
         stage = rows_for(stage, world.size)
         shards = stage.optimizer is Placement.SHARD and world.size > 1
@@ -76,6 +79,8 @@ class Sharded:
                 cut=shards and options.family != "parameter",
                 shared=shards,
             )
+        if values is not None:
+            make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
         self._stage = stage
@@ -83,7 +88,7 @@ class Sharded:
         self.wire = Collectives(world, transport=options.transport)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
         door.agree_on_settings([*settings, door.words_of(module, param_groups)], self.wire)
-        door.agree_on_weights(self.model, self.wire)
+        door.agree_on_weights(self.model, self.wire, values)
         self._buffers = Buffers(module, world)
         self.wire.meet()
         settled = settle(options, stage, self.wire.facts, world.size)
@@ -97,7 +102,10 @@ class Sharded:
             dtypes=dtypes,
             wire=self.wire,
             bucket_bytes=settled.bucket_bytes,
+            deferred=values is not None,
         )
+        if values is not None:
+            put_in(values, self.units)
         self.pools = give_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
         self._schedule = Schedule(
             self.units,

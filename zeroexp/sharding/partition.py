@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
@@ -21,6 +21,7 @@ from zeroexp.sharding.guard import watch
 from zeroexp.sharding.layout import Chunk, ParameterSpec, Span, lay_out, pages
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.unit import FROZEN, ChunkTensors, Dtypes, Unit, views_of
+from zeroexp.strategies.values import Read, Values
 
 # These modules compute with the weights of modules inside them whose forward they never call.
 USES_ITS_PARTS = (nn.MultiheadAttention,)
@@ -66,15 +67,21 @@ def make_units(
     dtypes: Dtypes,
     wire: Collectives,
     bucket_bytes: int | None = None,
+    deferred: bool = False,
 ) -> list[Unit]:
-    """Cut every group and move its parameters into their memory, of which the modules' parameters become views."""
+    """Cut every group and move its parameters into their memory, of which the modules' parameters become views.
+
+    If `deferred`, the parameters have no values yet, and `put_in` follows.
+    """
     world = wire.world
     specs = [specs_of(group) for group in groups]
     layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
-        tensors = [_settle(chunk, group.parameters, stage, dtypes, wire) for chunk in chunks]
+        tensors = [
+            _settle(chunk, group.parameters, stage, dtypes, wire, deferred) for chunk in chunks
+        ]
         units.append(Unit(group.name, tensors, stage, dtypes, wire, bucket_bytes))
     return units
 
@@ -102,31 +109,27 @@ def _bytes_to_reserve(
 
 
 def _settle(
-    chunk: Chunk, named: Named, stage: Stage, dtypes: Dtypes, wire: Collectives
+    chunk: Chunk, named: Named, stage: Stage, dtypes: Dtypes, wire: Collectives, deferred: bool
 ) -> ChunkTensors:
-    """Copy one chunk's parameters to where they rest and make the master weights that this rank updates."""
+    """Make the memory in which one chunk rests and its masters, and put in what the parameters hold, if anything."""
     world = wire.world
     parameters = [named[member.name] for member in chunk.members]
     watch(parameters, [member.name for member in chunk.members])
     shapes = [parameter.shape for parameter in parameters]
-    flats = [parameter.detach().reshape(-1) for parameter in parameters]
     sharded = stage.optimizer is Placement.SHARD
     owned = chunk.spans(world.rank) if sharded else chunk.whole()
     section = chunk.section(world.rank)
     if stage.parameters is Placement.SHARD:
         piece = wire.empty(section.stop - section.start, dtypes.compute).zero_()
-        for span in owned:
-            source = flats[span.member][span.start : span.stop]
-            piece[span.offset : span.offset + span.numel].copy_(source)
         tensors = ChunkTensors(chunk, parameters, shapes, piece, owned)
     else:
         full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
-        for member, flat in zip(chunk.members, flats, strict=True):
-            full[member.start : member.stop].copy_(flat)
         tensors = ChunkTensors(chunk, parameters, shapes, full[section], owned, full=full)
     if tensors.trainable:
-        whole = tensors.piece if sharded or tensors.full is None else tensors.full
-        _make_masters(tensors, flats, dtypes, piece=whole)
+        _make_masters(tensors, dtypes, sharded=sharded)
+    if not deferred:
+        for index, parameter in enumerate(parameters):
+            _put_in(tensors, index, _ranges_of(parameter))
     if tensors.full is not None:
         tensors.views = views_of(chunk, tensors.full, shapes)
         for parameter, view in zip(parameters, tensors.views, strict=True):
@@ -134,20 +137,56 @@ def _settle(
     return tensors
 
 
-def _make_masters(
-    tensors: ChunkTensors, flats: Sequence[Tensor], dtypes: Dtypes, piece: Tensor
-) -> None:
-    """Make masters: views of the parameters' own memory where dtypes agree, else a flat copy before any rounding."""
+def _make_masters(tensors: ChunkTensors, dtypes: Dtypes, *, sharded: bool) -> None:
+    """Make masters: views of the parameters' own memory where dtypes agree, else memory of their own."""
+    piece = tensors.piece if sharded or tensors.full is None else tensors.full
     values = [piece[s.offset : s.offset + s.numel] for s in tensors.owned]
     if dtypes.master is not dtypes.compute and values:
         sizes = [span.numel for span in tensors.owned]
         tensors.master_flat = piece.new_empty(sum(sizes), dtype=dtypes.master)
         values = list(tensors.master_flat.split(sizes))
-        for value, span in zip(values, tensors.owned, strict=True):
-            value.copy_(flats[span.member][span.start : span.stop])
     for value, span in zip(values, tensors.owned, strict=True):
         shape = tensors.shapes[span.member]
         tensors.masters.append(nn.Parameter(value.view(shape) if _covers(span, shape) else value))
+
+
+def put_in(values: Values, units: Sequence[Unit]) -> None:
+    """Fill parameters that had no values yet, one after the other, with what this rank holds of each."""
+    places = {
+        member.name: (tensors, index)
+        for unit in units
+        for tensors in unit.chunks
+        for index, member in enumerate(tensors.chunk.members)
+    }
+    for name, read in values:
+        if name in places:  # no unit holds an empty parameter
+            _put_in(*places.pop(name), read)
+    if places:
+        raise ValueError(
+            f"values: there are none of {next(iter(places))}; give those of every parameter"
+        )
+
+
+@torch.no_grad()
+def _put_in(tensors: ChunkTensors, index: int, read: Read) -> None:
+    """Copy one parameter to where it rests, and to its masters before any rounding."""
+    member = tensors.chunk.members[index]
+    if tensors.full is not None:
+        tensors.full[member.start : member.stop].copy_(read(0, member.stop - member.start))
+    for number, span in enumerate(tensors.owned):
+        if span.member != index:
+            continue
+        if tensors.full is None:
+            place = tensors.piece[span.offset : span.offset + span.numel]
+            place.copy_(read(span.start, span.stop))
+        if tensors.master_flat is not None:
+            master = tensors.masters[number].detach().view(-1)
+            master.copy_(read(span.start, span.stop))
+
+
+def _ranges_of(parameter: nn.Parameter) -> Read:
+    flat = parameter.detach().reshape(-1)
+    return lambda start, stop: flat[start:stop]
 
 
 def _covers(span: Span, shape: torch.Size) -> bool:

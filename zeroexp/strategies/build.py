@@ -19,7 +19,7 @@ from zeroexp.world import World
 
 
 def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
-    """Return the configured engine around `model`, whose parameters hold the unrounded initial weights."""
+    """Return the configured engine around `model`, whose parameters or values are the unrounded initial weights."""
     config = resolve(config)
     key = config.strategy.implementation
     key = f"torch {config.strategy.name}" if key == "torch" else key
@@ -31,6 +31,7 @@ def _common(config: Config, model: BuiltModel) -> dict[str, Any]:
         "param_groups": parameter_groups(model.module, config.optimizer),
         "optimizer_factory": optimizer_factory(config.optimizer),
         "max_grad_norm": config.optimizer.max_grad_norm,
+        "values": model.values,
     }
 
 

@@ -121,7 +121,8 @@ def _values(parameter: Tensor, longest_side: int, *, seed: int) -> Tensor:
     sides = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
     numel = torch.Size(sides).numel()
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    return (values * torch.linspace(0.1, 2.0, numel)).view(sides).to(parameter.device)
+    values = (values * torch.linspace(0.1, 2.0, numel)).view(sides)
+    return values if parameter.is_meta else values.to(parameter.device)
 
 
 def _gradient(values: Tensor, step: int) -> Tensor:

@@ -35,6 +35,7 @@ from zeroexp.strategies.canonical import (
 )
 from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues, own_values
+from zeroexp.strategies.values import Values, fill_in
 from zeroexp.world import World
 
 
@@ -54,14 +55,18 @@ class TorchDDP:
         shard_optimizer: bool = False,  # ZeroRedundancyOptimizer
         gradient_as_bucket_view: bool = True,
         may_skip_parameters: bool = False,  # True costs a walk over the graph in every forward
+        values: Values | None = None,  # of a module on meta
     ):
         self._world = world
         self._max_grad_norm = max_grad_norm
         self._as_views = gradient_as_bucket_view
         self._grads_in_buckets = False
-        module.to(world.device)
+        if values is None:
+            module.to(world.device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
+        if values is not None:
+            fill_in(module, values, world.device)
         self._named = dict(module.named_parameters())
         self._trainable = [p for p in self._named.values() if p.requires_grad]
         if autocast:

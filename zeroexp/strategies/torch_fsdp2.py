@@ -42,6 +42,7 @@ from zeroexp.strategies.canonical import (
     replicated,
 )
 from zeroexp.strategies.python_values import PythonValues, own_values
+from zeroexp.strategies.values import Values
 from zeroexp.world import World
 
 
@@ -59,6 +60,7 @@ class TorchFSDP2:
         reshard_after_forward: bool,
         dtypes: Dtypes | None = None,
         max_grad_norm: float | None = None,
+        values: Values | None = None,  # of a module on meta
     ):
         rests = "everything rests" if reshard_after_forward else "without reshard parameters rest"
         self.settings = {"engine": f"FSDP2, {rests} sharded", "transport": world.backend}
@@ -66,7 +68,8 @@ class TorchFSDP2:
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
-        module.to(world.device)
+        if values is None:
+            module.to(world.device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtypes.master)
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -75,6 +78,8 @@ class TorchFSDP2:
         module.register_forward_hook(_free_without_backward)
         # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
         self._named = dict(self.model.named_parameters())
+        if values is not None:
+            self._put_in(values)
         groups = [
             {**group, "params": [self._named[names[p]] for p in group["params"]]}
             for group in param_groups
@@ -161,6 +166,19 @@ class TorchFSDP2:
             fill(tensor.to_local().view(-1), canonical, start=self._start(tensor), name=name)
         else:
             fill(tensor.view(-1), canonical, name=name)
+
+    def _put_in(self, values: Values) -> None:
+        """Make the memory of the shards, which are on meta, and copy this rank's rows there; buffers stay."""
+        device = self._world.device
+        self.model._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+        )
+        self._named = dict(self.model.named_parameters())
+        for name, read in values:
+            tensor = self._named[name].detach()
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            start = self._start(tensor) if isinstance(tensor, DTensor) else 0
+            local.view(-1).copy_(read(start, start + local.numel()))
 
     def _start(self, tensor: DTensor) -> int:
         """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.

@@ -153,6 +153,8 @@ def _memory(summary: RunSummary) -> dict[str, float]:
     spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in KINDS} | {"total": memory.total}
     if memory.peak is not None:
         spreads["peak"] = memory.peak
+    if memory.build_peak is not None:
+        spreads["build_peak"] = memory.build_peak
     fullest = {f"memory/{name}_mib": s.fullest / MIB for name, s in spreads.items()}
     mean = {f"memory/{name}_mib_mean": s.mean / MIB for name, s in spreads.items()}
     return fullest | mean

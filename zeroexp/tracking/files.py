@@ -139,8 +139,10 @@ def _summary(content: dict[str, Any]) -> RunSummary:
                 by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
                 total=Spread(**memory["total"]),
                 peak=_spread(memory["peak"]),
-                fullest_at=memory.get("fullest_at", {}),  # absent in summaries of older versions
+                # These three are absent in summaries of older versions.
+                fullest_at=memory.get("fullest_at", {}),
                 peaks=[_peak(peak) for peak in memory.get("peaks", [])],
+                build_peak=_spread(memory.get("build_peak")),
             ),
             "times": [times_from_json(rank) for rank in content.get("times", [])],
             "sent_bytes_per_step": _spread(content["sent_bytes_per_step"]),

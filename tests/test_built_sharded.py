@@ -1,0 +1,375 @@
+"""A model is built on meta and cut as its values come: the same bits, and never the whole of it in one place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.composing import composed
+from tests.oracle import Recipe, assembled, configured, pieces_of
+from tests.shrunk import loss_of, shrunk
+from zeroexp.config import ModelConfig
+from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
+from zeroexp.models import build as builds
+from zeroexp.models import huggingface
+from zeroexp.models.build import BuiltModel, build_deferred, build_model
+from zeroexp.models.deferred import CannotDefer, defer
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.values import Read, fill_in, is_deferred
+from zeroexp.world import World, fake_world
+
+FAMILIES = ["parameter", "tensor", "buffer"]
+NAMES = ["gpt2_tiny", "mixtral_tiny", "mlp_tiny", "moe_tiny", "tiny"]
+SMALLEST = {"llama": "tiny", "mixtral": "mixtral_tiny", "gpt2": "gpt2_tiny"}
+
+
+def model_config(name: str, **changes: Any) -> ModelConfig:
+    company = ["data=vectors"] if name.startswith("mlp") else []
+    return replace(composed(f"model={name}", *company).model, **changes)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        pairs = zip(getattr(ours, kind)(), getattr(theirs, kind)(), strict=True)
+        for (name, a), (other, b) in pairs:
+            assert name == other and a.dtype == b.dtype and torch.equal(a, b), name
+
+
+# --- the same bits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_drawn_later_is_what_the_constructor_draws(name):
+    torch.manual_seed(5)
+    undisturbed = torch.rand(1)
+    torch.manual_seed(5)
+    built = build_deferred(model_config(name), seed=3)
+    assert built.values is not None and all(p.is_meta for p in built.module.parameters())
+    fill_in(built.module, built.values)
+    assert torch.equal(torch.rand(1), undisturbed), "the caller's random state is its own"
+    whole = build_model(model_config(name), seed=3)
+    assert built.blocks == whole.blocks
+    assert_same(built.module, whole.module)
+
+
+class Odd(nn.Module):
+    """Every way in which a constructor may come to its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orthogonal = nn.Parameter(torch.empty(6, 4))
+        nn.init.orthogonal_(self.orthogonal)
+        self.drawn = nn.Parameter(torch.randn(7) * 2 + 1)
+        self.half_drawn = nn.Parameter(torch.ones(3, 4))
+        with torch.no_grad():
+            self.half_drawn[1:].normal_()
+        self.embedding = nn.Embedding(9, 4, padding_idx=2)
+        self.copied = nn.Linear(4, 9, bias=False)
+        with torch.no_grad():
+            self.copied.weight.copy_(self.embedding.weight * 0.5)
+        nn.init.uniform_(self.embedding.weight[3])
+        self.frozen = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.number = nn.Parameter(torch.empty(()).uniform_())
+        self.register_buffer("table", torch.arange(6.0).cumsum(0))
+
+
+def test_any_constructor_draws_the_same_later():
+    module, values = defer(Odd, 11, lambda made: made)
+    assert is_deferred(module)
+    fill_in(module, values)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        assert_same(module, Odd())
+    assert not module.frozen.requires_grad and module.orthogonal.requires_grad
+
+
+class ReadsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3).normal_())
+        self.factor = float(self.weight[0])
+
+
+class DrawsUntilItFits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        nn.init.trunc_normal_(self.weight)
+
+
+class DrawsABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.randn(3))
+
+
+class DrawsInto(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(3).normal_())
+
+
+@pytest.mark.parametrize("make", [ReadsItself, DrawsUntilItFits, DrawsABuffer, DrawsInto])
+def test_a_constructor_that_needs_what_it_draws_can_not_be_deferred(make):
+    with pytest.raises(CannotDefer):
+        defer(make, 0, lambda made: made)
+
+
+def test_a_model_that_can_not_be_deferred_is_built_whole(monkeypatch, capsys):
+    monkeypatch.setattr(builds, "Mlp", lambda shape: DrawsUntilItFits())
+    monkeypatch.setattr(DrawsUntilItFits, "blocks", [], raising=False)
+    built = build_deferred(model_config("mlp_tiny"), seed=3)
+    assert built.values is None and not is_deferred(built.module)
+    assert "built whole before it is cut: aten._local_scalar_dense" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mixtral"])
+def folder(request, tmp_path_factory) -> tuple[str, Path]:
+    """The weights of a family, drawn from a seed that no other test uses."""
+    path = tmp_path_factory.mktemp(request.param)
+    build_model(model_config(SMALLEST[request.param]), seed=99).module.save_pretrained(path)  # type: ignore[operator]
+    return SMALLEST[request.param], path
+
+
+@pytest.mark.parametrize("head", [None, 5])
+def test_weights_of_files_are_those_that_transformers_loads(folder, head):
+    name, path = folder
+    task = {"task": "classification", "num_labels": head} if head else {}
+    config = model_config(name, weights=str(path), **task)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        expected = huggingface.load_whole(config, None)
+    assert_same(build_model(config, seed=4).module, expected)
+
+
+# --- in every engine
+
+
+FEW = [
+    *(("zero3", family, "bf16_master") for family in ("parameter", "buffer", "torch")),
+    ("zero1", "tensor", "bf16_master"),
+    ("ddp", "buffer", "fp32"),
+    ("ddp", "torch", "bf16"),
+]
+ALL = [
+    *((stage, family, "bf16_master") for stage in STAGES for family in FAMILIES),
+    *((stage, "torch", "fp32") for stage in ("ddp", "zero1", "zero2", "zero3")),
+]
+
+
+def states(
+    world: World, config: ModelConfig, engine: tuple[str, str, str]
+) -> tuple[Any, dict[str, Tensor], Any, dict[str, Tensor]]:
+    """State and buffers of the engine around a model on meta, then those around a whole one."""
+    stage, family, precision = engine
+    recipe = Recipe(precision=precision)
+    told: list[Any] = []
+    for built in (build_deferred(config, seed=3), build_model(config, seed=3)):
+        strategy = make_engine(built, stage, family, recipe, world)
+        told += [pieces_of(strategy)]
+        told += [{n: b.clone() for n, b in built.module.named_buffers()}]
+    return tuple(told)  # pyright: ignore[reportReturnType]
+
+
+def make_engine(built: BuiltModel, stage: str, family: str, recipe: Any, world: World) -> Any:
+    return configured(stage, family)(built, recipe, world)
+
+
+def all_states(world: World, config: ModelConfig, engines: list[Any]) -> list[Any]:
+    return [states(world, config, engine) for engine in engines]
+
+
+@pytest.mark.parametrize(
+    ("engines", "world_size"),
+    [(FEW, 2), *(pytest.param(ALL, size, marks=pytest.mark.slow) for size in (1, 2, 3))],
+)
+def test_every_engine_starts_from_the_same_bits(ranks, engines, world_size):
+    answers = ranks(all_states, shrunk("small", num_layers=2), engines, world_size=world_size)
+    for engine, per_rank in zip(engines, zip(*answers, strict=True), strict=True):
+        later, _, whole, _ = zip(*per_rank, strict=True)
+        ours, theirs = assembled(later), assembled(whole)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert torch.equal(ours[name]["weight"], theirs[name]["weight"]), (engine, name)
+        for _, buffers, _, expected in per_rank:
+            assert buffers.keys() == expected.keys() and buffers
+            for name, values in expected.items():
+                assert torch.equal(buffers[name], values), (engine, name)
+
+
+def build_with_other_seeds(world: World, config: ModelConfig) -> str:
+    built = build_deferred(config, seed=world.rank)
+    with pytest.raises(ValueError) as caught:
+        make_engine(built, "zero3", "buffer", Recipe(), world)
+    return str(caught.value)
+
+
+def test_ranks_that_would_start_from_different_weights_are_refused(ranks):
+    for told in ranks(build_with_other_seeds, shrunk("tiny")):
+        assert told.startswith("ranks would start from different weights")
+
+
+def test_meta_without_values_and_values_without_meta_are_one_line():
+    with fake_world(0, 2) as world:
+        built = build_deferred(model_config("tiny"), seed=0)
+        with pytest.raises(ValueError, match=r"parameter .* is on meta: give values="):
+            make_engine(replace(built, values=None), "zero3", "buffer", Recipe(), world)
+        whole = build_model(model_config("tiny"), seed=0)
+        with pytest.raises(
+            ValueError, match=r"parameter .* has values already: build the model on"
+        ):
+            make_engine(replace(whole, values=built.values), "zero3", "buffer", Recipe(), world)
+
+
+# --- never the whole of it in one place
+
+
+MODEL = "small"  # 94 MiB of parameters
+NUM_RANKS = 16
+
+
+@pytest.fixture(scope="module")
+def weights_of_small(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    build_model(model_config(MODEL), seed=1).module.save_pretrained(path)  # type: ignore[operator]
+    return path
+
+
+def unit_bytes(built: BuiltModel) -> list[int]:
+    """Bytes of the units in float32, largest first: the blocks, and what is outside of them."""
+    blocks = [
+        sum(p.nbytes for p in built.module.get_submodule(b).parameters()) for b in built.blocks
+    ]
+    root = sum(p.nbytes for p in built.module.parameters()) - sum(blocks)
+    return sorted([*blocks, root], reverse=True)
+
+
+def held_now() -> int:
+    gc.collect()
+    held = AllocationMeter(torch.device("cpu")).peak_bytes()
+    assert held is not None
+    return held
+
+
+@pytest.mark.parametrize("source", ["seed", "files"])
+@pytest.mark.parametrize("family", [*FAMILIES, "torch"])
+def test_building_peaks_at_the_states_and_two_units(family, source, weights_of_small):
+    """On one of 16 ranks, whose peers do not exist; the whole model is ten times as large."""
+    assert count_cpu_allocations() is None
+    weights = str(weights_of_small) if source == "files" else None
+    with fake_world(5, NUM_RANKS) as world:
+        before = held_now()
+        meter = AllocationMeter(torch.device("cpu"))
+        built = build_deferred(model_config(MODEL, weights=weights), seed=3)
+        units = unit_bytes(built)
+        strategy = make_engine(built, "zero3", family, Recipe(), world)
+        peak = (meter.peak_bytes() or 0) - before
+        states = bytes_by_kind(strategy.model_states())
+        share = sum(units) / NUM_RANKS
+        assert states["parameters"] >= share
+        assert peak <= sum(states.values()) + units[0] + units[1], (peak, states, units)
+        assert peak < sum(units) / 2
+
+
+class Counting:
+    """Values that count the elements each parameter is asked for."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self.read: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Read]]:
+        for name, read in self._values:
+
+            def counted(start: int, stop: int, name: str = name, read: Read = read) -> Tensor:
+                self.read[name] = self.read.get(name, 0) + stop - start
+                return read(start, stop)
+
+            yield name, counted
+
+    def fingerprint(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "torch"])
+def test_ranks_read_every_element_once_together(family):
+    read: dict[str, int] = {}
+    for rank in range(3):
+        with fake_world(rank, 3) as world:
+            built = build_deferred(model_config("tiny"), seed=3)
+            values = Counting(built.values)
+            make_engine(replace(built, values=values), "zero3", family, Recipe(), world)
+            for name, number in values.read.items():
+                read[name] = read.get(name, 0) + number
+    whole = build_model(model_config("tiny"), seed=0, device="meta").module
+    assert read == {name: p.numel() for name, p in whole.named_parameters()}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def losses_of_a_library_user(world: World, deferred: bool) -> list[float]:
+    torch.manual_seed(2)
+    model, values = defer(Small, 2, lambda made: made) if deferred else (Small(), None)
+    strategy = Sharded(
+        model,
+        blocks=["layers.0", "layers.1", "layers.2"],
+        stage=STAGES["zero3"],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        world=world,
+        values=values,
+    )
+    losses = []
+    for _ in range(3):
+        with strategy.microbatch(last=True):
+            loss = strategy.model(torch.ones(2, 8)).sum()
+            strategy.backward(loss)
+        strategy.step(drain=True)
+        strategy.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_of_ones_own_is_built_so_too(ranks):
+    later, whole = (ranks(losses_of_a_library_user, deferred) for deferred in (True, False))
+    assert later == whole and later[0][0] != later[0][-1]
+
+
+def losses_with_tied_rows(world: World, family: str, deferred: bool) -> list[float]:
+    config = replace(shrunk("tiny"), tied_rows=True)
+    built = build_deferred(config, seed=3) if deferred else build_model(config, seed=3)
+    strategy = make_engine(built, "zero3", family, Recipe(), world)
+    losses = []
+    for step in range(3):
+        with strategy.microbatch(last=True):
+            loss, number = loss_of(strategy.model, config, step, 0, world.rank)
+            strategy.backward(loss / (number * world.size))
+        strategy.step(drain=True)
+        strategy.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("family", ["buffer", "torch"])
+def test_tied_rows_are_kept_apart_also_where_values_come_later(ranks, family):
+    later, whole = (ranks(losses_with_tied_rows, family, deferred) for deferred in (True, False))
+    assert later == whole

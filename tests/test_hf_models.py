@@ -1,0 +1,409 @@
+"""`model=hf`: architectures of transformers under ZeRO-3, against one process that does the obvious thing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.composing import compose_once, composed
+from tests.oracle import Recipe, configured
+from tests.warm import Warm, start_servers_with
+from zeroexp import __main__ as zeroexp
+from zeroexp.adopt import adopted
+from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.models.build import build_deferred, build_model
+from zeroexp.models.loss import loss_sum
+from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.world import World
+
+WORDS, SEQ_LEN, RANKS, STEPS = 67, 8, 2, 3
+NARROW = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+GROUPED = {**NARROW, "num_key_value_heads": 1}
+GPT = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "mistral": GROUPED,
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "gemma": {**GROUPED, "head_dim": 8},
+    "gemma2": {**GROUPED, "head_dim": 8},
+    "phi": NARROW,
+    "phi3": {**NARROW, "pad_token_id": 0},
+    "olmo2": NARROW,
+    "gpt_neox": NARROW,
+    "starcoder2": GROUPED,
+    "gpt2": GPT,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "opt": {**NARROW, "ffn_dim": 24, "word_embed_proj_dim": 16} | {"intermediate_size": None},
+    "bloom": {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "falcon": {k: v for k, v in NARROW.items() if k != "intermediate_size"},
+    "gpt_oss": {**GROUPED, "num_local_experts": 4, "head_dim": 8},
+    "qwen2_moe": {
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
+    "mamba": {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+}
+del CAUSAL["opt"]["intermediate_size"]
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "bert": NARROW,
+    "roberta": {**NARROW, "max_position_embeddings": 20, "pad_token_id": 1},
+    "distilbert": {
+        **{"vocab_size": WORDS, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2},
+        "max_position_embeddings": 16,
+    },
+    "modernbert": {**NARROW, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+    "llama": GROUPED,
+    "gpt2": GPT,
+}
+EVERY = [*(("causal", kind) for kind in CAUSAL), *(("classification", k) for k in CLASSIFIERS)]
+QUICK = [("causal", "qwen3"), ("causal", "bloom"), ("classification", "bert")]
+ROUNDING = 2e-5  # of losses summed over ranks, and of weights after one step
+
+
+def model_config(task: str, kind: str, **more: Any) -> ModelConfig:
+    shape = (CAUSAL if task == "causal" else CLASSIFIERS)[kind]
+    labels = 3 if task == "classification" else None
+    keys = {"model_type": kind, **shape}
+    return ModelConfig(name=kind, family="hf", task=task, num_labels=labels, hf_config=keys, **more)
+
+
+def microbatch(task: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(10 * step + rank)
+    tokens = torch.randint(3, WORDS, (2, SEQ_LEN + 1), generator=random)
+    if task == "causal":
+        return tokens[:, :-1], tokens[:, 1:]
+    tokens = tokens[:, :-1].clone()
+    tokens[0, -2:] = 0  # padding, where 0 is
+    return tokens, torch.randint(3, (2,), generator=random)
+
+
+def share(model: Any, task: str, step: int, rank: int) -> Tensor:
+    tokens, labels = microbatch(task, step, rank)
+    return loss_sum(model(input_ids=tokens), labels, task) / (labels.numel() * RANKS)
+
+
+def losses_of_one_process(config: ModelConfig) -> list[float]:
+    recipe = Recipe().optimizer_config()
+    module = build_model(config, seed=1).module
+    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe))
+    losses: list[float] = []
+    for step in range(STEPS):
+        shares = [share(module, config.task, step, rank) for rank in range(RANKS)]
+        for each in shares:
+            each.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(each.item() for each in shares))
+    return losses
+
+
+def train(
+    world: World, configs: list[ModelConfig], stage: str = "zero3", engine: str = "buffer"
+) -> list[list[float]]:
+    """This rank's share of the loss of each step, by model."""
+    told: list[list[float]] = []
+    for config in configs:
+        built = build_deferred(config, seed=1)
+        strategy = configured(stage, engine)(built, Recipe(), world)
+        losses: list[float] = []
+        for step in range(STEPS):
+            with strategy.microbatch(last=True):
+                loss = share(strategy.model, config.task, step, world.rank)
+                strategy.backward(loss)
+            strategy.step(drain=True)
+            strategy.zero_grad()
+            losses.append(loss.item())
+        told.append(losses)
+    return told
+
+
+def assert_parity(ranks: Any, configs: list[ModelConfig], **how: str) -> None:
+    answers = ranks(train, configs, *how.values(), world_size=RANKS)
+    for config, *shares in zip(configs, *answers, strict=True):
+        losses = [sum(step) for step in zip(*shares, strict=True)]
+        expected = losses_of_one_process(config)
+        torch.testing.assert_close(
+            losses, expected, rtol=ROUNDING, atol=ROUNDING, msg=lambda m, c=config: f"{c.name}: {m}"
+        )
+        assert losses[0] != losses[-1], config.name
+
+
+def test_three_architectures_train_as_on_one_process(ranks):
+    assert_parity(ranks, [model_config(*one) for one in QUICK])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["buffer", "parameter"])
+def test_every_architecture_trains_as_on_one_process(ranks, engine):
+    assert_parity(ranks, [model_config(*one) for one in EVERY], stage="zero3", engine=engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero3"])
+def test_torchs_engines_train_them_too(ranks, stage):
+    assert_parity(ranks, [model_config(*one) for one in QUICK], stage=stage, engine="torch")
+
+
+@pytest.mark.parametrize(("task", "kind"), EVERY)
+def test_the_blocks_are_found(task, kind):
+    built = build_model(model_config(task, kind), seed=0, device="meta")
+    assert len(built.blocks) == 2
+    order: list[str] = []
+    whole = build_model(model_config(task, kind), seed=0).module
+    for name in built.blocks:
+        block = whole.get_submodule(name)
+        block.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+    whole(input_ids=microbatch(task, 0, 0)[0])
+    assert order == built.blocks
+
+
+def test_padding_does_not_change_what_a_classifier_says():
+    """BERT looks ahead: without a mask it would read the padding as words."""
+    module = build_model(model_config("classification", "bert"), seed=0).module.eval()
+    words = torch.tensor([[5, 6, 7, 8]])
+    padded = torch.tensor([[5, 6, 7, 8, 0, 0, 0]])
+    torch.testing.assert_close(module(input_ids=words).logits, module(input_ids=padded).logits)
+
+
+def test_forward_is_without_chance():
+    keys = {"attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
+    for task, kind in (("causal", "falcon"), ("classification", "bert"), ("causal", "gpt2")):
+        config = model_config(task, kind)
+        config.hf_config.update(
+            {k: v for k, v in keys.items() if kind == "gpt2" and k != "attention_dropout"}
+        )
+        module = build_model(config, seed=0).module
+        tokens, _ = microbatch(task, 0, 0)
+        first, second = module(input_ids=tokens).logits, module(input_ids=tokens).logits
+        assert module.training and torch.equal(first, second), kind
+
+
+# --- from a folder
+
+
+def saved(folder: Path, kind: str, config: Any) -> Path:
+    torch.manual_seed(3)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+def qwen(folder: Path = Path("qwen"), **more: Any) -> Path:
+    return saved(folder, "Qwen2ForCausalLM", transformers.Qwen2Config(**GROUPED, **more))
+
+
+def of_line(*words: str) -> ModelConfig:
+    return adopted(composed("model=hf", *words)).model
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose_once(monkeypatch)
+
+
+def test_a_folder_gives_config_and_weights(here):
+    folder = qwen(rope_theta=5e5, rms_norm_eps=1e-5)
+    config = of_line(f"model.path={folder}")
+    assert (config.name, config.weights) == ("qwen", "qwen")
+    module = build_model(config, seed=0).module
+    stored = load_file(folder / "model.safetensors")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    named = dict(module.named_parameters())
+    assert set(stored) - {"lm_head.weight"} <= set(named)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(named[name], parameter), name
+    tokens = microbatch("causal", 0, 0)[0]
+    torch.testing.assert_close(module(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+
+
+def test_random_weights_of_a_folders_shape(here):
+    folder = qwen()
+    (folder / "model.safetensors").unlink()
+    config = of_line(
+        f"model.path={folder}", "model.init=random", "+model.hf_config.num_hidden_layers=3"
+    )
+    built = build_model(config, seed=0)
+    assert config.weights is None and len(built.blocks) == 3
+
+
+def test_a_head_for_classes_on_a_language_model(here):
+    qwen()
+    config = of_line("model.path=qwen", "model.task=classification", "model.num_labels=3")
+    module = build_model(config, seed=0).module
+    tokens, _ = microbatch("classification", 0, 0)
+    assert module(input_ids=tokens).logits.shape == (2, 3)
+
+
+TINY_RUN = "data=synthetic data.seq_len=8 data.global_batch_size=2 train.steps=1 train.warmup_steps=1 tracking=files"
+
+
+def told_by(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a command that must be refused before a run folder is made."""
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
+    capsys.readouterr()
+    assert zeroexp.main() == zeroexp.REFUSED
+    (told,) = capsys.readouterr().err.splitlines()
+    assert not list(Path().glob("**/state.json")), "a run folder was made"
+    return told.removeprefix("zeroexp: ")
+
+
+def changed(**keys: Any) -> None:
+    path = qwen() / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "no path": (None, "", "model.path=null: model=hf needs a model; set it to a folder with"),
+    "no folder": (None, "model.path=./nothing", "model.path=./nothing: no such folder; use one"),
+    "another family's key": (
+        None,
+        "model=tiny model.path=qwen",
+        "model.path=qwen: no effect with model=tiny",
+    ),
+    "a wrong init": (
+        qwen,
+        "model.path=qwen model.init=zero",
+        "model.init=zero: unknown word; use weights",
+    ),
+    "weights too": (
+        qwen,
+        "model.path=qwen model.weights=qwen",
+        "model.weights=qwen: model.path names them;",
+    ),
+    "code of its own": (
+        lambda: changed(auto_map={"AutoConfig": "mine.Mine"}),
+        "model.path=qwen",
+        "has auto_map, which means code",
+    ),
+    "quantized": (
+        lambda: changed(quantization_config={"bits": 4}),
+        "model.path=qwen",
+        "has quantization_config",
+    ),
+    "two inputs": (
+        lambda: changed(is_encoder_decoder=True),
+        "model.path=qwen",
+        "an encoder and a decoder take",
+    ),
+    "no type": (
+        lambda: changed(model_type=None),
+        "model.path=qwen",
+        "its config.json has no model_type",
+    ),
+    "unknown type": (
+        lambda: changed(model_type="qwen22"),
+        "model.path=qwen",
+        "model_type=qwen22: transformers has no such",
+    ),
+    "another function": (
+        qwen,
+        "model.path=qwen +model.hf_config.rms_norm_eps=1e-3",
+        "rms_norm_eps=1e-06 where model.name=qwen has 0.001",
+    ),
+    "a misspelt key": (
+        qwen,
+        "model.path=qwen +model.hf_config.hiden_size=3",
+        "did you mean hidden_size?",
+    ),
+    "no such task": (
+        lambda: saved(Path("clip"), "CLIPTextModel", transformers.CLIPTextConfig(**NARROW)),
+        "model.path=clip",
+        "model.task=causal: transformers builds no causal model of clip_text_model",
+    ),
+    "blocks that are not there": (
+        qwen,
+        "model.path=qwen model.blocks=[layers]",
+        "has no such module; its lists: model.layers",
+    ),
+    "nothing to freeze": (
+        qwen,
+        "model.path=qwen model.freeze=[embed]",
+        "use names as model.embed_tokens.weight",
+    ),
+    "all frozen": (
+        qwen,
+        "model.path=qwen model.freeze=['*']",
+        "model.freeze=*: nothing is left to train",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_trained_is_one_line_and_nothing_runs(case, here, monkeypatch, capsys):
+    make, words, expected = REFUSED[case]
+    if make is not None:
+        make()
+    words = words if words.startswith("model=") else f"model=hf {words}"
+    assert expected in told_by(f"{words} {TINY_RUN}", monkeypatch, capsys)
+
+
+def test_a_run_from_a_folder(here, monkeypatch):
+    """Through the command line, with a frozen embedding; what was trained is exported and read again."""
+    qwen()
+    start_servers_with(monkeypatch, Warm)
+    words = f"model=hf model.path=qwen model.freeze=[model.embed_tokens.*] world_size=2 checkpoint.every=2 {TINY_RUN}"
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *words.split()])
+    assert zeroexp.main() == 0
+    (run,) = Path("outputs").glob("*/*/summary.json")
+    config = (run.parent / "config.yaml").read_text()
+    assert "model_type: qwen2" in config
+    from zeroexp import export
+
+    export.export(export.choose(run.parent), Path("trained"))
+    before = load_file("qwen/model.safetensors")
+    after = transformers.AutoModelForCausalLM.from_pretrained("trained").state_dict()
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    moved = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[moved], after[moved])
+
+
+# --- freezing
+
+
+@pytest.mark.parametrize("engine", ["buffer", "torch"])
+def test_frozen_parameters_stay_and_the_others_train_as_on_one_process(ranks, engine):
+    patterns = ["model.embed_tokens.*", "*.layers.0.*"]
+    config = model_config("causal", "llama", freeze=patterns)
+    assert_parity(ranks, [config], stage="zero3", engine=engine)
+    module = build_model(config, seed=0).module
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained and not any("embed" in name or ".layers.0." in name for name in trained)
+
+
+def test_a_tied_weight_is_frozen_by_either_name():
+    shape = {**CAUSAL["llama"], "model_type": "llama", "tie_word_embeddings": True}
+    config = ModelConfig(name="tied", family="hf", hf_config=shape, freeze=["lm_head.*"])
+    module = build_model(config, seed=0).module
+    assert not module.get_parameter("model.embed_tokens.weight").requires_grad
+
+
+def test_a_frozen_embedding_that_is_the_whole_model_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.freeze=\*: nothing is left"):
+        build_deferred(model_config("causal", "llama", freeze=["*"]), seed=0)
+
+
+def test_named_blocks_replace_those_that_are_found():
+    config = model_config("causal", "llama", blocks=["model.layers.1", "lm_head"])
+    assert build_model(config, seed=0, device="meta").blocks == ["model.layers.1", "lm_head"]
+    listed = model_config("causal", "llama", blocks=["model.layers"])
+    assert build_model(listed, seed=0, device="meta").blocks == ["model.layers.0", "model.layers.1"]

@@ -1,0 +1,83 @@
+"""Read a model's weights from files, one parameter at a time, and of it the ranges that this rank holds.
+
+    model.layers.0.mlp.up_proj.weight     one tensor of the file, as it stands        rows of it are read
+    model.layers.0.mlp.experts.down_proj  made of several tensors of the file         put together whole, then cut
+    score.weight                          not in the file (a new head)                drawn
+
+[Note: what is where] transformers publishes some parameters under other names and in parts: Mixtral's fused experts are
+one matrix for each expert there. Its own conversion says how. A parameter that holds the number of each of its elements
+is published, and the parts then tell where each of their elements belongs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from zeroexp.models.deferred import CannotDefer, Drawn, ranges_of
+from zeroexp.models.weight_files import Header, read, read_range
+from zeroexp.strategies.values import Read
+
+
+class Stored:
+    """The values in files, given as headers by published name; what is missing there comes from `drawn`."""
+
+    def __init__(self, module: nn.Module, found: Mapping[str, Header], drawn: Drawn) -> None:
+        self._module = module
+        self._found = found
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        self._parts = {name: self._parts_of(name, shape) for name, shape in shapes.items()}
+        self._shapes = shapes
+        missing = {name for name, parts in self._parts.items() if not set(parts) <= set(found)}
+        self._drawn = drawn.only(missing)
+        for name in missing:
+            del self._parts[name]
+
+    def __iter__(self) -> Iterator[tuple[str, Read]]:
+        for name, parts in self._parts.items():
+            header = self._found[parts[0]]
+            if len(parts) == 1 and header.shape == tuple(self._shapes[name]):
+                yield name, partial(read_range, header)
+            else:
+                held = [self._put_together(name)]
+                yield name, ranges_of(held)
+                held.clear()
+        yield from self._drawn
+
+    def fingerprint(self) -> int:
+        """Return a sum over names, shapes, dtypes and the first numbers of each tensor."""
+        told = self._drawn.fingerprint()
+        for parts in self._parts.values():
+            for part in parts:
+                header = self._found[part]
+                first = read_range(header, 0, 1).float().tolist()
+                told = zlib.crc32(repr((part, header.shape, header.dtype, first)).encode(), told)
+        return told
+
+    # -- how --------------------------------------------------------------------------------------
+
+    def _parts_of(self, name: str, shape: torch.Size) -> list[str]:
+        return list(self._published(name, torch.empty(shape, device="meta")))
+
+    def _published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        try:
+            return revert_weight_conversion(cast(Any, self._module), {name: tensor})
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            told = " ".join(str(error).split())
+            raise CannotDefer(f"{name} is published with other parameters ({told})") from error
+
+    def _put_together(self, name: str) -> Tensor:
+        """Return the whole parameter, in float32, see [Note: what is where]."""
+        shape = self._shapes[name]
+        small = shape.numel() <= torch.iinfo(torch.int32).max
+        numbers = torch.arange(shape.numel(), dtype=torch.int32 if small else torch.int64)
+        whole = torch.empty(shape.numel(), dtype=torch.float32)
+        for part, places in self._published(name, numbers.view(shape)).items():
+            whole[places.reshape(-1).long()] = read(self._found[part]).float().reshape(-1)
+        return whole.view(shape)

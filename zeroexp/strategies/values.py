@@ -1,0 +1,59 @@
+"""The first weights of a model whose parameters are on meta: engines ask for ranges of them, one parameter at a time.
+
+A model that was built on meta has shapes and no values. An engine first makes room for what its rank holds. Then it
+goes through the values once and copies the ranges that it needs, so that no more than one parameter is whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+# `read(start, stop)` returns these elements of one flattened parameter, on the CPU. It may be called until the next
+# parameter is asked for.
+Read = Callable[[int, int], Tensor]
+
+
+class Values(Protocol):
+    """The values are the same on every rank, whatever parts of them it reads."""
+
+    def __iter__(self) -> Iterator[tuple[str, Read]]:
+        """Yield every parameter once, by its name in `named_parameters()`, in any order."""
+        ...
+
+    def fingerprint(self) -> int:
+        """Return a number that differs, almost certainly, between ranks that would read other values."""
+        ...
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Tell whether a parameter of `module` is on meta, which means that it has no values yet."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Put `tensor`, which may be on another device, into `parameter`, which stays the same object."""
+    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
+
+
+def make_places(module: nn.Module, device: torch.device) -> None:
+    """Put parameters from meta onto `device`, each in its shape over the memory of one element."""
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            one = torch.zeros((), dtype=parameter.dtype, device=device)
+            exchange(parameter, one.expand(parameter.shape))
+
+
+def fill_in(module: nn.Module, values: Values, device: torch.device | str = "cpu") -> None:
+    """Give every parameter of `module` its values, whole, in its own dtype on `device`; buffers move there too."""
+    named = dict(module.named_parameters())
+    for name, read in values:
+        parameter = named[name]
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        whole.view(-1).copy_(read(0, whole.numel()))
+        exchange(parameter, whole)
+    module.to(device)
