@@ -52,5 +52,7 @@ def _attention_width(module: nn.Module, config: ModelConfig) -> int:
     if config.family == "moe":
         return config.moe["depth"] * config.moe["width"]
     shape: Any = module.config
+    if not getattr(shape, "num_attention_heads", None):  # Mamba has no attention
+        return 0
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return shape.num_hidden_layers * shape.num_attention_heads * head
