@@ -75,7 +75,7 @@ def train(
     take_traffic()  # what building and loading sent counts in no step
     unread: deque[_Step] = deque()
     instruments = instruments or Instruments(TrainConfig(), world, Path())
-    meter.device = world.device
+    meter.device = world.timed_device
     meter.take()
     for index in range(start_step, num_steps):
         reads = index == reading_step
@@ -119,7 +119,7 @@ def train(
                 strategy, data, collectives, task=config.model.task, step=index
             )
         unread.append(step)
-        most_unread = 0 if pause(index + 1) else int(world.device.type == "cuda")
+        most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
             done = unread.popleft()
             record = done.record(config)
@@ -157,6 +157,7 @@ class _Step:
         self.peak: Peak | None = None
         self._trace = trace
         self._backend: dict[str, VerbSeconds] = {}
+        self._world = world
         self.sums = torch.zeros(2, device=world.device)  # one message sums both over ranks
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
@@ -165,9 +166,9 @@ class _Step:
         self._index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
-        self._allocations = AllocationMeter(world.device)
+        self._allocations = AllocationMeter(world.timed_device)
         # A trace is of the host's time, on a GPU too.
-        self.clock = StepClock(world.device if trace is None else torch.device("cpu"))
+        self.clock = StepClock(world.timed_device if trace is None else torch.device("cpu"))
         advance.enter(index, advance.DATA)
 
     def enter(self, phase: str) -> None:
@@ -209,13 +210,13 @@ class _Step:
         """Return the step's record; this waits for the device to finish the step."""
         seconds, phase_seconds = self.clock.read()
         verbs, waited_seconds = sum_up(self._moves)
-        loss, self.num_wishes = self.sums.tolist()
+        loss, self.num_wishes = self._world.read(self.sums)
         return StepRecord(
             step=self._index,
             warmup=self._index < config.train.warmup_steps,
             samples_seen=(self._index + 1) * config.data.global_batch_size,
             loss=loss,
-            grad_norm=self.grad_norm.item(),
+            grad_norm=self._world.read(self.grad_norm.view(1))[0],
             validation_loss=self.validation_loss,
             lr=self.lr,
             num_tokens=self._num_tokens,

@@ -31,6 +31,15 @@ class World:
         """Whether the other ranks do not exist: collectives move nothing, and tensors may have no values to read."""
         return self.backend == "fake"
 
+    @property
+    def timed_device(self) -> torch.device:
+        """The device whose clock and allocator tell what a step costs; a fake world leaves its device alone."""
+        return torch.device("cpu") if self.is_fake else self.device
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Return the values of a one-dimensional tensor; in a fake world there may be none, and all are nan."""
+        return [float("nan")] * len(tensor) if self.is_fake else tensor.tolist()
+
 
 @dataclass(frozen=True)
 class Place:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
+    masking_utils,
 )
 from transformers.utils import logging
 
@@ -84,6 +87,22 @@ def architecture(config: ModelConfig) -> str:
         remedy = "set it to a folder with config.json, or to a hub id"
         raise ConfigError(f"model.path=null: model={config.name} needs a model; {remedy}")
     return str(hf_keys(config)["model_type"])
+
+
+@contextlib.contextmanager
+def samples_not_packed() -> Iterator[None]:
+    """Tell transformers that no sample holds several sequences, which is true of all our data.
+
+    It reads this from position ids otherwise, and makes a mask where they have no values.
+    """
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
+
+
 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:

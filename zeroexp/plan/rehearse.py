@@ -1,0 +1,211 @@
+"""A rehearsal: the real model, engine and training loop run as one rank of any world, on tensors without memory.
+
+Parameters, activations and buffers are fake tensors, and the other ranks do not exist. So a laptop sees what one of
+1,024 ranks will hold at every moment, activations included. All that runs is the code of a real rank: `build_model`,
+`build_strategy` and `train`. There is no formula of a strategy here.
+
+    rehearsal = rehearse(config, world_size=64, ranks=[0, 63])
+    rehearsal.ranks[0].peak_bytes, rehearsal.ranks[0].peaks["backward"].by_kind
+
+[Note: three steps] The first step makes gradients and optimizer state, the second is read at the named moments, which
+waits for what is in flight, and the third runs undisturbed: peaks and traffic are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
+from zeroexp.data import Microbatch, StepBatch
+from zeroexp.measure.record import KINDS, Traffic
+from zeroexp.models.build import build_model, materialize, on_fake_tensors
+from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.depth import at_any_depth
+from zeroexp.plan.storages import Peak, Storages
+from zeroexp.strategies.base import ModelStates, Strategy
+from zeroexp.strategies.build import build_strategy
+from zeroexp.train import train
+from zeroexp.world import fake_world
+
+DATA_DEPENDENT = ("moe", "mixtral")
+STEPS = 3  # [Note: three steps]
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """What one rank held and sent. All numbers are bytes, but for `traffic.calls_by_kind`."""
+
+    rank: int
+    peaks: dict[str, Peak]  # by phase: build, then each of PHASES in the last step
+    held_bytes: dict[
+        str, dict[str, int]
+    ]  # moment -> kind -> model states, as a run's record has them
+    traffic: Traffic  # of one step
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of a step in which the rank holds most."""
+        return max(PHASES, key=lambda phase: self.peaks[phase].num_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that live at once in a step: model states, activations and temporaries."""
+        return self.peaks[self.peak_phase].num_bytes
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The rehearsed ranks of one point.
+
+    device: cpu or cuda, whose kernels decide what autograd saves; cuda needs a torch that was built for it, but no GPU.
+    depths: the numbers of blocks that were rehearsed. If the model's own is not among them, all numbers are
+    extrapolated along a line through the first two, and the third lay on it to the byte.
+    """
+
+    world_size: int
+    device: str
+    ranks: list[RankRehearsal]
+    depths: tuple[int, ...]
+
+
+def rehearse(
+    config: Config, *, world_size: int | None = None, ranks: Sequence[int] | None = None
+) -> Rehearsal:
+    """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
+
+    world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds the
+    fullest. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    """
+    config = _prepared(config, world_size)
+    size = config.world_size
+    ranks = sorted({0, size - 1} if ranks is None else set(ranks))
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
+    device = _device(config)
+    found, depths = at_any_depth(config, lambda at: [_rehearse(at, r, device) for r in ranks])
+    return Rehearsal(size, device, found, depths)
+
+
+def _prepared(config: Config, world_size: int | None) -> Config:
+    """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
+    config = deepcopy(config)
+    config.world_size = config.world_size if world_size is None else world_size
+    config.train.warmup_steps, config.train.steps = STEPS - 1, 1
+    config.model.weights = None
+    if config.strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
+        config.strategy.bucket_mb = None
+    data, size = config.data, config.world_size
+    if size < 1 or data.global_batch_size % (data.micro_batch_size * size):
+        raise ConfigError(
+            f"data.global_batch_size={data.global_batch_size}: no whole number of microbatches for {size} ranks; "
+            f"use a multiple of {data.micro_batch_size * max(size, 1)}"
+        )
+    if config.model.family in DATA_DEPENDENT:
+        raise UndefinedCombination(
+            f"model.family={config.model.family}: its forward asks which experts the tokens chose, so it needs values "
+            "and can not be rehearsed; the closed forms plan it"
+        )
+    if config.strategy.implementation == "torch" and config.strategy.name in ("ddp", "zero1"):
+        raise UndefinedCombination(
+            f"strategy.name={config.strategy.name} strategy.implementation=torch: DistributedDataParallel's C++ "
+            "reducer does not run on fake tensors; the closed forms plan it"
+        )
+    return config
+
+
+def _device(config: Config) -> str:
+    """Return whose kernels are rehearsed: a torch that was built without CUDA knows those of the CPU alone."""
+    return "cuda" if torch.backends.cuda.is_built() and config.cluster.device != "cpu" else "cpu"
+
+
+def _rehearse(config: Config, rank: int, device: str) -> RankRehearsal:
+    words = config.data.vocab_size
+    model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
+    mode = FakeTensorMode()
+    storages = Storages(mode)
+    with (
+        fake_world(rank, config.world_size, device) as world,
+        on_fake_tensors(config.model),
+        mode,
+        storages,
+    ):
+        materialize(model.module, device)
+        if config.train.activation_checkpointing:
+            checkpoint_blocks(model.module, model.blocks)
+        watched = _Watched(build_strategy(config, model, world), storages)
+        records = list(train(watched, _NoData(config), config=config, world=world))
+    held = records[STEPS - 2].memory_bytes
+    assert held is not None
+    return RankRehearsal(rank, storages.peaks(), held, records[-1].traffic)
+
+
+class _NoData:
+    """Samples of the configured shape, without values."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+        data = self._config.data
+        num = data.global_batch_size // (data.micro_batch_size * world_size)
+        num_tokens = data.global_batch_size * data.seq_len
+        return StepBatch([self._microbatch() for _ in range(num)], num_tokens, num_tokens)
+
+    def _microbatch(self) -> Microbatch:
+        model, data = self._config.model, self._config.data
+        shape = (data.micro_batch_size, data.seq_len)
+        if data.task == "regression":
+            vectors = torch.empty(*shape, model.mlp["width"])
+            return Microbatch({"vectors": vectors}, torch.empty_like(vectors))
+        tokens = torch.empty(shape, dtype=torch.int64)
+        labels = shape[:1] if data.task == "classification" else shape
+        return Microbatch({"input_ids": tokens}, torch.empty(labels, dtype=torch.int64))
+
+
+class _Watched:
+    """A strategy that tells in which phase the loop is, and what the engine holds when backward is over."""
+
+    def __init__(self, strategy: Strategy, storages: Storages) -> None:
+        self._strategy, self._storages = strategy, storages
+        self._num_steps, self._phase = 0, "build"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        if self._phase == "step" and self._num_steps == STEPS - 1:
+            self._storages.forget_phases()
+        self._enter("forward")
+        with self._strategy.microbatch(last=last):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        self._enter("backward")
+        self._strategy.backward(loss)
+
+    def step(self) -> Tensor:
+        self._name(self._strategy.model_states())  # waits for reductions, as the step does at once
+        self._enter("step")
+        norm = self._strategy.step()
+        self._num_steps += 1
+        self._name(self._strategy.model_states())
+        return norm
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._storages.enter(phase)
+
+    def _name(self, states: ModelStates) -> None:
+        for kind in KINDS:
+            self._storages.name(kind, getattr(states, kind))

@@ -1,0 +1,189 @@
+"""Storages that live while a program runs on fake tensors: how many bytes there are, of which kind, and at which time.
+
+Every operation goes through `Storages`, a dispatch mode above FakeTensorMode. A storage that an operation returns for
+the first time is born; it dies when no tensor has it any more. `UntypedStorage.resize_` is no operation, so it is
+watched by itself: engines free gathered parameters with `resize_(0)` while tensors still point at them. Views and
+aliases count once, since storages are counted and not tensors.
+
+[Note: kinds] What a storage is becomes known later: an engine names its model states at some moments, and a storage
+that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
+`peak_of` goes through them again once the phase is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+
+
+@dataclass
+class Storage:
+    """One storage, alive or dead."""
+
+    born_in: str  # the phase
+    made_by: str  # the operation that returned it first
+    num_bytes: int = 0  # now
+    kind: str | None = None  # as the engine names it
+    outlives_forward: bool = False
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that lived at once in a phase."""
+
+    num_bytes: int
+    by_kind: dict[str, int]
+    # The largest storages at that time: (bytes, kind, operation that made it), largest first.
+    largest: list[tuple[int, str, str]]
+
+
+@dataclass
+class _Phase:
+    """What happened in one phase, in order."""
+
+    name: str
+    before: dict[
+        int, int
+    ]  # serial number -> bytes, of the storages that lived when the phase began
+    changes: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # (serial, bytes now)
+
+
+class Storages(TorchDispatchMode):
+    """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._all: list[Storage] = []  # by serial number
+        self._serials: dict[
+            int, int
+        ] = {}  # address of the C++ storage -> serial number, of those alive
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._phase = _Phase("build", {})
+        self._phases: list[_Phase] = [self._phase]
+
+    def __enter__(self) -> Storages:
+        self._resize = torch.UntypedStorage.resize_
+        resize, seen = self._resize, self._resized
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            seen(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            # DTensor asks for shapes with tensors of its own, which no rank ever holds.
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
+                self._note(tensor.untyped_storage(), func)
+        return result
+
+    # -- what the caller tells and asks ------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase; all changes belong to it until the next one."""
+        if self._phase.name == "forward":
+            for serial in self._serials.values():
+                self._all[serial].outlives_forward |= self._all[serial].born_in == "forward"
+        alive = {serial: self._all[serial].num_bytes for serial in self._serials.values()}
+        self._phase = _Phase(phase, alive)
+        self._phases.append(self._phase)
+
+    def forget_phases(self) -> None:
+        """Drop what happened since the first phase; storages that live stay known."""
+        del self._phases[1:]
+
+    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Say what the storages behind these tensors are. The first name stays."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            serial = self._serials.get(local.untyped_storage()._cdata)
+            if serial is not None and self._all[serial].kind is None:
+                self._all[serial].kind = kind
+
+    def peaks(self) -> dict[str, Peak]:
+        """Return the peak of each phase; one that came several times counts where it was highest."""
+        found: dict[str, Peak] = {}
+        for phase in self._phases:
+            peak = self._peak_of(phase)
+            if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
+                found[phase.name] = peak
+        return found
+
+    # -- how ---------------------------------------------------------------------------------------
+
+    def _note(self, storage: torch.UntypedStorage, func: Any) -> None:
+        address = storage._cdata
+        serial = self._serials.get(address)
+        if serial is None:
+            serial = len(self._all)
+            self._all.append(Storage(self._phase.name, str(func)))
+            self._serials[address] = serial
+            self._references[serial] = weakref.ref(storage, lambda _: self._died(address, serial))
+        self._change(serial, storage.nbytes())
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        serial = self._serials.get(storage._cdata)
+        if serial is not None:
+            self._change(serial, storage.nbytes())
+
+    def _died(self, address: int, serial: int) -> None:
+        if self._serials.get(address) == serial:
+            del self._serials[address]
+        del self._references[serial]
+        self._change(serial, 0)
+
+    def _change(self, serial: int, num_bytes: int) -> None:
+        if self._all[serial].num_bytes != num_bytes:
+            self._all[serial].num_bytes = num_bytes
+            self._phase.changes.append((serial, num_bytes))
+
+    def _peak_of(self, phase: _Phase) -> Peak:
+        now = dict(phase.before)
+        total = most = sum(now.values())
+        when = 0
+        for index, (serial, num_bytes) in enumerate(phase.changes):
+            total += num_bytes - now.get(serial, 0)
+            now[serial] = num_bytes
+            if total > most:
+                most, when = total, index + 1
+        held = {**phase.before, **dict(phase.changes[:when])}
+        by_kind: Counter[str] = Counter()
+        for serial, num_bytes in held.items():
+            by_kind[self._kind_of(serial)] += num_bytes
+        largest = sorted(held.items(), key=lambda each: -each[1])[:10]
+        told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
+        return Peak(most, {kind: size for kind, size in by_kind.items() if size}, told)
+
+    def _kind_of(self, serial: int) -> str:
+        storage = self._all[serial]
+        if storage.kind is not None:
+            return storage.kind
+        return ACTIVATIONS if storage.outlives_forward else TEMPORARIES
