@@ -1,14 +1,14 @@
 """A deep model costs what a line says: its blocks are alike, so two depths tell what each further block adds.
 
-Whether it is a line is not assumed. A third depth is measured as well, and if any number misses the line by a byte (the
-owners of whole parameters, for one, change with the depth), the model is measured at its own depth.
+Whether it is a line is not assumed. A third depth is measured as well, and if a number misses the line (the owners of
+whole parameters, for one, change with the depth), the model is measured at its own depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from zeroexp.config import Config
@@ -24,7 +24,7 @@ DEPTHS = {
     "moe": ("moe", "depth"),
 }
 LEAST_DEPTH = 4  # fewer blocks never fill the pools and reductions in flight
-WORTH_IT = 2  # extrapolate from this many times the three depths on
+ROUNDING_BYTES = 1  # a rank's share of a sum over ranks is rounded down to whole bytes
 
 
 def at_any_depth(
@@ -36,11 +36,11 @@ def at_any_depth(
     turns = 1 + (1 if config.strategy.prefetch is None else config.strategy.prefetch)
     first = LEAST_DEPTH + (depth - LEAST_DEPTH) % turns
     near = (first, first + turns, first + 2 * turns)
-    if depth < WORTH_IT * sum(near):
+    if depth <= sum(near):
         return measure(config), (depth,)
     one, two, three = (measure(with_depth(config, each)) for each in near)
     expected = [_on_line(a, b, 2) for a, b in zip(one, two, strict=True)]
-    if expected != [_on_line(each, each, 0) for each in three]:
+    if not all(_agree(a, b) for a, b in zip(expected, three, strict=True)):
         return measure(config), (*near, depth)
     times = (depth - first) // turns
     return [_on_line(a, b, times) for a, b in zip(one, two, strict=True)], near
@@ -62,8 +62,16 @@ def with_depth(config: Config, depth: int) -> Config:
 def _on_line(one: Any, two: Any, times: int) -> Any:
     """Return `one + times * (two - one)` for every number inside; what is no number is taken from `one`."""
     if is_dataclass(one) and not isinstance(one, type):
-        pairs = {f.name: (getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
-        return type(one)(**{name: _on_line(a, b, times) for name, (a, b) in pairs.items()})
+        return type(one)(**_on_line(vars(one), vars(two), times))
     if isinstance(one, dict):
-        return {key: _on_line(one.get(key, 0), two.get(key, 0), times) for key in {**one, **two}}
+        return {k: _on_line(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
     return one + times * (two - one) if isinstance(one, int) else one
+
+
+def _agree(one: Any, two: Any) -> bool:
+    """Tell whether all numbers inside agree."""
+    if is_dataclass(one) and not isinstance(one, type):
+        return _agree(vars(one), vars(two))
+    if isinstance(one, dict):
+        return all(_agree(one.get(k, 0), two.get(k, 0)) for k in {**one, **two})
+    return not isinstance(one, int) or abs(one - two) <= ROUNDING_BYTES

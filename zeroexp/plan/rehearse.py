@@ -7,8 +7,8 @@ Parameters, activations and buffers are fake tensors, and the other ranks do not
     rehearsal = rehearse(config, world_size=64, ranks=[0, 63])
     rehearsal.ranks[0].peak_bytes, rehearsal.ranks[0].peaks["backward"].by_kind
 
-[Note: three steps] The first step makes gradients and optimizer state, the second is read at the named moments, which
-waits for what is in flight, and the third runs undisturbed: peaks and traffic are its own.
+[Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those of
+the second, which nothing disturbs. The third is read at the named moments, where the engine waits for what is in flight.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.depth import at_any_depth
 from zeroexp.plan.storages import Peak, Storages
-from zeroexp.strategies.base import ModelStates, Strategy
+from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.train import train
 from zeroexp.world import fake_world
 
 DATA_DEPENDENT = ("moe", "mixtral")
-STEPS = 3  # [Note: three steps]
+NUM_STEPS, UNDISTURBED = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
 
 
@@ -100,7 +100,7 @@ def _prepared(config: Config, world_size: int | None) -> Config:
     """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
     config = deepcopy(config)
     config.world_size = config.world_size if world_size is None else world_size
-    config.train.warmup_steps, config.train.steps = STEPS - 1, 1
+    config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
     if config.strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         config.strategy.bucket_mb = None
@@ -144,9 +144,9 @@ def _rehearse(config: Config, rank: int, device: str) -> RankRehearsal:
             checkpoint_blocks(model.module, model.blocks)
         watched = _Watched(build_strategy(config, model, world), storages)
         records = list(train(watched, _NoData(config), config=config, world=world))
-    held = records[STEPS - 2].memory_bytes
+    held = records[-1].memory_bytes
     assert held is not None
-    return RankRehearsal(rank, storages.peaks(), held, records[-1].traffic)
+    return RankRehearsal(rank, watched.peaks, held, records[UNDISTURBED].traffic)
 
 
 class _NoData:
@@ -177,35 +177,33 @@ class _Watched:
 
     def __init__(self, strategy: Strategy, storages: Storages) -> None:
         self._strategy, self._storages = strategy, storages
-        self._num_steps, self._phase = 0, "build"
+        self._num_microbatches = 0  # of this step
+        self._step = 0
+        self.peaks: dict[str, Peak] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        if self._phase == "step" and self._num_steps == STEPS - 1:
+        if self._num_microbatches == 0 and self._step == UNDISTURBED:
             self._storages.forget_phases()
-        self._enter("forward")
+        if self._num_microbatches == 0 and self._step == UNDISTURBED + 1:
+            self.peaks = self._storages.peaks()
+        self._num_microbatches += 1
+        self._storages.enter("forward")
         with self._strategy.microbatch(last=last):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        self._enter("backward")
+        self._storages.enter("backward")
         self._strategy.backward(loss)
 
     def step(self) -> Tensor:
-        self._name(self._strategy.model_states())  # waits for reductions, as the step does at once
-        self._enter("step")
-        norm = self._strategy.step()
-        self._num_steps += 1
-        self._name(self._strategy.model_states())
-        return norm
-
-    def _enter(self, phase: str) -> None:
-        self._phase = phase
-        self._storages.enter(phase)
-
-    def _name(self, states: ModelStates) -> None:
-        for kind in KINDS:
-            self._storages.name(kind, getattr(states, kind))
+        if self._step == UNDISTURBED:
+            states = self._strategy.model_states()  # waits for reductions, as the step does at once
+            for kind in KINDS:
+                self._storages.name(kind, getattr(states, kind))
+        self._storages.enter("step")
+        self._step, self._num_microbatches = self._step + 1, 0
+        return self._strategy.step()

@@ -45,7 +45,7 @@ class Peak:
     num_bytes: int
     by_kind: dict[str, int]
     # The largest storages at that time: (bytes, kind, operation that made it), largest first.
-    largest: list[tuple[int, str, str]]
+    largest: list[tuple[int, str, str]] = field(compare=False)
 
 
 @dataclass

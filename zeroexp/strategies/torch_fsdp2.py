@@ -68,7 +68,7 @@ class TorchFSDP2:
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
-        if values is None:
+        if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtypes.master)
