@@ -1,32 +1,54 @@
-"""A rehearsal holds and sends, to the byte, what the closed forms say, in every stage, layout and unit."""
+"""A rehearsal agrees to the byte with the closed forms and with real runs, in every stage, layout and unit.
+
+The real runs are ranks of the same fake world with real tensors on the CPU, whose allocator counts every byte.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
+import torch
 
 from tests.composing import composed
 from zeroexp.config import Config, ConfigError
+from zeroexp.data import Microbatch
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.record import StepRecord
+from zeroexp.models.build import build_model
+from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.depth import depth_of, with_depth
 from zeroexp.plan.form import form_of, on_meta
 from zeroexp.plan.place import Place, Shape
 from zeroexp.plan.predict import Form
-from zeroexp.plan.rehearse import RankRehearsal, rehearse
+from zeroexp.plan.rehearse import (
+    UNDISTURBED,
+    NoData,
+    RankRehearsal,
+    prepared,
+    rehearse,
+    rehearse_rank,
+)
+from zeroexp.strategies.build import build_strategy
+from zeroexp.train import train
+from zeroexp.world import fake_world
 
+CPU = torch.device("cpu")
 NUM_RANKS = 4
-WORDS = ["model=tiny", "data=synthetic", "data.seq_len=16", "data.global_batch_size=8"]
+MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=16")
+LLAMA = ("model=tiny", "data=synthetic", "data.seq_len=64")
 STAGES = ("ddp", "zero1_allreduce", "zero1", "zero2", "zero3")
 LAYOUTS = ("parameter", "tensor", "buffer")
+UNITS = ("model", "block", "module")
+RNG_STATE_BYTES = 5056  # activation checkpointing keeps the CPU generator's state for each block
+FSDP2_BYTES = 64  # tensors of one element are the only ones that differ
 
 
 def config_of(*words: str) -> Config:
-    return composed(*WORDS, f"world_size={NUM_RANKS}", *words)
-
-
-def form(config: Config) -> Form:
-    found = form_of(config, on_meta(config), Place("cuda", Shape(1, NUM_RANKS)))
-    assert isinstance(found, Form)
-    return found
+    # Two microbatches of one sample for each rank.
+    batch = (f"world_size={NUM_RANKS}", f"data.global_batch_size={2 * NUM_RANKS}")
+    return composed(*batch, "data.micro_batch_size=1", *words)
 
 
 def agree(rehearsed: RankRehearsal, expected: Form) -> None:
@@ -37,9 +59,112 @@ def agree(rehearsed: RankRehearsal, expected: Form) -> None:
     assert sent == expected.traffic(rehearsed.rank).bytes_by_kind
 
 
+def points() -> list[object]:
+    """All points; the quick ones hold every stage with every layout."""
+    found: list[object] = []
+    for words, *point in itertools.product((MLP, LLAMA), STAGES, LAYOUTS, UNITS):
+        quick = words is MLP and "block" in point
+        marks = () if quick else pytest.mark.slow
+        found.append(pytest.param(words, *point, id="-".join([words[0], *point]), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("words", "stage", "layout", "unit"), points())
+def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, unit):
+    chosen = (f"strategy={stage}", f"strategy.implementation={layout}", f"strategy.unit={unit}")
+    config = config_of(*words, *chosen)
+    expected = form_of(config, on_meta(config), Place("cuda", Shape(1, NUM_RANKS)))
+    assert isinstance(expected, Form)
+    rehearsal = rehearse(config)
+    assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
+    for each in rehearsal.ranks:
+        agree(each, expected)
+
+
+class Zeros(NoData):
+    def _microbatch(self) -> Microbatch:
+        made = super()._microbatch()
+        inputs = {name: torch.zeros_like(tensor) for name, tensor in made.inputs.items()}
+        return Microbatch(inputs, torch.zeros_like(made.labels))
+
+
+def train_with_memory(config: Config, rank: int) -> tuple[list[StepRecord], int]:
+    """Train as a rank of a fake world with real tensors; return the records and the bytes allocated before."""
+    config = prepared(config, None)
+    gc.collect()
+    before = AllocationMeter(CPU).peak_bytes()
+    assert before is not None
+    words = config.data.vocab_size
+    model = build_model(config.model, seed=0, device="cpu", vocab_size=words)
+    with fake_world(rank, config.world_size) as world:
+        if config.train.activation_checkpointing:
+            checkpoint_blocks(model.module, model.blocks)
+        strategy = build_strategy(config, model, world)
+        return list(train(strategy, Zeros(config), config=config, world=world)), before
+
+
+REAL = [
+    ("zero3", "buffer", "bf16_master", True),
+    ("zero3", "torch", "fp32", False),
+]
+MORE = [
+    each
+    for each in (
+        *itertools.product(STAGES, LAYOUTS, ("fp32", "bf16_master"), (False, True)),
+        *itertools.product(("zero2", "zero3"), ("torch",), ("fp32", "bf16_master"), (False, True)),
+    )
+    if each not in REAL
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "implementation", "precision", "recomputes"),
+    [*REAL, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+)
+def test_the_peak_is_that_of_the_same_step_with_memory(
+    stage, implementation, precision, recomputes
+):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of(
+        *LLAMA,
+        f"strategy={stage}",
+        f"strategy.implementation={implementation}",
+        f"precision={precision}",
+        f"train.activation_checkpointing={recomputes}",
+    )
+    records, before = train_with_memory(config, 1)
+    (rehearsed,) = rehearse(config, ranks=[1]).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    assert rehearsed.traffic == records[UNDISTURBED].traffic
+    peak = records[UNDISTURBED].peak_bytes
+    assert peak is not None
+    kept = RNG_STATE_BYTES * depth_of(config) if recomputes else 0
+    kept += FSDP2_BYTES if implementation == "torch" else 0
+    assert 0 <= peak - before - rehearsed.peak_bytes <= kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_states_and_traffic_are_those_of_the_closed_forms(stage, layout):
-    config = config_of(f"strategy={stage}", f"strategy.implementation={layout}")
-    for rehearsed in rehearse(config).ranks:
-        agree(rehearsed, form(config))
+def test_a_deep_model_is_rehearsed_at_three_depths_with_the_numbers_of_its_own(layout):
+    config = config_of(*LLAMA, "strategy=zero3", f"strategy.implementation={layout}")
+    config = with_depth(config, 20)
+    rehearsal = rehearse(config, ranks=[1])
+    assert rehearsal.ranks == [rehearse_rank(prepared(config, None), 1, "cpu")]
+    # Whole parameters get other owners at other depths.
+    assert rehearsal.depths == ((4, 6, 8, 20) if layout == "parameter" else (4, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "told"),
+    [
+        (("model=moe_tiny", "data=synthetic"), 0, "model.family=moe"),
+        (("strategy=zero1", "strategy.implementation=torch"), 0, "strategy.name=zero1"),
+        (("data.global_batch_size=6",), 0, "data.global_batch_size=6"),
+        ((), 4, "rank 4"),
+    ],
+)
+def test_what_can_not_be_rehearsed_is_refused_in_one_line(words, rank, told):
+    with pytest.raises(ConfigError, match=told) as refused:
+        rehearse(config_of(*MLP, *words), ranks=[rank])
+    assert "\n" not in str(refused.value)

@@ -4,5 +4,7 @@ predict.py, torch_forms.py    closed forms of bytes sent and held: our engine, t
 transient.py                  what exists for a moment beside the model states
 form.py, place.py             the form of a configured point; the machines that it is planned for
 outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
+rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory
+depth.py                      a deep model, rehearsed at three small depths
 points.py, table.py           the points of a command line; tables, JSON and CSV
 """

@@ -4,6 +4,8 @@ Whether it is a line is not assumed. A third depth is measured as well, and if a
 whole parameters, for one, change with the depth), the model is measured at its own depth.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

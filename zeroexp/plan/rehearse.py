@@ -7,17 +7,18 @@ Parameters, activations and buffers are fake tensors, and the other ranks do not
     rehearsal = rehearse(config, world_size=64, ranks=[0, 63])
     rehearsal.ranks[0].peak_bytes, rehearsal.ranks[0].peaks["backward"].by_kind
 
-[Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those of
-the second, which nothing disturbs. The third is read at the named moments, where the engine waits for what is in flight.
+[Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those
+of the second, which nothing disturbs. The third is read at the named moments, where the engine waits for what is in
+flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,21 +83,21 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
-    world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds the
-    fullest. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
+    the fullest. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
-    config = _prepared(config, world_size)
+    config = prepared(config, world_size)
     size = config.world_size
     ranks = sorted({0, size - 1} if ranks is None else set(ranks))
     for rank in ranks:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
     device = _device(config)
-    found, depths = at_any_depth(config, lambda at: [_rehearse(at, r, device) for r in ranks])
+    found, depths = at_any_depth(config, lambda at: [rehearse_rank(at, r, device) for r in ranks])
     return Rehearsal(size, device, found, depths)
 
 
-def _prepared(config: Config, world_size: int | None) -> Config:
+def prepared(config: Config, world_size: int | None) -> Config:
     """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
     config = deepcopy(config)
     config.world_size = config.world_size if world_size is None else world_size
@@ -128,7 +129,8 @@ def _device(config: Config) -> str:
     return "cuda" if torch.backends.cuda.is_built() and config.cluster.device != "cpu" else "cpu"
 
 
-def _rehearse(config: Config, rank: int, device: str) -> RankRehearsal:
+def rehearse_rank(config: Config, rank: int, device: str) -> RankRehearsal:
+    """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
@@ -143,13 +145,14 @@ def _rehearse(config: Config, rank: int, device: str) -> RankRehearsal:
         if config.train.activation_checkpointing:
             checkpoint_blocks(model.module, model.blocks)
         watched = _Watched(build_strategy(config, model, world), storages)
-        records = list(train(watched, _NoData(config), config=config, world=world))
+        strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
+        records = list(train(strategy, NoData(config), config=config, world=world))
     held = records[-1].memory_bytes
     assert held is not None
     return RankRehearsal(rank, watched.peaks, held, records[UNDISTURBED].traffic)
 
 
-class _NoData:
+class NoData:
     """Samples of the configured shape, without values."""
 
     def __init__(self, config: Config) -> None:
@@ -185,7 +188,7 @@ class _Watched:
         return getattr(self._strategy, name)
 
     @contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
+    def microbatch(self, *, last: bool) -> Generator[None]:
         if self._num_microbatches == 0 and self._step == UNDISTURBED:
             self._storages.forget_phases()
         if self._num_microbatches == 0 and self._step == UNDISTURBED + 1:

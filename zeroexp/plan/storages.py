@@ -10,6 +10,8 @@ that outlives the forward in which it was born is an activation. So births, size
 `peak_of` goes through them again once the phase is over.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -98,6 +101,8 @@ class Storages(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes back with the local tensors
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             # DTensor asks for shapes with tensors of its own, which no rank ever holds.

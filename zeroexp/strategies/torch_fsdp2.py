@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -202,7 +203,8 @@ def _free_without_backward(module: nn.Module, *_: object) -> None:
 def _shard(
     module: nn.Module, blocks: Sequence[str], reshard: bool, dtypes: Dtypes, world: World
 ) -> None:
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    with unset_fake_temporarily():  # a mesh reads the ranks that it is made of
+        mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
         policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
