@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from typing import cast
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.depth import depth_of, with_depth
 from zeroexp.plan.form import form_of, on_meta
-from zeroexp.plan.place import Place, Shape
 from zeroexp.plan.predict import Form
 from zeroexp.plan.rehearse import (
     UNDISTURBED,
@@ -31,7 +31,7 @@ from zeroexp.plan.rehearse import (
     rehearse_rank,
 )
 from zeroexp.strategies.build import build_strategy
-from zeroexp.train import train
+from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def points() -> list[object]:
 def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, unit):
     chosen = (f"strategy={stage}", f"strategy.implementation={layout}", f"strategy.unit={unit}")
     config = config_of(*words, *chosen)
-    expected = form_of(config, on_meta(config), Place("cuda", Shape(1, NUM_RANKS)))
+    expected = form_of(config, on_meta(config), "native")
     assert isinstance(expected, Form)
     rehearsal = rehearse(config)
     assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
@@ -100,7 +100,7 @@ def train_with_memory(config: Config, rank: int) -> tuple[list[StepRecord], int]
         if config.train.activation_checkpointing:
             checkpoint_blocks(model.module, model.blocks)
         strategy = build_strategy(config, model, world)
-        return list(train(strategy, Zeros(config), config=config, world=world)), before
+        return list(train(strategy, cast(Data, Zeros(config)), config=config, world=world)), before
 
 
 REAL = [

@@ -33,7 +33,7 @@ from zeroexp.plan.depth import at_any_depth
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
-from zeroexp.train import train
+from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
 DATA_DEPENDENT = ("moe", "mixtral")
@@ -103,6 +103,7 @@ def prepared(config: Config, world_size: int | None) -> Config:
     config.world_size = config.world_size if world_size is None else world_size
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
+    config.data.validation_split = config.data.validation_samples = None
     if config.strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         config.strategy.bucket_mb = None
     data, size = config.data, config.world_size
@@ -146,7 +147,7 @@ def rehearse_rank(config: Config, rank: int, device: str) -> RankRehearsal:
             checkpoint_blocks(model.module, model.blocks)
         watched = _Watched(build_strategy(config, model, world), storages)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
-        records = list(train(strategy, NoData(config), config=config, world=world))
+        records = list(train(strategy, cast(Data, NoData(config)), config=config, world=world))
     held = records[-1].memory_bytes
     assert held is not None
     return RankRehearsal(rank, watched.peaks, held, records[UNDISTURBED].traffic)
@@ -202,11 +203,11 @@ class _Watched:
         self._storages.enter("backward")
         self._strategy.backward(loss)
 
-    def step(self) -> Tensor:
+    def step(self, *, drain: bool) -> Tensor:
         if self._step == UNDISTURBED:
             states = self._strategy.model_states()  # waits for reductions, as the step does at once
             for kind in KINDS:
                 self._storages.name(kind, getattr(states, kind))
         self._storages.enter("step")
         self._step, self._num_microbatches = self._step + 1, 0
-        return self._strategy.step()
+        return self._strategy.step(drain=drain)
