@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tests.composing import composed
 from zeroexp.config import Config, ConfigError
 from zeroexp.data import Microbatch
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
@@ -100,7 +102,16 @@ def train_with_memory(config: Config, rank: int) -> tuple[list[StepRecord], int]
         if config.train.activation_checkpointing:
             checkpoint_blocks(model.module, model.blocks)
         strategy = build_strategy(config, model, world)
-        return list(train(strategy, cast(Data, Zeros(config)), config=config, world=world)), before
+        instruments = Instruments(config.train, world, Path())
+        return list(
+            train(
+                strategy,
+                cast(Data, Zeros(config)),
+                config=config,
+                world=world,
+                instruments=instruments,
+            )
+        ), before
 
 
 REAL = [

@@ -103,8 +103,6 @@ def samples_not_packed() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = looks
 
 
-
-
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     """Build transformers' config, without key-value cache and without randomness in forward."""
     if config.task not in TASKS:

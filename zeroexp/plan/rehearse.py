@@ -18,6 +18,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
 from zeroexp.data import Microbatch, StepBatch
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
 from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
@@ -147,7 +149,16 @@ def rehearse_rank(config: Config, rank: int, device: str) -> RankRehearsal:
             checkpoint_blocks(model.module, model.blocks)
         watched = _Watched(build_strategy(config, model, world), storages)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
-        records = list(train(strategy, cast(Data, NoData(config)), config=config, world=world))
+        instruments = Instruments(config.train, world, Path())
+        records = list(
+            train(
+                strategy,
+                cast(Data, NoData(config)),
+                config=config,
+                world=world,
+                instruments=instruments,
+            )
+        )
     held = records[-1].memory_bytes
     assert held is not None
     return RankRehearsal(rank, watched.peaks, held, records[UNDISTURBED].traffic)
