@@ -38,6 +38,8 @@ class ZeroexpLauncher(Launcher):
         writes = getattr(task_function, "writes", True)  # a plan does not
         for key in ("outputs", "hydra.sweep.dir") if writes else ():
             folder = OmegaConf.select(config, key)
+            if folder is None:
+                raise ConfigError(f"{key}=???: no value; give it one")
             require_writable(f"{key}={folder}", folder, "choose a folder that is yours")
 
     def launch(

@@ -49,7 +49,7 @@ ORDER = [
     {"zeroexp.rank"},
     {"zeroexp.report"},
     {"zeroexp.cluster"},
-    {"zeroexp.sync", "zeroexp.plan.points"},
+    {"zeroexp.sync", "zeroexp.commandline", "zeroexp.plan.points"},
     {"zeroexp.plan.table", "zeroexp.plan.fit"},
     {
         *("zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "zeroexp.diverge"),
@@ -58,13 +58,15 @@ ORDER = [
     {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},
 ]
 
+HYDRA = {"zeroexp.__main__", "zeroexp.commandline.explain", "hydra_plugins.zeroexp_launcher"}
 DOORS = {
-    "hydra": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
-    "omegaconf": {"zeroexp.__main__", "hydra_plugins.zeroexp_launcher"},
+    "hydra": HYDRA,
+    "omegaconf": HYDRA,
     "mlflow": {"zeroexp.tracking.mlflow"},
     "transformers": {
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",
+        "zeroexp.models.huggingface_keys",
         "zeroexp.models.huggingface_values",
         "zeroexp.models.huggingface_weights",
     },

@@ -185,13 +185,13 @@ def test_padding_does_not_change_what_a_classifier_says():
     torch.testing.assert_close(module(input_ids=words).logits, module(input_ids=padded).logits)
 
 
-def test_forward_is_without_chance():
-    keys = {"attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
+def test_forward_is_without_chance_whatever_was_published():
+    published = {
+        "gpt2": {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "summary_first_dropout": 0.5},
+        "bert": {"hidden_dropout_prob": 0.5, "classifier_dropout": 0.5, "use_cache": True},
+    }
     for task, kind in (("causal", "falcon"), ("classification", "bert"), ("causal", "gpt2")):
-        config = model_config(task, kind)
-        config.hf_config.update(
-            {k: v for k, v in keys.items() if kind == "gpt2" and k != "attention_dropout"}
-        )
+        config = model_config(task, kind, published=published.get(kind, {}))
         module = build_model(config, seed=0).module
         tokens, _ = microbatch(task, 0, 0)
         first, second = module(input_ids=tokens).logits, module(input_ids=tokens).logits
@@ -222,7 +222,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_folder_gives_config_and_weights(here):
-    folder = qwen(rope_theta=5e5, rms_norm_eps=1e-5)
+    folder = qwen(rope_theta=5e5, rms_norm_eps=1e-5, attention_dropout=0.1)
     config = of_line(f"model.path={folder}")
     assert (config.name, config.weights) == ("qwen", "qwen")
     module = build_model(config, seed=0).module
@@ -324,6 +324,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         qwen,
         "model.path=qwen +model.hf_config.hiden_size=3",
         "did you mean hidden_size?",
+    ),
+    "a wish for dropout": (
+        lambda: qwen(attention_dropout=0.1),
+        "model.path=qwen +model.hf_config.attention_dropout=0.2",
+        "model.hf_config.attention_dropout=0.2: forward passes have no randomness here",
     ),
     "no such task": (
         lambda: saved(Path("clip"), "CLIPTextModel", transformers.CLIPTextConfig(**NARROW)),

@@ -67,7 +67,7 @@ WRONG = {
         "use at most 30",
     ),
     "cluster.world_sizes=[] world_size=all": ("cluster.world_sizes=[]:", "use [1, 2]"),
-    "strategy=zero2 strategy.bucket_mb=0": ("strategy.bucket_mb=0", "more than 0"),
+    "strategy=zero2 strategy.bucket_mb=0": ("strategy.bucket_mb=0", "use 0.001 to"),
     "strategy=zero2 strategy.bucket_mb=large": ("strategy.bucket_mb=large", "auto"),
     "strategy=zero2 strategy.bucket_mb=true": ("strategy.bucket_mb=", "auto"),
     "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),
@@ -206,6 +206,46 @@ WRONG = {
     "cluster.dry_run=true": ("cluster.dry_run=true:", "use cluster=slurm"),
     "cluster.wait=false": ("cluster.wait=false:", "use cluster=slurm"),
     "optimizer.warmup_steps=1000": ("optimizer.warmup_steps=1000:", "use at most 23"),
+    "cluster.slurm.partition=gpu": ("cluster.slurm.partition=gpu:", "use cluster=slurm"),
+    "cluster.slurm.setup=[ls]": ("cluster.slurm.setup=", "no effect"),
+    "cluster.heartbeat_s=5": ("cluster.heartbeat_s=5:", "use cluster=slurm"),
+    "optimizer=sgd optimizer.betas=[0.8,0.9]": ("optimizer.betas=[0.8, 0.9]:", "optimizer=adamw"),
+    "optimizer=sgd optimizer.eps=1e-6": ("optimizer.eps=1e-06:", "use optimizer=adamw"),
+    "optimizer.min_lr_ratio=0.5": ("optimizer.min_lr_ratio=0.5:", "schedule=cosine"),
+    "optimizer.weight_decay=0 optimizer.decay_norms_and_biases=true": (
+        "optimizer.decay_norms_and_biases=true:",
+        "set optimizer.weight_decay",
+    ),
+    "checkpoint.keep=5": ("checkpoint.keep=5:", "set checkpoint.every"),
+    "tracking=files tracking.experiment=mine": ("tracking.experiment=mine:", "tracking=mlflow"),
+    "+model.mlp.width=64": ("model.mlp.width=64:", "model.family=llama reads model.hf_config"),
+    "+model.moe.top_k=2": ("model.moe.top_k=2:", "choose another model"),
+    "model=mlp_tiny data=vectors +model.hf_config.hidden_size=3": (
+        "model.hf_config.hidden_size=3:",
+        "reads model.mlp",
+    ),
+    "+model.hf_config.attention_dropout=0.1": ("model.hf_config.attention_dropout=0.1:", "leave"),
+    "+model.hf_config.use_cache=false": ("model.hf_config.use_cache=False:", "leave it out"),
+    "+model.hf_config.torch_dtype=bfloat16": ("model.hf_config.torch_dtype=", "set precision"),
+    "hydra.run.dir=elsewhere": ("hydra.run.dir=elsewhere:", "use outputs="),
+    "hydra.sweep.dir=elsewhere": ("hydra.sweep.dir=elsewhere:", "use outputs="),
+    "hydra.mode=RUN": ("hydra.mode=RUN:", "leave it out"),
+    "outputs='~/runs'": ("outputs=~/runs:", "use outputs=$HOME/"),
+    "outputs=~/runs": ("outputs=~/runs:", "in quotes"),
+    # numbers beyond what the system, torch or patience allow
+    "cluster.threads_per_rank=99999999": ("cluster.threads_per_rank=99999999:", "at most 1024"),
+    "cluster.timeout_s=100000000000000000000": ("cluster.timeout_s=1000", "use at most 31622400"),
+    "strategy.prefetch=1000000": ("strategy.prefetch=1000000:", "at most 1024"),
+    "strategy.bucket_mb=1e-9": ("strategy.bucket_mb=1e-09:", "use 0.001"),
+    "train.seed=99999999999999999999": ("train.seed=", "use at most 4294967295"),
+    "world_size=2048 data.global_batch_size=2048": ("world_size=2048:", "use at most 1024"),
+    "world_size=100000000": ("world_size=100000000:", "use at most 16777216"),
+    "cluster=slurm cluster.slurm.memory_gb=-3": ("cluster.slurm.memory_gb=-3.0:", "more than 0"),
+    "model.hf_config.num_hidden_layers=100000": (
+        "model.hf_config.num_hidden_layers=100000:",
+        "use at most 1000",
+    ),
+    "model.hf_config.hidden_size=99999999999": ("model.hf_config.hidden_size=", "too large"),
     # models that can not be built
     "model.hf_config.hidden_size=many": ("model.hf_config of model.name=small:", "hidden_size"),
     "model.hf_config.hidden_size=63": ("model.hf_config of model.name=small:", "63"),
@@ -246,6 +286,22 @@ def test_mistake_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch, capsy
         assert part in told[0]
     assert told[0].startswith(f"zeroexp: {WRONG[line][0]}")
     assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+@pytest.mark.parametrize("shown", ["job", "all"])
+def test_no_password_is_printed(shown, tmp_path, monkeypatch, capsys):
+    """One in a word is refused; a file of the user and the environment may hold one too."""
+    (tmp_path / "tracking").mkdir()
+    text = "mlflow: true\nuri: postgresql://me:hunter2@host/db\nname: ${oc.env:SECRET_STORE}\n"
+    (tmp_path / "tracking" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECRET_STORE", "http://host?token=hunter2")
+    line = ["--config-dir", str(tmp_path), "tracking=mine", "--cfg", shown, "--resolve"]
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line])
+    assert zeroexp.main() == 0
+    printed = capsys.readouterr()
+    assert "uri: postgresql://me@host/db" in printed.out
+    assert "hunter2" not in printed.out + printed.err
 
 
 # As above, where the folder of the test holds an empty one and a text.
@@ -317,7 +373,6 @@ UNWRITABLE = {
     "outputs=text.txt": ("outputs=text.txt:", "(File exists: text.txt); choose a folder"),
     "outputs=text.txt/mine": ("outputs=text.txt/mine:", "Not a directory"),
     "-m outputs=text.txt,fine": ("outputs=text.txt:", "File exists"),
-    "hydra.sweep.dir=text.txt": ("hydra.sweep.dir=text.txt:", "choose a folder"),
     "outputs=/proc/mine": ("outputs=/proc/mine:", "choose a folder"),
     "outputs=/dev/full": ("outputs=/dev/full:", "choose a folder"),
 }

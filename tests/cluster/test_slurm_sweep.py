@@ -62,6 +62,17 @@ def test_a_sweep_over_world_sizes(cluster: Minicluster, tmp_path: Path) -> None:
     assert set(in_mlflow(tmp_path).values()) == {"FINISHED"}
 
 
+def test_what_slurm_refuses_is_failed_in_mlflow_at_once(
+    cluster: Minicluster, tmp_path: Path
+) -> None:
+    settings = ["cluster.slurm.partition=nowhere", "world_size=1"]
+    done = run(cluster, tmp_path, "zeroexp", *settings, *SMALL)
+    assert done.returncode == 1 and "Invalid partition name" in done.stdout + done.stderr
+    (job,) = jobs(tmp_path)
+    assert job.state["status"] == "failed"
+    assert in_mlflow(tmp_path) == {job.name: "FAILED"}
+
+
 def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
     """The second point fails, before a rank starts, until it is repaired."""
     gate = f"test $SLURM_JOB_NUM_NODES = 1 || test -e {tmp_path}/repaired || exit 3"

@@ -1,14 +1,19 @@
 """Refuse wrong configurations before any rank starts, in one line with key, value and remedy.
 
-`single` holds rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data` and `fit` hold
-rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that the remaining points
-can read their inputs. No torch.
+`single` holds rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data`, `fit` and
+`unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that the
+remaining points can read their inputs. No torch.
 """
 
 from __future__ import annotations
 
-from zeroexp.check import data, fit, single, strategy
+from zeroexp.check import data, fit, single, strategy, unused
 from zeroexp.config import Config
+
+
+def require_values(config: Config) -> None:
+    """Raise ConfigError for a missing value, before anything reads the config."""
+    single.given(config)
 
 
 def check(config: Config, *, on_paper: bool = False) -> None:
@@ -17,5 +22,6 @@ def check(config: Config, *, on_paper: bool = False) -> None:
     on_paper: nothing runs, so this machine does not have to be able to.
     """
     machine = () if on_paper else fit.MACHINE
-    for rule in (*single.RULES, *strategy.RULES, *data.RULES, *fit.RULES, *machine):
+    several = (*strategy.RULES, *data.RULES, *fit.RULES, *unused.RULES, *machine)
+    for rule in (*single.RULES, *several):
         rule(config)

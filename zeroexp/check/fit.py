@@ -1,4 +1,4 @@
-"""Rules about other settings that must fit together: batch, optimizer, tracking, machine."""
+"""Rules about other settings that must fit together: batch, machine, steps, requeue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import cache
 from zeroexp.check.refusal import undefined
 from zeroexp.config import Config, resolve
 
+MOST_RANKS_HERE = 1024
+
 
 def batch(config: Config) -> None:
     """Require that accumulation = global / (micro x world) is a whole number of microbatches."""
@@ -19,19 +21,6 @@ def batch(config: Config) -> None:
         near = [str(count * micro * world) for count in (below, below + 1) if count]
         problem = f"not divisible by data.micro_batch_size={micro} x world_size={world}"
         undefined(config, "data.global_batch_size", problem, f"use {' or '.join(near)}")
-
-
-def optimizer(config: Config) -> None:
-    chosen = config.optimizer
-    if chosen.name != "sgd" and chosen.momentum:
-        problem = f"no effect with optimizer={chosen.name}"
-        undefined(config, "optimizer.momentum", problem, "use optimizer=sgd, or 0")
-
-
-def tracking(config: Config) -> None:
-    if config.tracking.uri and not config.tracking.mlflow:
-        problem = "no effect with tracking.mlflow=false"
-        undefined(config, "tracking.uri", problem, "use tracking=mlflow, or null")
 
 
 def device(config: Config) -> None:
@@ -57,14 +46,11 @@ def num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def slurms_own(config: Config) -> None:
-    """Refuse settings of job submission if nothing is submitted to Slurm."""
-    cluster = config.cluster
-    if cluster.kind == "slurm":
-        return
-    for key, effect in (("dry_run", cluster.dry_run), ("wait", not cluster.wait)):
-        if effect:
-            undefined(config, f"cluster.{key}", "no effect on this machine", "use cluster=slurm")
+def ranks(config: Config) -> None:
+    if config.cluster.kind == "local" and config.world_size > MOST_RANKS_HERE:
+        problem = "more ranks than one machine starts"
+        remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or python -m zeroexp.plan"
+        undefined(config, "world_size", problem, remedy)
 
 
 def warmup(config: Config) -> None:
@@ -89,5 +75,5 @@ def requeue(config: Config) -> None:
         undefined(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
 
 
-RULES = (batch, optimizer, tracking, slurms_own, warmup, requeue)
-MACHINE = (device,)  # rules about the machine that a run needs and a plan does not
+RULES = (batch, warmup, requeue)
+MACHINE = (device, ranks)  # rules about the machine that a run needs and a plan does not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from zeroexp.config import Config, ConfigError, UndefinedCombination
 from zeroexp.network import without_password
@@ -14,9 +14,12 @@ def value_of(config: Config, key: str) -> Any:
     """Return the value of a dotted key; a group's value is its name. Raises ConfigError for an unknown key."""
     value: Any = config
     for part in key.split("."):
-        if not hasattr(value, part):
+        if isinstance(value, dict) and part in value:
+            value = cast(dict[str, Any], value)[part]
+        elif hasattr(value, part):
+            value = getattr(value, part)
+        else:
             raise ConfigError(f"{key}: no such key; `python -m zeroexp --cfg job` shows them all")
-        value = getattr(value, part)
     return getattr(value, "name", value)
 
 

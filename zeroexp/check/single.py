@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zeroexp.check.refusal import nearest, value_of, wrong
@@ -87,17 +87,57 @@ WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
     *("cluster.device_memory_gib", "cluster.peak_tflops"),
+    "cluster.slurm.memory_gb",
 )
-AT_MOST_ONE = ("optimizer.momentum", "optimizer.min_lr_ratio")
-
+# No experiment needs more, and beyond these the system, torch or a person's patience gives up.
+YEAR_S = 366 * 24 * 60 * 60
+AT_MOST = {
+    "data.seq_len": 1 << 24,
+    "data.global_batch_size": 1 << 31,
+    "data.micro_batch_size": 1 << 24,
+    "data.vocab_size": 1 << 31,
+    "data.limit": 1 << 31,
+    "model.num_labels": 1 << 20,
+    "strategy.prefetch": 1024,
+    "optimizer.momentum": 1,
+    "optimizer.min_lr_ratio": 1,
+    "optimizer.warmup_steps": 10**9,
+    "train.seed": 2**32 - 1,
+    "train.warmup_steps": 10**9,
+    "train.steps": 10**9,
+    "checkpoint.every": 10**9,
+    "checkpoint.keep": 10**6,
+    "cluster.threads_per_rank": 1024,
+    "cluster.timeout_s": YEAR_S,
+    "cluster.heartbeat_s": YEAR_S,
+    "cluster.slurm.ranks_per_node": 1024,
+    "cluster.slurm.cpus_per_rank": 1024,
+    "cluster.slurm.max_running": 10**6,
+    "cluster.slurm.max_requeues": 10**6,
+    "cluster.slurm.memory_gb": 10**6,
+    "cluster.slurm.save_s": YEAR_S,
+}
+MOST_RANKS = 1 << 24
+BUCKET_MB = (0.001, 1 << 20)
+# Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
+MOST_OF_SHAPE = {
+    **{"num_hidden_layers": 1000, "n_layer": 1000, "depth": 1000},
+    **{"num_experts": 256, "num_local_experts": 256},
+}
+MOST_OF_ANY = (1 << 31) - 1
+MOST_MODULES = 10_000  # experts of all layers
 
 # The name of a folder contains no path separator, and file systems accept it.
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
 
 
 def given(config: Config) -> None:
-    """Require that no value is missing and no number is nan or infinite, because comparisons would accept those."""
-    for key, value in _values(asdict(config)):
+    """Require that no value is missing and no number is nan or infinite, because comparisons would accept those.
+
+    A published model may hold any: Mamba's time steps have infinity as their limit.
+    """
+    own = replace(config, model=replace(config.model, published={}))
+    for key, value in _values(asdict(own)):
         if value == "???":
             wrong(key, value, "no value", "give it one")
         if isinstance(value, float) and not math.isfinite(value):
@@ -123,6 +163,9 @@ def names(config: Config) -> None:
             wrong(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
     if not config.outputs:
         wrong("outputs", "", "no folder", "use outputs=outputs")
+    if config.outputs.startswith("~"):
+        problem = "would be a folder of that name here: no shell has replaced its ~"
+        wrong("outputs", config.outputs, problem, "use outputs=$HOME/...")
 
 
 def words(config: Config) -> None:
@@ -141,9 +184,21 @@ def ranges(config: Config) -> None:
     for key in ABOVE_ZERO:
         if (value := value_of(config, key)) is not None and value <= 0:
             wrong(key, value, "too small", "use more than 0")
-    for key in AT_MOST_ONE:
-        if (value := value_of(config, key)) > 1:
-            wrong(key, value, "too large", "use at most 1")
+    for key, high in AT_MOST.items():
+        if (number := value_of(config, key)) is not None and number > high:
+            wrong(key, number, "too large", f"use at most {high}")
+
+
+def shapes(config: Config) -> None:
+    for name in ("hf_config", "mlp", "moe"):
+        for key, value in _values(getattr(config.model, name), f"model.{name}"):
+            most: int = MOST_OF_SHAPE.get(key.rpartition(".")[2], MOST_OF_ANY)
+            if isinstance(value, int) and not -most <= value <= most:
+                wrong(key, value, "too large", f"use at most {most}")
+    depth, experts = config.model.moe.get("depth"), config.model.moe.get("num_experts")
+    if isinstance(depth, int) and isinstance(experts, int) and depth * experts > MOST_MODULES:
+        problem = f"too many with model.moe.depth={depth}"
+        wrong("model.moe.num_experts", experts, problem, f"use at most {MOST_MODULES // depth}")
 
 
 def betas(config: Config) -> None:
@@ -160,14 +215,17 @@ def world_sizes(config: Config) -> None:
         for size in value if key == "cluster.world_sizes" else [value]:
             if type(size) is not int or size < 1:
                 wrong(key, size, "not a number of ranks", "use 1 or more (world_size also: all)")
+            if size > MOST_RANKS:
+                wrong(key, size, "too large", f"use at most {MOST_RANKS}")
 
 
 def bucket(config: Config) -> None:
     size = config.strategy.bucket_mb
     if size in (None, AUTO):
         return
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf:
-        remedy = "use more than 0, auto (measured once per cluster), or null"
+    least, most = BUCKET_MB
+    if isinstance(size, bool) or not isinstance(size, int | float) or not least <= size <= most:
+        remedy = f"use {least} to {most}, auto (measured once per cluster), or null"
         wrong("strategy.bucket_mb", size, "not a size in MiB", remedy)
 
 
@@ -208,4 +266,7 @@ def study(config: Config) -> None:
             value_of(config, word)
 
 
-RULES = (given, names, words, ranges, betas, world_sizes, bucket, repeats, watched, study)
+RULES = (
+    *(given, names, words, ranges, shapes, betas, world_sizes, bucket, repeats, watched),
+    study,
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroexp.adopt import adopted
 from zeroexp.check import check as check_run
+from zeroexp.check import require_values
 from zeroexp.check.refusal import value_of
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.config import Config, ConfigError, UndefinedCombination, from_mapping, resolve
@@ -33,7 +34,9 @@ def points_of(
 
     `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
     """
-    config = adopted(from_mapping(Config, values))
+    config = from_mapping(Config, values)
+    require_values(config)
+    config = adopted(config)
     return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 

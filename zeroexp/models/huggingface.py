@@ -25,15 +25,13 @@ from zeroexp import hub
 from zeroexp.config import ConfigError, ModelConfig, hf_keys, vocabulary
 from zeroexp.models import huggingface_weights
 from zeroexp.models.deferred import Drawn
+from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys
 from zeroexp.models.huggingface_values import Stored
-from zeroexp.models.huggingface_weights import RANDOMNESS
 from zeroexp.strategies.values import Values
 
 FAMILIES = ("llama", "gpt2", "mixtral", "hf")
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
 OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
-# transformers understands these, which older versions wrote, and keeps them in `rope_parameters`.
-SPELT_APART = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
 TASKS = {
     "causal": AutoModelForCausalLM,
     "classification": AutoModelForSequenceClassification,
@@ -114,7 +112,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         remedy = f"did you mean {near[0]}?" if near else "use one that it has"
         raise ConfigError(f"model_type={kind}: transformers has no such architecture; {remedy}")
-    _check_keys(kind, config.hf_config)
+    check_keys(config, kind)
     keys = {key: value for key, value in hf_keys(config).items() if key not in OURS}
     if "num_hidden_layers" in config.hf_config and "layer_types" not in config.hf_config:
         keys.pop("layer_types", None)  # the published list is of the published length
@@ -137,19 +135,6 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
         if RANDOMNESS.search(key) and isinstance(value, int | float) and value is not True:
             setattr(shape, key, 0.0)
     return shape
-
-
-def _check_keys(kind: str, given: dict[str, Any]) -> None:
-    """Raise ConfigError for unknown keys, because transformers accepts a misspelt key silently."""
-    shape = AutoConfig.for_model(kind)
-    known = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART, "model_type"]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "see transformers' documentation"
-            raise ConfigError(
-                f"model.hf_config.{key}: {type(shape).__name__} has no such key; {remedy}"
-            )
 
 
 def require_fitting_weights(config: ModelConfig, folder: Path) -> None:

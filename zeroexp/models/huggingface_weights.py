@@ -23,21 +23,15 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
 from zeroexp.models.weight_files import Header, UnreadableWeights, headers, read
 
-# These keys are names and versions; token ids, which the data decides here; settings of generation, initialization or
-# transformers' own loss.
+# These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
+# drawn. Neither does RANDOMNESS.
 HARMLESS = {
-    *("architectures", "dtype", "id2label", "label2id", "model_type", "problem_type"),
-    *("transformers_version", "_name_or_path"),
+    *(*IDLE, "dtype", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
-    *("chunk_size_feed_forward", "initializer_range", "output_attentions", "output_hidden_states"),
-    *("output_router_logits", "pretraining_tp", "return_dict", "router_aux_loss_coef", "use_cache"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("summary_type", "summary_use_proj"),
 }
-# Randomness in forward is off in all our models.
-RANDOMNESS = re.compile(r"dropout|pdrop|layerdrop|drop_path|jitter")
 # Older versions saved these computed, untrained tables with the weights.
 TABLES = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|embeddings\.position_ids)$"

@@ -20,7 +20,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from zeroexp import interruption, output
-from zeroexp.__main__ import INTERRUPTED, MISTAKES, REFUSED, compose, explain
+from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
+from zeroexp.commandline.explain import MISTAKES, explain
 from zeroexp.config import ConfigError
 from zeroexp.plan.fit import fit
 from zeroexp.plan.levers import explain as explain_point
@@ -60,7 +61,7 @@ def _answer(arguments: Sequence[str]) -> str:
     plans = Plans(words)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with tempfile.TemporaryDirectory() as folder:
-        compose(plans, [*words, f"hydra.sweep.dir={folder}"], writes=False)
+        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     return FORMS[flags[0]](plans) if flags else render(plans.planned, plans.notes)
 
 

@@ -1,0 +1,88 @@
+"""Refuse settings that the chosen path would ignore.
+
+A key without a null default counts as set where it differs from the default of its schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from zeroexp.check.refusal import undefined
+from zeroexp.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    OptimizerConfig,
+    SlurmConfig,
+    TrackingConfig,
+)
+
+# The dict of ModelConfig that a family reads; every family that is not listed reads hf_config.
+READ_BY = {"mlp": "mlp", "moe": "moe"}
+SLURMS_OWN = ("dry_run", "wait", "heartbeat_s")
+
+
+def shape(config: Config) -> None:
+    """Allow keys of a model's shape only where its family reads them."""
+    family = config.model.family
+    read = READ_BY.get(family, "hf_config")
+    for name in ("hf_config", "mlp", "moe"):
+        given = getattr(config.model, name)
+        if name != read and given:
+            key = f"model.{name}.{next(iter(given))}"
+            problem = f"no effect, model.family={family} reads model.{read}"
+            undefined(config, key, problem, f"set model.{read}.*, or choose another model")
+
+
+def optimizer(config: Config) -> None:
+    chosen = config.optimizer
+    named = f"optimizer.name={chosen.name}"
+    if chosen.name != "sgd":
+        _unless_default(config, "optimizer.momentum", OptimizerConfig, named, "use optimizer=sgd")
+    if chosen.name != "adamw":
+        for key in ("optimizer.betas", "optimizer.eps"):
+            _unless_default(config, key, OptimizerConfig, named, "use optimizer=adamw")
+    if chosen.schedule == "constant":
+        why = "optimizer.schedule=constant"
+        remedy = "use optimizer.schedule=cosine or linear"
+        _unless_default(config, "optimizer.min_lr_ratio", OptimizerConfig, why, remedy)
+    if chosen.weight_decay == 0:
+        key, why = "optimizer.decay_norms_and_biases", "optimizer.weight_decay=0"
+        _unless_default(config, key, OptimizerConfig, why, "set optimizer.weight_decay")
+
+
+def checkpoint(config: Config) -> None:
+    if config.checkpoint.every is None:
+        why = "checkpoint.every=null"
+        _unless_default(config, "checkpoint.keep", CheckpointConfig, why, "set checkpoint.every")
+
+
+def tracking(config: Config) -> None:
+    if not config.tracking.mlflow:
+        for key in ("tracking.uri", "tracking.experiment"):
+            why = "tracking.mlflow=false"
+            _unless_default(config, key, TrackingConfig, why, "use tracking=mlflow")
+
+
+def slurms_own(config: Config) -> None:
+    """Refuse settings of job submission if nothing is submitted to Slurm."""
+    if config.cluster.kind == "slurm":
+        return
+    why, remedy = "ranks run on this machine", "use cluster=slurm"
+    for name in SLURMS_OWN:
+        _unless_default(config, f"cluster.{name}", ClusterConfig, why, remedy)
+    for field in fields(SlurmConfig):
+        _unless_default(config, f"cluster.slurm.{field.name}", SlurmConfig, why, remedy)
+
+
+def _unless_default(config: Config, key: str, schema: type, why: str, remedy: str) -> None:
+    """Refuse the key unless it has its schema's default."""
+    group, _, name = key.rpartition(".")
+    owner = config
+    for part in group.split("."):
+        owner = getattr(owner, part)
+    if getattr(owner, name) != getattr(schema(), name):
+        undefined(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
+
+
+RULES = (shape, optimizer, checkpoint, tracking, slurms_own)

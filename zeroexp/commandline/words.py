@@ -1,0 +1,89 @@
+"""Refuse words of the command line that Hydra would answer with a traceback, ignore, or write down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from zeroexp.check.refusal import nearest, refuse_password
+from zeroexp.config import Config, ConfigError
+
+# These flags of Hydra print something and run nothing.
+ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version")
+# The other flags that Hydra knows, each with the values it may have: () means none, None means any.
+_SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+FLAGS: dict[str, Sequence[str] | None] = {
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(("--info", "-i"), _SHOWN),
+    **dict.fromkeys(("--package", "-p", "--config-name", "-cn", "--config-path", "-cp")),
+    **dict.fromkeys(("--config-dir", "-cd", "--rerun")),
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
+}
+WITHOUT_VALUE = ("--info", "-i")  # they may have one
+REFUSED_FLAGS = {
+    "--experimental-rerun": "use --rerun outputs/<sweep>",
+    "--shell-completion": "leave it out",
+    "-sc": "leave it out",
+    "--run": "leave it out: every run is a sweep, of one point too",
+    "-r": "leave it out: every run is a sweep, of one point too",
+}
+# Hydra's own settings that have an effect here. Folders are ours: outputs/<sweep>/<run>.
+HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath", "hydra.verbose")
+
+
+def only_shows(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] in ONLY_SHOW for word in words)
+
+
+def refuse_words(words: Sequence[str], conf: Path) -> None:
+    """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
+    for word in words:
+        refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
+    _refuse_flags(list(words))
+    if "--resolve" in words and not only_shows(words):
+        raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
+    for word in words:
+        _refuse_empty_group(word, conf)
+        _refuse_idle(word)
+
+
+def _refuse_flags(words: list[str]) -> None:
+    """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        if not flag.startswith("-"):
+            continue
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
+        if flag not in FLAGS:
+            raise ConfigError(f"{flag}: unknown flag; {nearest(flag, FLAGS)}")
+        if FLAGS[flag] != () and not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        _refuse_value(flag, value)
+
+
+def _refuse_value(flag: str, value: str) -> None:
+    allowed = FLAGS[flag]
+    if not value and flag not in WITHOUT_VALUE and allowed != ():
+        raise ConfigError(
+            f"{flag}: no value; {nearest(value, allowed) if allowed else 'give it one'}"
+        )
+    if value and allowed is not None and value not in allowed:
+        remedy = nearest(value, allowed) if allowed else "it takes none"
+        raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
+
+
+def _refuse_empty_group(word: str, conf: Path) -> None:
+    key, equals, value = word.lstrip("+").partition("=")
+    groups = [item.name for item in fields(Config) if (conf / item.name).is_dir()]
+    if equals and key in groups and value in ("null", "None", ""):
+        options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
+        raise ConfigError(f"{word}: no option; use one of {', '.join(options)}")
+
+
+def _refuse_idle(word: str) -> None:
+    key = word.lstrip("+~").partition("=")[0]
+    if key.startswith(("hydra.", "hydra/")) and not key.startswith(HYDRAS):
+        problem = "no effect, since every run has the folder outputs/<sweep>/<run>"
+        raise ConfigError(f"{word}: {problem}; use outputs=..., study.name=..., or leave it out")

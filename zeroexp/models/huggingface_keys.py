@@ -1,0 +1,52 @@
+"""Which keys of `model.hf_config` a family knows, and which of them change what is trained here.
+
+transformers accepts a misspelt key silently, and takes many keys that this project leaves without a use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from transformers import AutoConfig
+
+from zeroexp.config import ConfigError, ModelConfig
+
+# Randomness in forward is off in all our models, so that every engine computes the same.
+RANDOMNESS = re.compile(r"dropout|pdrop|layerdrop|drop_path|jitter")
+# Names and versions; settings of generation, of transformers' own loss, of outputs nobody reads, and of one attention.
+IDLE = {
+    *("architectures", "id2label", "label2id", "model_type", "problem_type"),
+    *("transformers_version", "_name_or_path", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("pretraining_tp", "reorder_and_upcast_attn", "router_aux_loss_coef", "use_cache"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj"),
+}
+ELSEWHERE = {"dtype": "precision", "torch_dtype": "precision", "num_labels": "model.num_labels"}
+# transformers understands these, which older versions wrote, and keeps them in `rope_parameters`.
+SPELT_APART = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
+
+
+def check_keys(config: ModelConfig, kind: str) -> None:
+    """Raise ConfigError for a key that the architecture `kind` does not know, or whose value would be ignored.
+
+    A published config is nobody's wish: its keys without a use here are left out in silence.
+    """
+    shape = AutoConfig.for_model(kind)
+    known = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART]
+    for key, value in config.hf_config.items():
+        if key == "model_type" and config.family == "hf":
+            continue
+        named = f"model.hf_config.{key}"
+        if key in ELSEWHERE:
+            raise ConfigError(f"{named}={value}: no effect here; set {ELSEWHERE[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "see transformers' documentation"
+            raise ConfigError(f"{named}: {type(shape).__name__} has no such key; {remedy}")
+        if key in IDLE:
+            raise ConfigError(f"{named}={value}: no effect on what is trained; leave it out")
+        if RANDOMNESS.search(key) and value:
+            problem = "forward passes have no randomness here, so that engines can be compared"
+            raise ConfigError(f"{named}={value}: {problem}; leave it out")
