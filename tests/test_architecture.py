@@ -62,6 +62,7 @@ HYDRA = {"zeroexp.__main__", "zeroexp.commandline.explain", "hydra_plugins.zeroe
 DOORS = {
     "hydra": HYDRA,
     "omegaconf": HYDRA,
+    "submitit": {"zeroexp.cluster.submit"},
     "mlflow": {"zeroexp.tracking.mlflow"},
     "transformers": {
         "zeroexp.models.huggingface",
@@ -234,7 +235,7 @@ def test_yaml_is_data_without_targets():
 # None in sys.modules is how Python says "not installed": import raises, and find_spec finds nothing.
 IMPORT_WITHOUT_LIBRARIES = """
 import sys
-for library in ("hydra", "omegaconf", "mlflow", "datasets", "deepspeed"):
+for library in ("hydra", "omegaconf", "mlflow", "datasets", "submitit", "deepspeed"):
     sys.modules[library] = None
 import zeroexp.sharding, zeroexp.strategies.build, zeroexp.models.build, zeroexp.train
 """

@@ -1,4 +1,4 @@
-"""Hand a batch file to sbatch and find out which job it became, also when sbatch does not say.
+"""Hand a batch file to sbatch, through submitit, and find out which job it became, also when sbatch does not say.
 
 sbatch may time out after Slurm has queued the job, and the submitter may be killed between sbatch and the note of the
 job's id. So each submission has a name of ours, which is the job's comment and is noted in the run's folder
@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import subprocess
+import shlex
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.batch import BATCH_FILE
 from zeroexp.cluster.slurm_state import SlurmSilent, ask
@@ -24,7 +28,6 @@ from zeroexp.tracking.files import read_json, write_json
 from zeroexp.tracking.run import SLURM
 
 SUBMITTING = "submitting.json"  # in the run's folder while its job's id is unknown
-SBATCH_SECONDS = 120.0
 LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
 NO_GPUS = (
     "its nodes have no such GPUs: use cluster.device=cpu, fewer ranks_per_node or another partition"
@@ -99,32 +102,58 @@ def adopt(folder: Path) -> str | None:
     return found
 
 
-def outside_of_jobs() -> dict[str, str]:
-    """Return the environment without what an interactive job or step of Slurm has set.
+class _Executor(SlurmExecutor):
+    """submitit's executor, which is given the whole batch file.
+
+    The file that submitit writes has no step after srun, and ours decides there whether the job starts again. What is
+    overridden and called here is private in submitit, so that pyproject.toml bounds its version from above.
+    """
+
+    def __init__(self, folder: Path, text: str) -> None:
+        super().__init__(folder)
+        self._text = text
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1  # a machine without srun hears of it from sbatch
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text
+
+    def hand_over(self) -> str:
+        """Submit the batch file and return the job's id."""
+        return self._submit_command("").job_id
+
+
+@contextmanager
+def outside_of_jobs() -> Iterator[None]:
+    """Hide from sbatch what an interactive job or step of Slurm has set in the environment.
 
     sbatch hands its environment on to the job, where such variables would bind, size or name the ranks' step.
     """
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key in kept or not key.startswith(("SLURM_", "SLURMD_", "PMI_", "PMIX_", "PMI2_"))
+    hidden = {
+        key: os.environ.pop(key)
+        for key in list(os.environ)
+        if key not in kept and key.startswith(("SLURM_", "SLURMD_", "PMI_", "PMIX_", "PMI2_"))
     }
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _sbatch(file: Path, name: str) -> tuple[str | None, str]:
     """Return the job's id, or None and sbatch's words."""
-    command = ["sbatch", "--parsable", f"--comment={name}", str(file)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SBATCH_SECONDS, env=outside_of_jobs()
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"error: sbatch timed out after {SBATCH_SECONDS:.0f} s"
-    found = re.match(r"(\d+)", done.stdout)
-    if done.returncode == 0 and found:
-        return found[1], ""
-    return None, done.stderr.strip() or f"error: sbatch said: {done.stdout.strip()}"
+    first, rest = file.read_text().split("\n", 1)
+    text = f"{first}\n#SBATCH --comment={shlex.quote(name)}\n{rest}"
+    with outside_of_jobs(), redirect_stderr(StringIO()):  # submitit prints what it also raises
+        try:
+            return _Executor(file.parent, text).hand_over(), ""
+        except FileNotFoundError:
+            return None, "error: this machine has no sbatch"
+        except (FailedJobError, FailedSubmissionError) as error:
+            return None, str(error).strip()
 
 
 def _look_for(name: str) -> str | None:
