@@ -24,10 +24,10 @@ from zeroexp.plan.predict import (
     UnitForm,
 )
 from zeroexp.sharding.engine import DTYPES, Options, Sharded
-from zeroexp.sharding.housing import private_units
 from zeroexp.sharding.options import MIB
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.world import World, barrier, fake_world
 

@@ -14,7 +14,7 @@ from torch import nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.partition import group_parameters, make_units
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.storage import Pool, Private
+from zeroexp.sharding.pools import Pool, Private
 from zeroexp.sharding.unit import Dtypes, Residence, Unit
 from zeroexp.world import World, fake_world
 

@@ -15,7 +15,8 @@ class Facts:
     reductions_in_flight: int  # reductions that may be in flight beside the one just launched
     bucket_bytes: int | None  # the best size of a reduction; None: a whole unit
     moves_on_wait: bool  # a move does its work in `wait`, so starting it early gains nothing
-    sends_padding: bool
+    # Moves are the backend's own collectives: all ranks issue the same ones, and every rank sends as much, padding too.
+    is_collective: bool
     shares_memory: bool  # ranks read each other's memory, which torch's allocator does not count
 
 
@@ -25,10 +26,10 @@ class Facts:
 # next. The links of GPUs are fast and their memory is scarce, so one is enough.
 TRANSPORTS = {
     "direct": Facts(
-        "direct", 1, 4 * MIB, moves_on_wait=True, sends_padding=False, shares_memory=True
+        "direct", 1, 4 * MIB, moves_on_wait=True, is_collective=False, shares_memory=True
     ),
-    "gloo": Facts("gloo", 2, None, moves_on_wait=False, sends_padding=False, shares_memory=False),
+    "gloo": Facts("gloo", 2, None, moves_on_wait=False, is_collective=False, shares_memory=False),
     "native": Facts(
-        "native", 1, None, moves_on_wait=False, sends_padding=True, shares_memory=False
+        "native", 1, None, moves_on_wait=False, is_collective=True, shares_memory=False
     ),
 }

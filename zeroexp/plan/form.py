@@ -13,10 +13,10 @@ from zeroexp.optim import parameter_groups
 from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
-from zeroexp.sharding.housing import private_units
 from zeroexp.sharding.layout import PAGE_BYTES, lay_out
 from zeroexp.sharding.options import settle
 from zeroexp.sharding.partition import group_parameters, rows_for, specs_of
+from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.strategies.build import options_of, stage_of
 
 NATIVE_PAGE_BYTES = 4096  # what comm/native.py cuts for

@@ -44,7 +44,7 @@ Cut = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # all of a chunk but it
 
 @dataclass(frozen=True)
 class UnitForm:
-    """The chunks of one unit. A `private` unit has its own memory while it is gathered, see housing.py."""
+    """The chunks of one unit. A `private` unit has its own memory while it is gathered, see pool_assignment.py."""
 
     chunks: tuple[Chunk, ...]
     private: bool = False
@@ -135,8 +135,8 @@ class Form:
             if self.stage.publish is Move.ALL_GATHER:
                 _add(traffic, "publish", num_units, self._gather(unit.trainable, rank, compute))
         if self.world_size > 1:
-            native = self.schedule.transport == "native"
-            num_checks = NUM_CHECKS if native and self.stage.gather is Move.ALL_GATHER else 0
+            compared = self.schedule.facts.is_collective
+            num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
             num_parameters = sum(
                 num * len(chunk.members) for chunk, num in self._chunks if chunk.kind != FROZEN
             )
@@ -158,7 +158,7 @@ class Form:
         total = sum(self.moved(chunk) for chunk in chunks)
         if self.reduction is not Move.ALL_REDUCE:
             return (total - own) * itemsize
-        if self.schedule.transport == "native":
+        if self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much, without padding.
             total = sum(chunk.numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
@@ -166,10 +166,10 @@ class Form:
 
     def moved(self, chunk: Chunk) -> int:
         """Return the elements of a chunk that travel; only the backend's collectives send padding."""
-        return chunk.padded_numel if self.schedule.facts.sends_padding else chunk.numel
+        return chunk.padded_numel if self.schedule.facts.is_collective else chunk.numel
 
     def _section(self, chunk: Chunk, rank: int) -> int:
-        padded = self.schedule.facts.sends_padding
+        padded = self.schedule.facts.is_collective
         return _length(chunk.section(rank) if padded else chunk.real_section(rank))
 
     # -- how often ---------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def _in_flight(form: Form, unit: Alike, rank: int) -> int:
         chunks = [part.chunk for part in bucket.slices]
         whole = sum(form.moved(chunk) for chunk in chunks)
         own = sum(chunk.section(rank).stop - chunk.section(rank).start for chunk in chunks)
-        if facts.name == "native":
+        if facts.is_collective:
             held = whole if form.reduction is Move.ALL_REDUCE else whole + own
         elif facts.shares_memory:
             held = 0  # gradients lie in slots that peers read: they are among the buffers
@@ -64,7 +64,7 @@ def _in_flight(form: Form, unit: Alike, rank: int) -> int:
 def _gather_message(form: Form, rank: int) -> int:
     """Return the bytes in which the backend's collective moves several chunks at once."""
     gathers = Move.ALL_GATHER in (form.stage.gather, form.stage.publish)
-    if not gathers or form.schedule.transport != "native":
+    if not (gathers and form.schedule.facts.is_collective):
         return 0
     itemsize, most = ITEMSIZE[form.precision.compute], 0
     for alike in form.alike:

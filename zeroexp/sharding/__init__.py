@@ -30,11 +30,11 @@ Read the files in this order; imports run the same way. The files with a star ar
     placement.py *    says where tensors rest and which move joins two placements: the table above    pure
     layout.py *       cuts parameters into chunks, cuts and spans; by parameter, tensor or buffer     pure
     bucket.py         decides which gradients are reduced together                                    pure
-    storage.py        holds the memory in which gathered parameters lie
+    pools.py          holds the memory in which gathered parameters lie
     guard.py          keeps parameters from being misread: freed ones raise, ones in flight are waited for
     gradients.py *    takes one chunk's gradients from autograd to the optimizer
     unit.py *         moves a set of parameters together: the five verbs
-    partition.py      turns a module into units; housing.py: gives units the memory they gather into
+    partition.py      turns a module into units; pool_assignment.py: gives units the memory they gather into
     saved.py          finds what autograd saved of gathered parameters; views.py: refuses views that outlive them
     reductions.py     decides in which order gradients are reduced, beside backward
     schedule.py *     decides when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come

@@ -19,10 +19,10 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
-from zeroexp.sharding.housing import give_memory
 from zeroexp.sharding.options import Options, settle
 from zeroexp.sharding.partition import group_parameters, make_units, put_in, rows_for
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.pool_assignment import assign_memory
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.tally import Tally
@@ -106,7 +106,7 @@ class Sharded:
         )
         if values is not None:
             put_in(values, self.units)
-        self.pools = give_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
+        self.pools = assign_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
         self._schedule = Schedule(
             self.units,
             self.wire,

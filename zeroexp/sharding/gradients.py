@@ -64,7 +64,7 @@ class Gradients:
     def to_scatter(self, part: Slice) -> ReducePart:
         """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
         accumulate = self._accumulates(part)
-        terms = self._take(part)
+        terms = self._gradients_in(part)
         windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
         if not accumulate:
             self._make_room(part, [index for index, _ in windows])
@@ -75,7 +75,7 @@ class Gradients:
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
         """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
         accumulate = self._accumulates(part)
-        terms = self._take(part)
+        terms = self._gradients_in(part)
         whole = {each.member: self._whole[each.member] for each in part.ranges}
         self._let_go(part)
 
@@ -109,7 +109,7 @@ class Gradients:
         self._num_reduced += part.chunk.numel
         return accumulates
 
-    def _take(self, part: Slice) -> list[Tensor]:
+    def _gradients_in(self, part: Slice) -> list[Tensor]:
         """Return views of each range's gradient in the reduce dtype; the parameters keep no gradient."""
         for each in part.ranges:
             if each.member not in self._whole:

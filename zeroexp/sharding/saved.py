@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zeroexp.sharding.storage import Store
+from zeroexp.sharding.pools import Store
 from zeroexp.sharding.unit import Unit
 
 

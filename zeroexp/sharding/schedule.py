@@ -37,10 +37,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.calls import Calls
+from zeroexp.sharding.pools import Private
 from zeroexp.sharding.prefetch import GatherOrder
 from zeroexp.sharding.reductions import Reductions
 from zeroexp.sharding.saved import SavedWeights
-from zeroexp.sharding.storage import Private
 from zeroexp.sharding.unit import Residence, Unit
 from zeroexp.sharding.views import OwnViews
 
@@ -186,7 +186,7 @@ class Schedule:
             if use.first is not None and use.first > ended:
                 # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
                 if closes and (self._in_step or use.missing <= self._silent[other]):
-                    self._close(other)
+                    self._finish(other)
                 else:
                     self._set_aside(other)
             elif use.in_backward and use.began > ended:
@@ -250,7 +250,7 @@ class Schedule:
         if unit.has_frozen:  # gradients of inputs may still need the frozen parameters
             self._reductions.complete(unit)
         else:
-            self._close(unit)
+            self._finish(unit)
 
     def _count_inner(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Count a gradient of a backward that does not close units; free the unit when all have come."""
@@ -264,7 +264,7 @@ class Schedule:
 
     def end_microbatch(self) -> None:
         for unit in reversed(self._units):
-            self._close(unit)
+            self._finish(unit)
         self._reductions.end_microbatch()
         if not self._agreed:
             self._agree_on_order()
@@ -356,7 +356,7 @@ class Schedule:
 
     # -- units that backward has passed --------------------------------------------------------
 
-    def _close(self, unit: Unit) -> None:
+    def _finish(self, unit: Unit) -> None:
         self._reductions.complete(unit)
         self._uses[unit].closed = True
         self._set_aside(unit)  # a second backward may have gathered a closed unit again

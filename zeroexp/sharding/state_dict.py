@@ -50,7 +50,7 @@ def canonical_state(
             for key, tensor in {WEIGHT: weight, **moments}.items():
                 if tensor.shape == weight.shape:
                     canonical = CanonicalTensor(shape, tensor.dtype, [])
-                    piece = _share(span, tensor, sharded, world)
+                    piece = _piece_of(span, tensor, sharded, world)
                 else:
                     canonical = CanonicalTensor(tuple(tensor.shape), tensor.dtype, [])
                     piece = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
@@ -111,7 +111,7 @@ def _weights(tensors: ChunkTensors, stage: Stage, world: World) -> Iterator[tupl
         yield span, flat[span.offset : span.offset + span.numel]
 
 
-def _share(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:
+def _piece_of(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:
     """Return the piece this rank gives: all elements it holds, or an even share where every rank holds the same."""
     flat = tensor.detach().reshape(-1)
     if sharded:

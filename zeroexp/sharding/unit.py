@@ -30,7 +30,7 @@ from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.gradients import Gradients
 from zeroexp.sharding.layout import Chunk, Span, aligned, pages
 from zeroexp.sharding.placement import Move, Placement, Stage
-from zeroexp.sharding.storage import Private, Store
+from zeroexp.sharding.pools import Private, Store
 
 FROZEN = "frozen"  # the kind of chunks that get no gradient
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import mapped_bytes
-from zeroexp.sharding.storage import Pool, Private
+from zeroexp.sharding.pools import Pool, Private
 from zeroexp.sharding.unit import Unit
 
 
-def give_memory(units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives) -> list[Pool]:
+def assign_memory(
+    units: Sequence[Unit], keep: str, num_pools: int, wire: Collectives
+) -> list[Pool]:
     """Give memory to every sharded unit, which frees it, and return the pools.
 
     keep: none | last | all, the units that stay gathered between forward and backward.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroexp.comm.stitching import open_memory
-from zeroexp.sharding.storage import Pool, Private
+from zeroexp.sharding.pools import Pool, Private
 
 CPU = torch.device("cpu")
 
