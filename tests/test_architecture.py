@@ -22,7 +22,13 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
     {
-        *("zeroexp.advance", "zeroexp.interruption", "zeroexp.network", "zeroexp.output"),
+        *(
+            "zeroexp.advance",
+            "zeroexp.interruption",
+            "zeroexp.network",
+            "zeroexp.output",
+            "zeroexp.ports",
+        ),
         *("zeroexp.sharding.placement", "zeroexp.measure.record"),
     },
     {"zeroexp.config"},
@@ -32,6 +38,7 @@ ORDER = [
     },
     {"zeroexp.measure.verbs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
+    {"zeroexp.rendezvous"},
     {"zeroexp.world", "zeroexp.check", "zeroexp.adopt"},
     {"zeroexp.comm", "zeroexp.strategies.canonical"},
     {

@@ -172,6 +172,7 @@ class SlurmConfig:
     save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
     python: str | None = None  # command that starts Python on a node; None = the running Python
     setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
+    ports: str | None = None  # ports that ranks may listen on, as 60001-63000; None = any
     srun: list[str] = field(default_factory=list[str])  # further arguments of srun
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])  # further options of sbatch
 

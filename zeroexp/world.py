@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
 
+from zeroexp.ports import SCHEME
+from zeroexp.rendezvous import open_store
+
 
 @dataclass(frozen=True)
 class World:
@@ -73,7 +76,8 @@ def environment(place: Place) -> dict[str, str]:
 def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
 
-    The ranks meet at ZEROEXP_RENDEZVOUS (an init method such as `file:///path`) or at MASTER_ADDR:MASTER_PORT.
+    The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `file:///path`) or at
+    MASTER_ADDR:MASTER_PORT.
     A single rank without either uses a store in its own memory.
     """
     place = place_from_environment(os.environ)
@@ -86,7 +90,7 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     alone = place.size == 1 and "MASTER_ADDR" not in os.environ
     meeting: dict[str, object] = {"store": dist.HashStore()} if alone else {}
     if rendezvous := os.environ.get("ZEROEXP_RENDEZVOUS"):
-        meeting = {"init_method": rendezvous}
+        meeting = _meeting(rendezvous, place, timeout_seconds)
     dist.init_process_group(
         backend,
         rank=place.rank,
@@ -100,6 +104,13 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
 def device_index(local_rank: int, num_visible: int) -> int:
     """Return which of the visible devices is this rank's: the only one, where a site shows each rank no more."""
     return 0 if num_visible == 1 else local_rank
+
+
+def _meeting(address: str, place: Place, timeout_seconds: float) -> dict[str, object]:
+    if not address.startswith(SCHEME):
+        return {"init_method": address}
+    rank, size = place.rank, place.size
+    return {"store": open_store(address, rank=rank, size=size, timeout_seconds=timeout_seconds)}
 
 
 def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> World:

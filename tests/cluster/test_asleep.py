@@ -6,11 +6,14 @@ import socket
 import subprocess
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from zeroexp import ports
 from zeroexp.cluster import heartbeat
-from zeroexp.cluster.heartbeat import BEATS_PER_PERIOD, Heartbeat
+from zeroexp.cluster.handshake import Introduction
+from zeroexp.cluster.heartbeat import BEATS_PER_PERIOD, Heartbeat, Hub
 
 PERIOD_SECONDS = 30.0
 BEAT = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from one beat to the next
@@ -42,9 +45,8 @@ def child() -> Iterator[int]:
 
 
 @pytest.fixture
-def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+def hub_at(tmp_path: Path) -> Hub:
+    return Hub("127.0.0.1", tmp_path / "port", b"of this job")
 
 
 def waited(task: Heartbeat, child: int, clock: Clock, seconds: list[float]) -> str | None:
@@ -59,11 +61,14 @@ def waited(task: Heartbeat, child: int, clock: Clock, seconds: list[float]) -> s
     return task.wait(child, until)
 
 
-def call(address: str) -> socket.socket:
-    """A peer that says its name, and nothing more."""
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=5)
-    connection.sendall(b"rank 1 on far\n")
+def call(hub_at: Hub, hub: Heartbeat) -> socket.socket:
+    """A peer that says who it is, before any time passes, and nothing more."""
+    port = ports.published(hub_at.file)
+    assert port is not None
+    connection = socket.create_connection((hub_at.host, port), timeout=5)
+    introduction = Introduction(connection, "rank 1 on far", hub_at.secret, lambda rank: True)
+    while introduction.listen() is None or not hub._peers:
+        hub._hear([key.fileobj for key, _ in hub._selector.select(0.01)])
     return connection
 
 
@@ -82,18 +87,18 @@ ASLEEP = 10 * PERIOD_SECONDS
     ids=["awake", "asleep once", "asleep all the time", "awake again"],
 )
 def test_silence_while_it_slept_is_no_loss(
-    address: str, child: int, clock: Clock, seconds: list[float], said: str
+    hub_at: Hub, child: int, clock: Clock, seconds: list[float], said: str
 ) -> None:
-    with Heartbeat(0, 2, address, PERIOD_SECONDS) as hub, call(address):
+    with Heartbeat(0, 2, hub_at, PERIOD_SECONDS) as hub, call(hub_at, hub):
         assert waited(hub, child, clock, seconds) == said
 
 
 @pytest.mark.parametrize(("beats", "waits"), [(1, True), (7, True), (9, False)])
 def test_who_may_still_come_gets_the_time_that_was_slept(
-    address: str, child: int, clock: Clock, beats: int, waits: bool
+    hub_at: Hub, child: int, clock: Clock, beats: int, waits: bool
 ) -> None:
     """A minute to start in and a period: nine beats, of which one was before it slept."""
-    with Heartbeat(0, 2, address, PERIOD_SECONDS, start_seconds=60) as hub:
+    with Heartbeat(0, 2, hub_at, PERIOD_SECONDS, start_seconds=60) as hub:
         said = waited(hub, child, clock, [BEAT, ASLEEP, *[BEAT] * beats])
-    never = f"rank 1 is gone: it did not reach port {address.rpartition(':')[2]} of 127.0.0.1"
+    never = f"rank 1 is gone: it did not reach port {ports.published(hub_at.file)} of 127.0.0.1"
     assert said == "waits" if waits else said is not None and said.startswith(never)

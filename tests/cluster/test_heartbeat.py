@@ -12,12 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.ports import kept_port
+from zeroexp import ports
 from zeroexp.cluster import heartbeat
-from zeroexp.cluster.heartbeat import START_SECONDS, Clock, Heartbeat
+from zeroexp.cluster.handshake import Introduction, Stranger
+from zeroexp.cluster.heartbeat import START_SECONDS, Clock, Heartbeat, Hub
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"
@@ -69,11 +73,12 @@ def clock() -> SteeredClock:
     return SteeredClock()
 
 
+SECRET = b"of this job"
+
+
 @pytest.fixture
-def address() -> Iterator[str]:
-    kept, port = kept_port()
-    with kept:
-        yield f"127.0.0.1:{port}"
+def hub_at(tmp_path: Path) -> Hub:
+    return Hub("127.0.0.1", tmp_path / "port", SECRET)
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ class Task:
     def __init__(
         self,
         rank: int,
-        address: str,
+        hub_at: Hub,
         child: subprocess.Popen[bytes],
         clock: SteeredClock,
         world_size: int = 2,
@@ -99,7 +104,7 @@ class Task:
     ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
         self._heartbeat = Heartbeat(
-            rank, world_size, address, PERIOD_SECONDS, start_seconds=start_seconds, clock=clock
+            rank, world_size, hub_at, PERIOD_SECONDS, start_seconds=start_seconds, clock=clock
         )
         self._lost = self._threads.submit(self._wait, child.pid)
         clock.watch(self._heartbeat._selector, self._lost)
@@ -117,19 +122,33 @@ class Task:
         return not self._lost.done()
 
 
-def peer(address: str, clock: SteeredClock, *words: bytes) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)))
+def call(hub_at: Hub) -> socket.socket:
+    port = ports.published(hub_at.file)
+    assert port is not None
+    return socket.create_connection((hub_at.host, port))
+
+
+def introduce(connection: socket.socket, clock: SteeredClock, name: str, secret: bytes) -> None:
+    """Say who calls, as a task does, and hear who answers."""
+    introduction = Introduction(connection, name, secret, lambda rank: True)
+    while introduction.listen() is None:
+        clock.let_all_look()
+    connection.setblocking(True)
+
+
+def peer(hub_at: Hub, clock: SteeredClock, name: str, *words: bytes) -> socket.socket:
+    connection = call(hub_at)
+    introduce(connection, clock, name, SECRET)
     connection.sendall(b"".join(words))
     clock.let_all_look()
     return connection
 
 
 def test_nobody_is_lost_where_all_end(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
-    hub = Task(0, address, child, clock, start_seconds=0)
-    member = Task(1, address, child, clock, start_seconds=0)
+    hub = Task(0, hub_at, child, clock, start_seconds=0)
+    member = Task(1, hub_at, child, clock, start_seconds=0)
     clock.pass_by(4 * PERIOD_SECONDS)  # beats keep them from missing each other
     assert hub.waits and member.waits
     child.kill()
@@ -137,13 +156,13 @@ def test_nobody_is_lost_where_all_end(
 
 
 def test_a_member_may_start_long_before_the_hub(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
     """Longer than it would wait for a machine that does not answer: this one refuses its calls."""
-    member = Task(1, address, child, clock, start_seconds=0)
+    member = Task(1, hub_at, child, clock, start_seconds=0)
     clock.pass_by(3 * PERIOD_SECONDS)
     assert member.waits
-    hub = Task(0, address, child, clock, start_seconds=0)
+    hub = Task(0, hub_at, child, clock, start_seconds=0)
     clock.pass_by(3 * PERIOD_SECONDS)
     assert hub.waits and member.waits, "they have met"
     child.kill()
@@ -151,10 +170,10 @@ def test_a_member_may_start_long_before_the_hub(
 
 
 def test_silence_is_a_loss(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
-    hub = Task(0, address, child, clock)
-    with peer(address, clock, b"rank 1 on far\n", BEAT):
+    hub = Task(0, hub_at, child, clock)
+    with peer(hub_at, clock, "rank 1 on far", BEAT):
         clock.pass_by(0.75 * PERIOD_SECONDS)
         assert hub.waits
         clock.pass_by(0.5 * PERIOD_SECONDS)
@@ -162,11 +181,11 @@ def test_silence_is_a_loss(
 
 
 def test_a_task_that_slept_itself_misses_nobody(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
     """What the peer said meanwhile lies unread, and it gets a whole period to say more; who was to come, too."""
-    hub = Task(0, address, child, clock, world_size=3, start_seconds=1)
-    with peer(address, clock, b"rank 1 on far\n", BEAT) as far:
+    hub = Task(0, hub_at, child, clock, world_size=3, start_seconds=1)
+    with peer(hub_at, clock, "rank 1 on far", BEAT) as far:
         clock.jump(10 * PERIOD_SECONDS)
         clock.pass_by(0.75 * PERIOD_SECONDS)
         assert hub.waits
@@ -176,28 +195,31 @@ def test_a_task_that_slept_itself_misses_nobody(
 
 
 def test_a_closed_connection_is_a_loss_at_once(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
-    hub = Task(0, address, child, clock)
-    peer(address, clock, b"rank 1 on far\n", BEAT).close()
+    hub = Task(0, hub_at, child, clock)
+    peer(hub_at, clock, "rank 1 on far", BEAT).close()
     assert hub.lost() == "rank 1 on far is gone: its connection closed without a word"
 
 
 def test_who_never_came_is_missed(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
-    hub = Task(0, address, child, clock, world_size=4, start_seconds=1)
-    with peer(address, clock, b"rank 2 on far\n", BEAT, BYE):
+    hub = Task(0, hub_at, child, clock, world_size=4, start_seconds=1)
+    with peer(hub_at, clock, "rank 2 on far", BEAT, BYE):
         clock.pass_by(PERIOD_SECONDS)
         assert hub.waits
         clock.pass_by(1.5)
-        port = address.rpartition(":")[2]
+        port = ports.published(hub_at.file)
         silence = f"did not reach port {port} of 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
         assert hub.lost() == f"rank 1 is gone: it {silence}, nor did 1 more"
 
 
 def test_a_hub_whose_machine_says_nothing_is_missed(
-    child: subprocess.Popen[bytes], clock: SteeredClock, monkeypatch: pytest.MonkeyPatch
+    hub_at: Hub,
+    child: subprocess.Popen[bytes],
+    clock: SteeredClock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A queue that is full answers no further call, as a machine without power."""
     monkeypatch.setattr(heartbeat, "CALL_SECONDS", 0.01)  # of real time: this call is given up
@@ -206,7 +228,8 @@ def test_a_hub_whose_machine_says_nothing_is_missed(
         deaf.listen(0)
         last_answered.connect(deaf.getsockname())
         port = deaf.getsockname()[1]
-        member = Task(1, f"127.0.0.1:{port}", child, clock, start_seconds=1)
+        ports.publish(hub_at.file, port)
+        member = Task(1, hub_at, child, clock, start_seconds=1)
         clock.pass_by(PERIOD_SECONDS)
         assert member.waits
         clock.pass_by(1.5)
@@ -215,10 +238,11 @@ def test_a_hub_whose_machine_says_nothing_is_missed(
 
 
 def test_a_hub_without_a_port_misses_nobody(
-    child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        hub = Task(0, f"127.0.0.1:{taken.getsockname()[1]}", child, clock, start_seconds=0)
+        port = taken.getsockname()[1]
+        hub = Task(0, replace(hub_at, ports=f"{port}-{port}"), child, clock, start_seconds=0)
         clock.pass_by(3 * PERIOD_SECONDS)
         assert hub.waits
     child.kill()
@@ -226,22 +250,112 @@ def test_a_hub_without_a_port_misses_nobody(
 
 
 def test_who_said_goodbye_is_not_missed(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
-    hub = Task(0, address, child, clock)
-    peer(address, clock, b"rank 1 on far\n", BEAT, BYE).close()
+    hub = Task(0, hub_at, child, clock)
+    peer(hub_at, clock, "rank 1 on far", BEAT, BYE).close()
     clock.pass_by(4 * PERIOD_SECONDS)
     assert hub.waits
     child.kill()
     assert hub.lost() is None
 
 
-def test_a_stranger_is_shown_out(
-    address: str, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, address, child, clock)
-    with peer(address, clock, b"GET / HTTP/1.1\r\n") as stranger:
-        while stranger.recv(4096):  # our name, then the end
+def ended(stranger: socket.socket, clock: SteeredClock) -> bool:
+    """The hub has closed this connection."""
+    stranger.settimeout(600)
+    clock.let_all_look()
+    try:
+        while stranger.recv(4096):
             pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+TEXTS = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "a name alone": b"rank 1 on far\n",
+    "no proof": b"0" * 32 + b"\nrank 1 on far " + b"0" * 64 + b"\n",
+    "no line": b"x" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stranger_is_shown_out_and_ends_nothing(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, text: str
+) -> None:
+    hub = Task(0, hub_at, child, clock)
+    with call(hub_at) as stranger:
+        stranger.sendall(TEXTS[text])
+        assert ended(stranger, clock)
+    with peer(hub_at, clock, "rank 1 on far", BEAT, BYE):
+        clock.pass_by(PERIOD_SECONDS)
+        assert hub.waits
+    child.kill()
+    assert hub.lost() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("rank 1 on far", b"of another"), ("rank 0 on far", SECRET), ("rank 2 on far", SECRET)],
+)
+def test_who_knows_no_secret_or_has_no_place_is_shown_out(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, name: str, secret: bytes
+) -> None:
+    hub = Task(0, hub_at, child, clock)
+    with call(hub_at) as stranger:
+        with suppress(Stranger):
+            introduce(stranger, clock, name, secret)
+        assert ended(stranger, clock) and hub.waits
+    child.kill()
+    assert hub.lost() is None
+
+
+def test_a_rank_comes_once(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
+) -> None:
+    """A second one of its name is closed, and its end is no loss."""
+    hub = Task(0, hub_at, child, clock)
+    with peer(hub_at, clock, "rank 1 on far", BEAT), call(hub_at) as second:
+        with suppress(Stranger):
+            introduce(second, clock, "rank 1 on far", SECRET)
+        assert ended(second, clock) and hub.waits
+        child.kill()
+        assert hub.lost() is None
+
+
+def test_who_speaks_a_byte_at_a_time_delays_nobody(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
+) -> None:
+    """Time passes only as the hub looks up; the slow caller has its time for an introduction, and no more."""
+    hub = Task(0, hub_at, child, clock)
+    with call(hub_at) as slow, peer(hub_at, clock, "rank 1 on far", BEAT) as far:
+        for _ in range(4):
+            slow.sendall(b"0")
+            clock.pass_by(0.75 * PERIOD_SECONDS)
+            far.sendall(BEAT)
+            clock.let_all_look()
+        assert hub.waits
+        assert ended(slow, clock), "after CALL_SECONDS, though it said something all the time"
+        far.sendall(BYE)
+        clock.let_all_look()
+    child.kill()
+    assert hub.lost() is None
+
+
+def test_a_crowd_of_strangers_has_a_limit(
+    hub_at: Hub,
+    child: subprocess.Popen[bytes],
+    clock: SteeredClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "MAX_STRANGERS", 1)
+    hub = Task(0, hub_at, child, clock)
+    with ExitStack() as opened:
+        crowd = [opened.enter_context(call(hub_at)) for _ in range(5)]
+        clock.let_all_look()
+        assert all(ended(one, clock) for one in crowd[3:])
+        clock.pass_by(heartbeat.CALL_SECONDS + 1)
+        opened.enter_context(peer(hub_at, clock, "rank 1 on far", BYE))
     child.kill()
     assert hub.lost() is None

@@ -18,6 +18,7 @@ from tests.cluster.test_slurm import HANG_SECONDS, TRAINS, Scenario, has_begun, 
 from tests.test_rank import process_of
 from zeroexp.cluster.follow import follow
 from zeroexp.cluster.job import Job
+from zeroexp.ports import published
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import read_records
 from zeroexp.tracking.json_files import read_json
@@ -61,18 +62,22 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     for name, strike in strikes.items():
         cluster.wait_for(lambda name=name: has_begun(jobs[name], SCENARIOS[name]), 120)
         if name == "loses_its_cable":  # once its tasks have met
-            cluster.wait_for(lambda: "ESTAB" in connections("node3", cluster), 60)
+            job = jobs[name]
+            cluster.wait_for(lambda job=job: "ESTAB" in connections("node3", job, cluster), 60)
         strike(jobs[name])
     with Progress(len(jobs), io.StringIO()) as progress:
         follow(dict(enumerate(jobs.values(), start=1)), progress, on_step=ignore, on_end=ignore)
     return jobs
 
 
-def connections(node: str, cluster: Minicluster) -> str:
-    """Of a node's own network, to the port of the heartbeat of the second job."""
+def connections(node: str, job: Job, cluster: Minicluster) -> str:
+    """Of a node's own network, to the port of a job's heartbeat."""
     network = cluster.folder / "networks" / node
+    port = published(job.folder / "slurm" / "heartbeat.1")
+    if port is None:
+        return ""
     return cluster.run(
-        "nsenter", f"--net={network}", "ss", "--no-header", "-t", "( sport = :10002 )"
+        "nsenter", f"--net={network}", "ss", "--no-header", "-t", f"( sport = :{port} )"
     )
 
 

@@ -286,7 +286,7 @@ def slurm_task(rank: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     place["SLURM_JOB_ID"] = "987654"
-    place["ZEROEXP_HEARTBEAT"] = "127.0.0.1:1"  # where nobody listens: an early task calls again
+    place |= {"ZEROEXP_HEARTBEAT": "127.0.0.1", "ZEROEXP_SECRET": "ab" * 32}
     return {**os.environ, **place, "PYTHONPATH": path}
 
 

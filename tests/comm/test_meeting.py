@@ -76,17 +76,67 @@ def test_strangers_are_put_down_and_hold_up_nobody():
         listener.close()
 
 
-def test_another_user_is_put_down(monkeypatch):
-    with closing(Listener()) as listener, closing(call(listener.address, b"")) as mine:
-        mine.send(hello(listener.token, 1))
-        caller, _ = listener.socket.accept()
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert meeting._introduced(caller, listener.token) == -1
-        monkeypatch.undo()
-        mine.send(hello(listener.token, 1))
-        caller.recv(0)
-        assert meeting._introduced(caller, listener.token) == 1
-        caller.close()
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may act as another user")
+def test_another_user_gets_no_memory_even_with_the_token():
+    """It calls first, and knows all that a rank knows: its connection is closed before anything is shown."""
+    listeners = [Listener() for _ in range(2)]
+    address, token = listeners[0].door
+    told, tells = os.pipe()
+    other = os.fork()
+    if other == 0:
+        os.setuid(NOBODY)
+        caller = call(address, hello(token, 1))
+        os.write(tells, b".")
+        caller.settimeout(60)
+        try:
+            _, files, _, _ = socket.recv_fds(caller, 100, 3)
+        except ConnectionResetError:
+            files = []
+        os._exit(len(files))
+    assert os.read(told, 1) == b"."
+    found: dict[int, dict[int, socket.socket]] = {}
+    threads = [threading.Thread(target=meet, args=(listeners, r, found)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    memory = os.memfd_create("memory")
+    for rank, line in ((0, found[0][1]), (1, found[1][0])):
+        assert meeting._user_of(line) == os.geteuid(), rank
+    socket.send_fds(found[0][1], [b"."], [memory])
+    _, files, _, _ = socket.recv_fds(found[1][0], 1, 1)
+    assert len(files) == 1, "the rank gets what the other user did not"
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+    for each in (told, tells, memory, *files):
+        os.close(each)
+    for line in (*found[0].values(), *found[1].values(), *(each.socket for each in listeners)):
+        line.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may act as another user")
+def test_no_token_is_said_to_another_user():
+    """One who listens at the address of a rank that has gone."""
+    with closing(Listener()) as listener:
+        door = listener.door
+    told, tells = os.pipe()
+    other = os.fork()
+    if other == 0:
+        os.setuid(NOBODY)
+        false = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        false.bind(door[0])
+        false.listen()
+        os.write(tells, b".")
+        heard = false.accept()[0].recv(100)
+        os._exit(len(heard))
+    assert os.read(told, 1) == b"."
+    with closing(Listener()) as mine, pytest.raises(ConnectionError, match="is another user"):
+        connect(1, [0], [door, mine.door], mine, 60)
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+    os.close(told)
+    os.close(tells)
 
 
 def test_a_rank_that_does_not_call_is_named_and_nothing_stays_open():

@@ -10,6 +10,7 @@ from typing import Any
 
 from zeroexp.check.refusal import nearest, value_of, wrong
 from zeroexp.config import AUTO, Config
+from zeroexp.ports import first_and_last
 from zeroexp.sharding.placement import Placement
 
 DTYPES = ("float32", "bfloat16")
@@ -252,6 +253,15 @@ def watched(config: Config) -> None:
                 wrong(key, each, f"no {what} of this run", f"use numbers from 0 to {number - 1}")
 
 
+def range_of_ports(config: Config) -> None:
+    if (told := config.cluster.slurm.ports) is not None:
+        try:
+            first_and_last(told)
+        except ValueError:
+            key = "cluster.slurm.ports"
+            wrong(key, told, "no range of ports", "use two of 1 to 65535, as 60001-63000")
+
+
 def study(config: Config) -> None:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for row in config.study.include:
@@ -268,5 +278,5 @@ def study(config: Config) -> None:
 
 RULES = (
     *(given, names, words, ranges, shapes, betas, world_sizes, bucket, repeats, watched),
-    study,
+    *(range_of_ports, study),
 )

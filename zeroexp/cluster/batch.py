@@ -22,11 +22,9 @@ from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
 from zeroexp.config import ClusterConfig
 from zeroexp.plan.place import Shape
+from zeroexp.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 
-# Ports are derived from the job id, below the ports that systems assign themselves.
-NUM_PORTS = 10_000
-HEARTBEAT_PORT, RENDEZVOUS_PORT = 10_000, 20_000
 BATCH_FILE = "batch.sh"  # in the folder slurm of a run
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
 
@@ -122,9 +120,8 @@ def _exports(job: Job, config: ClusterConfig) -> list[str]:
         *(f"export {key}={shlex.quote(str(value))}" for key, value in exports.items()),
         f"export {HOSTS}={hosts}",
         f"first_node=${{{HOSTS}%%[[:space:]]*}}",
-        f"export ZEROEXP_RENDEZVOUS=tcp://$first_node:{_port(RENDEZVOUS_PORT)}",
-        f"export {HEARTBEAT_AT}=$first_node:{_port(HEARTBEAT_PORT)}",
         number,
+        *_meeting(job, config),
     ]
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
@@ -132,9 +129,21 @@ def _exports(job: Job, config: ClusterConfig) -> list[str]:
     return lines
 
 
-def _port(first: int) -> str:
-    """Return shell arithmetic for a port; jobs that share a node get different ports."""
-    return f"$(({first} + SLURM_JOB_ID % {NUM_PORTS}))"
+def _meeting(job: Job, config: ClusterConfig) -> list[str]:
+    """Return shell lines that say where tasks and ranks meet, and draw what only they know.
+
+    The secret stands in no file: the environment of a process is readable by its user alone.
+    """
+    file = shlex.quote(str(job.folder.resolve() / "slurm" / "rendezvous"))
+    one_node = Shape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
+    host = "127.0.0.1" if one_node else "$first_node"
+    return [
+        f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {HEARTBEAT_AT}={host}",
+        f"export ZEROEXP_RENDEZVOUS={SCHEME}{host}{file}.${attempt.NUMBER}",
+        *([f"export {RANGE}={config.slurm.ports}"] if config.slurm.ports else []),
+        *(["export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}"] if one_node else []),
+    ]
 
 
 def _setup(lines: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Let the tasks of a Slurm job notice each other's loss: a crashed node sends nothing, and its peers would wait.
 
-    task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1
+    task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1      (who is a task: handshake.py)
 
 Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
@@ -14,23 +14,30 @@ connections is alive, and Slurm reports the death of its task; a machine that st
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+
+from zeroexp import ports
+from zeroexp.cluster.handshake import Introduction, Stranger
 
 BEAT, BYE = b".", b"!"  # how a line begins; a report may follow
 BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0
-PACKET_BYTES = MAX_NAME_BYTES = 4096
+NOBODYS_PORT = 1  # a machine that lives refuses a call there, as long as the hub has told no port
+PACKET_BYTES = 4096
+MAX_STRANGERS = (
+    64  # connections beyond those of the job's tasks that may be introducing themselves at once
+)
 MAX_LINE_BYTES = 64 << 10
-NAME = re.compile(r"rank (\d+) on \S+")
 
 
 class Clock:
@@ -44,6 +51,20 @@ class Clock:
     ) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what is ready to be read, after at most this many seconds."""
         return selector.select(seconds)
+
+
+@dataclass
+class Hub:
+    """Where the task of rank 0 listens, and what its callers must know."""
+
+    host: str
+    file: Path  # in which it publishes its port
+    secret: bytes
+    ports: str | None = None  # the range that it may choose from
+    port: int | None = None  # None: not published so far
+
+    def __str__(self) -> str:
+        return f"port {self.port} of {self.host}" if self.port else self.host
 
 
 @dataclass
@@ -64,7 +85,7 @@ class Peer:
 
 
 class Heartbeat:
-    """The heartbeat of one task; `address` is host:port of the task of rank 0.
+    """The heartbeat of one task; `hub` says where the task of rank 0 listens.
 
     It is a context manager, and leaving it says goodbye. name_of: the name of a rank that never connected and so never
     sent its own. report: called at every beat for the line that goes with it.
@@ -74,7 +95,7 @@ class Heartbeat:
         self,
         rank: int,
         world_size: int,
-        address: str,
+        hub: Hub,
         period_seconds: float,
         *,
         name_of: Callable[[int], str] = "rank {}".format,
@@ -83,12 +104,13 @@ class Heartbeat:
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or Clock()
-        host, _, port = address.rpartition(":")
-        self._me, self._hub = f"rank {rank} on {socket.gethostname()}", (host, int(port))
+        self._me, self._hub = f"rank {rank} on {socket.gethostname()}", hub
         self._period, self._start = period_seconds, start_seconds
         self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._peers: dict[socket.socket, Peer] = {}
+        self._strangers: dict[socket.socket, tuple[Introduction, float]] = {}  # and until when
+        self._most_strangers = MAX_STRANGERS + world_size
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._calls = rank != 0
@@ -97,7 +119,7 @@ class Heartbeat:
         # After this time no task may be missing.
         self._all_by = self._looked + self._start + self._period
         if rank == 0 and world_size > 1:
-            self._listen(int(port), world_size)
+            self._listen(world_size)
 
     def wait(self, pid: int, until: Callable[[], str | None] = lambda: None) -> str | None:
         """Wait until this child has ended (None), a peer is lost (a message), or `until` returns a message.
@@ -155,15 +177,20 @@ class Heartbeat:
         for peer in self._peers.values():
             self._send(peer, BYE + b"\n")
             peer.socket.close()
+        for stranger in self._strangers:
+            stranger.close()
         if self._listener:
             self._listener.close()
         self._selector.close()
 
-    def _listen(self, port: int, world_size: int) -> None:
+    def _listen(self, world_size: int) -> None:
         try:
-            self._listener = socket.create_server(("", port), backlog=world_size)
+            self._listener = ports.listen(self._hub.host, self._hub.ports, backlog=world_size)
+            self._listener.setblocking(False)
+            self._hub.port = port = self._listener.getsockname()[1]
+            ports.publish(self._hub.file, port)
         except OSError as error:  # the job can run without its heartbeat
-            print(f"no heartbeat between tasks: port {port}: {error}", file=sys.stderr)
+            print(f"no heartbeat between tasks: {error}", file=sys.stderr)
             self._missing.clear()
             return
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -175,8 +202,10 @@ class Heartbeat:
     def _hear(self, ready: Sequence[object]) -> str | None:
         """Read all that has arrived; return a message if a peer hung up without a goodbye."""
         for each in ready:
-            if each is self._listener and self._listener:
-                self._meet(self._listener.accept()[0])
+            if each is self._listener:
+                self._answer()
+            elif isinstance(each, socket.socket) and each in self._strangers:
+                self._introduce(each)
             elif isinstance(each, socket.socket) and each in self._peers:
                 peer = self._peers[each]
                 if not self._read(peer):
@@ -189,6 +218,8 @@ class Heartbeat:
         """Read from a peer; return False if the connection is closed."""
         try:
             packet = peer.socket.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return True
         except ConnectionError:
             return False
         peer.take(packet)
@@ -202,6 +233,8 @@ class Heartbeat:
             for peer in self._peers.values():
                 peer.heard = now
         self._looked = now
+        for stranger in [each for each, (_, until) in self._strangers.items() if now > until]:
+            self._put_down(stranger)
         for peer in self._peers.values():
             if not peer.left and now - peer.heard > self._period:
                 return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
@@ -210,12 +243,11 @@ class Heartbeat:
     def _never_came(self) -> str | None:
         if not self._missing or self._clock.now() < self._all_by:
             return None
-        host, port = self._hub
         first, *others = sorted(self._missing)
         nor = f", nor did {len(others)} more" if others else ""
-        how = "answer from" if self._calls else "reach"
+        how = "answer from" if 0 in self._missing else "reach"
         return (
-            f"{self._name_of(first)} is gone: it did not {how} port {port} of {host} "
+            f"{self._name_of(first)} is gone: it did not {how} {self._hub} "
             f"within {self._start:.0f} s + cluster.heartbeat_s={self._period:.0f}{nor}"
         )
 
@@ -233,33 +265,63 @@ class Heartbeat:
 
     def _call(self) -> None:
         """Connect to the task of rank 0, which may not have started yet."""
+        port = self._hub.port = ports.published(self._hub.file)
         try:
-            connection = socket.create_connection(self._hub, timeout=CALL_SECONDS)
+            hub = (self._hub.host, port or NOBODYS_PORT)
+            connection = socket.create_connection(hub, timeout=CALL_SECONDS)
         except OSError as error:
             answered = isinstance(error, ConnectionRefusedError)
         else:
             answered = True
-            self._calls = not self._meet(connection)
+            if port:
+                self._calls = False
+                self._meet(connection)
+            else:
+                connection.close()
         self._looked = self._clock.now()  # this task was busy, not asleep
         if answered:
             self._all_by = self._looked + self._start + self._period
 
-    def _meet(self, connection: socket.socket) -> bool:
-        """Exchange names, each in one short line; return False if the other end is not one of our tasks."""
-        connection.settimeout(CALL_SECONDS)
-        try:
-            connection.sendall(f"{self._me}\n".encode())
-            with connection.makefile("rb", buffering=0) as lines:
-                name = lines.readline(MAX_NAME_BYTES).decode(errors="replace").strip()
-        except OSError:
-            name = ""
-        if not (said := NAME.match(name)):
-            connection.close()
-            return False
-        self._missing.discard(int(said[1]))
-        self._peers[connection] = Peer(connection, name, self._clock.now())
+    def _answer(self) -> None:
+        """Accept a connection, which may have gone already. More than a job can have are put down at once."""
+        assert self._listener is not None
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            if len(self._strangers) < self._most_strangers:
+                self._meet(connection)
+            else:
+                connection.close()
+
+    def _meet(self, connection: socket.socket) -> None:
+        """Begin to exchange names; nobody waits for the other end to go on."""
+        introduction = Introduction(connection, self._me, self._hub.secret, self._awaits)
+        self._strangers[connection] = introduction, self._clock.now() + CALL_SECONDS
         self._selector.register(connection, selectors.EVENT_READ)
-        return True
+
+    def _awaits(self, rank: int) -> bool:
+        """May a new connection come from this rank? Each comes once."""
+        return rank in self._missing
+
+    def _introduce(self, connection: socket.socket) -> None:
+        try:
+            known = self._strangers[connection][0].listen()
+        except Stranger:
+            self._put_down(connection)
+            return
+        if known:
+            rank, name, said = known
+            del self._strangers[connection]
+            self._missing.discard(rank)
+            peer = self._peers[connection] = Peer(connection, name, self._clock.now())
+            connection.settimeout(CALL_SECONDS)
+            peer.take(said)
+
+    def _put_down(self, stranger: socket.socket) -> None:
+        """Close a connection to no task of this job. A task of another rank than 0 then calls again."""
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
+        self._calls = 0 in self._missing
 
     def _send(self, peer: Peer, word: bytes) -> None:
         """Send a word and ignore errors, because the reading side reports the loss."""

@@ -29,16 +29,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from zeroexp import advance
+from zeroexp import advance, ports
 from zeroexp.cluster.hang import Watched
-from zeroexp.cluster.heartbeat import Heartbeat
+from zeroexp.cluster.heartbeat import Heartbeat, Hub
 from zeroexp.cluster.live import sender
 from zeroexp.cluster.lookout import Lookout
 from zeroexp.stop import ASKS_TO_STOP, SAVED
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 
-HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # host:port of the task of rank 0
+HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # the host of the task of rank 0
 HOSTS = "ZEROEXP_HOSTS"  # the job's hosts in Slurm's order
 SECONDS_BETWEEN_SIGNALS = 1.0  # from Slurm's signal to a task's child until its signal to the task
 SECONDS_TO_NOTE = 2.0  # for one query to Slurm and one small file
@@ -81,7 +81,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
     )
     lookout = Lookout(watched, folder, rank, world_size, duty.hang_s, duty.heartbeat_s)
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    with beside, _heartbeat(duty, rank, world_size, lookout) as heartbeat:
+    with beside, _heartbeat(folder, duty, rank, world_size, lookout) as heartbeat:
         lost = heartbeat.wait(
             child.pid,
             until=lambda: (
@@ -145,15 +145,17 @@ def _start(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes]
     return child, numbers
 
 
-def _heartbeat(duty: Duty, rank: int, world_size: int, lookout: Lookout) -> Heartbeat:
+def _heartbeat(folder: Path, duty: Duty, rank: int, world_size: int, lookout: Lookout) -> Heartbeat:
     def name_of(other: int) -> str:
         return _name_of(other, world_size)
 
-    address = os.environ[HEARTBEAT_AT]
+    file = folder / "slurm" / f"heartbeat.{attempt.mine() or 1}"
+    secret = bytes.fromhex(os.environ[ports.SECRET])
+    hub = Hub(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE))
     return Heartbeat(
         rank,
         world_size,
-        address,
+        hub,
         duty.heartbeat_s,
         start_seconds=duty.start_s,
         name_of=name_of,

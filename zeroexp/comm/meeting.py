@@ -1,7 +1,8 @@
 """How the ranks of one host find each other: each pair of ranks gets one Unix socket, and nobody else gets one.
 
 Any process in the same network namespace may connect to an abstract address. So a caller must send its rank and a token
-that travelled over the process group, and must run as the same user. Any other caller is closed and delays nobody.
+that travelled over the process group. A process of another user is closed before it is heard, and any other caller is
+closed once it has spoken; neither delays anybody. A caller checks the user of the listener before it sends its token.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _call(rank: int, peer: int, address: str, token: bytes, deadline: float) -> 
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} could not call rank {peer}") from None
                 time.sleep(AGAIN_SECONDS)
+        if _user_of(line) != os.geteuid():
+            raise ConnectionError(f"who listens for rank {peer} is another user")
         line.send(_HELLO.pack(token, rank))
     except BaseException:
         line.close()
@@ -130,6 +133,10 @@ def _answer(
             for file in _ready(poll, deadline, rank, missing):
                 if file == listener.socket.fileno():
                     caller, _ = listener.socket.accept()
+                    if _user_of(caller) != os.geteuid():
+                        caller.close()
+                        continue
+                    caller.setblocking(False)
                     strangers[caller.fileno()] = caller
                     poll.register(caller, select.POLLIN)
                     continue
@@ -155,14 +162,18 @@ def _ready(poll: select.poll, deadline: float, rank: int, missing: set[int]) -> 
     return [file for file, _ in ready]
 
 
+def _user_of(connection: socket.socket) -> int:
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _PEER.unpack(told)[1]
+
+
 def _introduced(caller: socket.socket, token: bytes) -> int:
     """Return the rank that calls, or -1 for any caller that is no rank of this run."""
-    _, user, _ = _PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     try:
         hello = caller.recv(_HELLO.size)
     except OSError:
         return -1
-    if user != os.geteuid() or len(hello) != _HELLO.size:
+    if len(hello) != _HELLO.size:
         return -1
     said, rank = _HELLO.unpack(hello)
     return rank if secrets.compare_digest(said, token) else -1
