@@ -49,11 +49,19 @@ class ZeroexpLauncher(Launcher):
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 
-    def _compose(self, overrides: list[str]) -> tuple[list[str], Any]:
-        """Return the overrides that distinguish this point within the sweep, and its config as plain values."""
+    def _compose(self, overrides: list[str]) -> tuple[list[str], Any, dict[str, str]]:
+        """Return the overrides that distinguish this point within the sweep, its config as plain values, and the files
+        that Hydra writes of a job.
+        """
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         keys = [str(key) for key in composed if key != "hydra"]
-        values = OmegaConf.to_container(OmegaConf.masked_copy(composed, keys), resolve=True)
+        ours = OmegaConf.masked_copy(composed, keys)
+        values = OmegaConf.to_container(ours, resolve=True)
+        files = {
+            "config.yaml": OmegaConf.to_yaml(ours),
+            "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(composed, ["hydra"])),
+            "overrides.yaml": OmegaConf.to_yaml(overrides),
+        }
         asked = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         fixed = {word.get_key_element() for word in asked if not word.is_sweep_override()}
-        return [word for word in overrides if word.partition("=")[0] not in fixed], values
+        return [word for word in overrides if word.partition("=")[0] not in fixed], values, files

@@ -211,7 +211,7 @@ def zeroexp(*words: str, cwd: Path = ROOT, path: Path = ROOT) -> subprocess.Comp
 def test_help_shows_groups_and_examples():
     help_text = zeroexp("--help").stdout
     for group in GROUPS:
-        assert f"\n{group}: " in help_text
+        assert f"\n  {group} " in help_text
     assert "study=compare" in help_text and "Exit codes" in help_text
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,13 +15,17 @@ import hydra
 from hydra.core.config_store import ConfigStore
 
 from zeroexp import interruption, output
+from zeroexp.cluster.points import Composed
 from zeroexp.cluster.sweep import Sweep
+from zeroexp.commandline import help, verbs
 from zeroexp.commandline.explain import MISTAKES, explain, first_line
 from zeroexp.commandline.words import only_shows, refuse_words
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
 
-REFUSED, INTERRUPTED = 2, 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
 BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -31,7 +36,9 @@ def main() -> int:
 
     0: all went well; 1: something failed; 2: the configuration was refused; 130: the user interrupted.
     """
-    arguments = sys.argv[1:]
+    if module := verbs.module_of(sys.argv[1:]):
+        return verbs.run(module, sys.argv[1:])
+    arguments = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
     output.keep_going()
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
@@ -45,13 +52,24 @@ def main() -> int:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # a sweeper that learns may have run points already
             return REFUSED
+        except OSError as error:
+            if error.errno not in OF_THE_DISK:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            remedy = "make room, or choose another folder with outputs=..."
+            print(f"zeroexp: {where}{error.strerror}; {remedy}", file=sys.stderr)
+            return FAILED
         except KeyboardInterrupt:
             sweep.conclude()
             return INTERRUPTED
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:
-    if "--rerun" in arguments:
+    if not _exists_here():
+        raise ConfigError("the folder that you are in has been removed; change to one that exists")
+    if told := _told(arguments):
+        print(told)
+    elif "--rerun" in arguments:
         if len(arguments) != 2 or not Path(arguments[-1]).is_dir():
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
         sweep.rerun(Path(arguments[-1]).resolve())
@@ -59,12 +77,32 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
         compose(sweep, arguments)
 
 
+def _exists_here() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
+
+
+def _told(arguments: Sequence[str]) -> str | None:
+    """Return the help or version that the line asks for; None if it asks for neither."""
+    if "--version" in arguments:
+        return help.version()
+    for flag in ("--help", "-h"):
+        if flag in arguments:
+            keys = arguments[arguments.index(flag) + 1 :]
+            return "\n\n".join(
+                help.about(key.partition("=")[0], _conf()) for key in keys
+            ) or help.screen(_conf(), verbs.listed())
+    return None
+
+
 class TakesPoints(Protocol):
     """What `compose` hands the points of a command line to: a sweep that runs them, or a plan."""
 
     @property
     def has_failures(self) -> bool: ...
-    def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]], /) -> list[Any]: ...
+    def run(self, batch: Sequence[Composed], /) -> list[Any]: ...
 
 
 def compose(
@@ -100,8 +138,11 @@ def compose(
         with _printed_without_passwords() if shows else contextlib.nullcontext():
             start(run_points)()
     except Exception as error:
-        if error in raised or not taker.has_failures:
-            raise
+        if not taker.has_failures:
+            if error in raised or isinstance(error, (*MISTAKES, OSError)):
+                raise
+            told = f"{' '.join(words)}: {NOT_UNDERSTOOD} ({first_line(error)})"
+            raise ConfigError(told) from error
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
 

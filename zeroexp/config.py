@@ -34,7 +34,7 @@ class Row:
     """The placement of one kind of state between uses, and its dtype."""
 
     placement: str = "replicate"  # replicate | partial | shard
-    dtype: str = "float32"
+    dtype: str = "float32"  # float32 | bfloat16
 
 
 @dataclass
@@ -120,11 +120,11 @@ class PrecisionConfig:
 @dataclass
 class OptimizerConfig:
     name: str = "adamw"  # adamw | sgd
-    lr: float = 1e-3
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    lr: float = 1e-3  # learning rate at its top
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
+    eps: float = 1e-8  # adamw
     momentum: float = 0.0  # sgd
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True
     max_grad_norm: float | None = 1.0  # None = no clipping
@@ -184,9 +184,7 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
-    peak_tflops: float | None = (
-        None  # what one rank can compute; None: measured at the end of a run
-    )
+    peak_tflops: float | None = None  # what one rank can compute; None: measured after a run
     device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out

@@ -49,7 +49,7 @@ def length(config: Config) -> None:
     shape = model.moe if model.family == "moe" else hf_keys(model)
     for key in ("max_position_embeddings", "n_positions", "max_positions"):
         limit = shape.get(key)
-        if limit is not None and config.data.seq_len > limit:
+        if isinstance(limit, int) and config.data.seq_len > limit:
             problem = f"model={model.name} has {limit} positions"
             undefined(config, "data.seq_len", problem, f"use at most {limit}")
 

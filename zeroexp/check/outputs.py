@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeroexp.config import ConfigError
 
-ENOUGH_BYTES = 4096  # enough that the kernel allocates a block
+ENOUGH_BYTES = 32 << 10  # what the command itself writes of the shortest run
 
 
 def require_writable(named: str, folder: str | Path, remedy: str) -> None:

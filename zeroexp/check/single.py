@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
+from zeroexp.check.aliases import word_meant
 from zeroexp.check.refusal import nearest, value_of, wrong
 from zeroexp.config import AUTO, Config
 from zeroexp.ports import first_and_last
@@ -42,11 +43,6 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "cluster.kind": ("local", "slurm"),
     "cluster.device": ("auto", "cpu", "cuda"),
-}
-
-# Planned words that are not available yet, and what to use instead.
-PLANNED = {
-    ("strategy.implementation", "deepspeed"): "use torch for a native engine",
 }
 
 MOST_REPEATS = 100
@@ -111,6 +107,8 @@ AT_MOST = {
     "cluster.threads_per_rank": 1024,
     "cluster.timeout_s": YEAR_S,
     "cluster.heartbeat_s": YEAR_S,
+    "cluster.hang_s": YEAR_S,
+    "cluster.device_memory_gib": 10**6,
     "cluster.slurm.ranks_per_node": 1024,
     "cluster.slurm.cpus_per_rank": 1024,
     "cluster.slurm.max_running": 10**6,
@@ -137,11 +135,11 @@ def given(config: Config) -> None:
 
     A published model may hold any: Mamba's time steps have infinity as their limit.
     """
-    own = replace(config, model=replace(config.model, published={}))
-    for key, value in _values(asdict(own)):
+    for key, value in _values(asdict(config)):
         if value == "???":
             wrong(key, value, "no value", "give it one")
-        if isinstance(value, float) and not math.isfinite(value):
+        published = key.startswith("model.published.")
+        if isinstance(value, float) and not math.isfinite(value) and not published:
             wrong(key, value, "no finite number", "use a finite one, or null where that is allowed")
 
 
@@ -158,24 +156,25 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
 
 def names(config: Config) -> None:
     """Require valid names for folders and for objects in MLflow."""
-    for key in ("study.name", "model.name", "tracking.experiment"):
+    groups = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
+    for key in (*(f"{group}.name" for group in groups), "tracking.experiment"):
         if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
             remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
             wrong(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
     if not config.outputs:
         wrong("outputs", "", "no folder", "use outputs=outputs")
-    if config.outputs.startswith("~"):
-        problem = "would be a folder of that name here: no shell has replaced its ~"
+    if config.outputs.startswith("~") or "$" in config.outputs:
+        problem = "would be a folder of that name here: no shell has replaced its ~ or $"
         wrong("outputs", config.outputs, problem, "use outputs=$HOME/...")
 
 
 def words(config: Config) -> None:
-    for (key, word), remedy in PLANNED.items():
-        if value_of(config, key) == word:
-            wrong(key, word, "not available yet", remedy)
     for key, known in WORDS.items():
         if (value := value_of(config, key)) not in known:
-            wrong(key, value, "unknown word", nearest(value, filter(None, known)))
+            words = [word for word in known if word]
+            wrong(
+                key, value, "unknown word", word_meant(key, value, words) or nearest(value, words)
+            )
 
 
 def ranges(config: Config) -> None:

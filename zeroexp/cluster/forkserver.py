@@ -71,7 +71,11 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     folder = Path(request.folder)
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.forget(folder)
-    code.prepare(folder)
+    try:
+        code.prepare(folder)
+    except Exception as error:  # a cache that takes no file, data that cannot be read, others
+        failure.write_unranked(folder, type(error).__name__, str(error))
+        return "failed"
     gc.freeze()  # otherwise a rank's first collection copies the pages of all imported objects
     device = _device(request)
     if device is None:

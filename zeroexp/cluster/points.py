@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from zeroexp.adopt import adopted
@@ -16,6 +17,11 @@ from zeroexp.config import Config, ConfigError, UndefinedCombination, from_mappi
 
 IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
 TOO_LONG_FOR_A_NAME = ("resume",)
+LONGEST_NAME_BYTES = 200  # of a point's folder; file systems allow 255, and a number may follow
+
+
+# One point from Hydra: its overrides, its composed config, and the files of .hydra/ by name.
+Composed = tuple[Sequence[str], Mapping[str, Any], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Point:
     name: str  # the folder's name; equal names get a number
     config: Config  # resolved
     refusal: str | None  # the reason if the point is skipped
+    hydra: Mapping[str, str] = field(default_factory=dict[str, str])  # files for users of Hydra
 
 
 def points_of(
@@ -80,4 +87,7 @@ def _name(overrides: Sequence[str], config: Config) -> str:
         key, _, value = override.lstrip("+").partition("=")
         if key not in (*IN_EVERY_NAME, *TOO_LONG_FOR_A_NAME):
             parts.append(key.rpartition(".")[2] + value if "." in key else value)
-    return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    if len(name.encode()) <= LONGEST_NAME_BYTES:
+        return name
+    return f"{name[:40]}-{sha256(name.encode()).hexdigest()[:8]}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, first_cause
 from zeroexp.cluster.load import Load
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.points import Point, points_of
+from zeroexp.cluster.points import Composed, Point, points_of
 from zeroexp.cluster.queue import Queue, stop
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
@@ -40,6 +41,7 @@ from zeroexp.tracking.mlflow import with_store
 from zeroexp.tracking.run import UNFINISHED, Run, read_run
 
 FINE = ("done", "skipped")
+HYDRA = ".hydra"  # its folder in every run, as its users expect
 
 
 class Sweep:
@@ -65,15 +67,18 @@ class Sweep:
 
     # ---- what the launcher calls
 
-    def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[float | None]:
-        """Run (overrides, composed config) pairs; return the loss that `_final_loss` takes of each, or None.
+    def run(self, batch: Sequence[Composed]) -> list[float | None]:
+        """Run points; return the loss that `_final_loss` takes of each, or None.
 
         Raises ConfigError, before anything runs, if a word is wrong or no point is left to run.
         """
         if not batch:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
-        points = [judged(points_of(overrides, values)) for overrides, values in batch]
+        points = [
+            [replace(point, hydra=files) for point in judged(points_of(overrides, values))]
+            for overrides, values, files in batch
+        ]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
         jobs: list[list[Job]] = [[] for _ in points]
         for repeat in range(max(point.config.repeats for one in points for point in one)):
@@ -163,6 +168,9 @@ class Sweep:
         self._jobs.append(job)
         reserve(job.folder)
         save(with_store(point.config), job.folder / "config.yaml")
+        for name, text in point.hydra.items():
+            (job.folder / HYDRA).mkdir(exist_ok=True)
+            (job.folder / HYDRA / name).write_text(text)
         device = point.config.cluster.device
         known = {**environment(self._arguments, device), "repeat": repeat}
         write_json(job.folder / "environment.json", known)

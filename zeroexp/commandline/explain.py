@@ -12,6 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from zeroexp.check.aliases import key_meant, word_meant
 from zeroexp.check.refusal import nearest
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
@@ -34,7 +35,7 @@ HINTS = {
 
 def explain(error: Exception) -> str:
     """Return the line for the user, without the passwords of any address in it."""
-    return without_password(_explain(error))
+    return " ".join(without_password(_explain(error)).split("\n")).strip()
 
 
 def first_line(error: BaseException) -> str:
@@ -62,12 +63,15 @@ def _explain(error: Exception) -> str:
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
-    return f"{group}={option}: unknown option; {nearest(option, options)}"
+    remedy = word_meant(group, option, options) or nearest(option, options)
+    return f"{group}={option}: unknown option; {remedy}"
 
 
 def _unknown_key(key: str, value: str) -> str:
     if key.startswith(FREE):
         return f"{key}={value}: not there so far; use +{key}={value} to add it"
+    if remedy := key_meant(key):
+        return f"{key}={value}: unknown key; {remedy}"
     close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{key}={value}: unknown key; {meant}`python -m zeroexp --cfg job` shows them all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,26 +11,32 @@ from zeroexp.check.refusal import nearest, refuse_password
 from zeroexp.config import Config, ConfigError
 
 # These flags of Hydra print something and run nothing.
-ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version")
+ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 # The other flags that Hydra knows, each with the values it may have: () means none, None means any.
 _SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_COMPLETES = tuple(
+    f"{verb}={shell}"
+    for shell in ("bash", "zsh", "fish")
+    for verb in ("install", "uninstall", "query")
+)
 FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), _SHOWN),
     **dict.fromkeys(("--package", "-p", "--config-name", "-cn", "--config-path", "-cp")),
     **dict.fromkeys(("--config-dir", "-cd", "--rerun")),
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve"), ()),
+    **dict.fromkeys(("--shell-completion", "-sc"), _COMPLETES),
+    **dict.fromkeys(("--hydra-help", "--resolve"), ()),
 }
 WITHOUT_VALUE = ("--info", "-i")  # they may have one
 REFUSED_FLAGS = {
     "--experimental-rerun": "use --rerun outputs/<sweep>",
-    "--shell-completion": "leave it out",
-    "-sc": "leave it out",
     "--run": "leave it out: every run is a sweep, of one point too",
     "-r": "leave it out: every run is a sweep, of one point too",
 }
+# These values of a group end in a traceback of Hydra.
+NO_OPTION = re.compile(r"|null|None|true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 # Hydra's own settings that have an effect here. Folders are ours: outputs/<sweep>/<run>.
-HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath", "hydra.verbose")
+HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath")
 
 
 def only_shows(words: Sequence[str]) -> bool:
@@ -40,12 +47,15 @@ def refuse_words(words: Sequence[str], conf: Path) -> None:
     """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
     for word in words:
         refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
+    if {"-sc", "--shell-completion"} & set(words) and len(words) > 2:
+        raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
     _refuse_flags(list(words))
     if "--resolve" in words and not only_shows(words):
         raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
     for word in words:
         _refuse_empty_group(word, conf)
         _refuse_idle(word)
+        _refuse_several_studies(word)
 
 
 def _refuse_flags(words: list[str]) -> None:
@@ -77,13 +87,23 @@ def _refuse_value(flag: str, value: str) -> None:
 def _refuse_empty_group(word: str, conf: Path) -> None:
     key, equals, value = word.lstrip("+").partition("=")
     groups = [item.name for item in fields(Config) if (conf / item.name).is_dir()]
-    if equals and key in groups and value in ("null", "None", ""):
+    if equals and key in groups and any(NO_OPTION.fullmatch(one) for one in value.split(",")):
         options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
         raise ConfigError(f"{word}: no option; use one of {', '.join(options)}")
 
 
+def _refuse_several_studies(word: str) -> None:
+    """A study brings its own sweep, which Hydra expands for one study only."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key == "study" and any(sign in value for sign in ",(["):
+        problem = "one study at a time, since each is a sweep of its own"
+        raise ConfigError(f"{word}: {problem}; use one command for each")
+
+
 def _refuse_idle(word: str) -> None:
-    key = word.lstrip("+~").partition("=")[0]
+    if word.startswith("~"):
+        raise ConfigError(f"{word}: no key can be left out; set it to another value, or to null")
+    key = word.lstrip("+").partition("=")[0]
     if key.startswith(("hydra.", "hydra/")) and not key.startswith(HYDRAS):
         problem = "no effect, since every run has the folder outputs/<sweep>/<run>"
         raise ConfigError(f"{word}: {problem}; use outputs=..., study.name=..., or leave it out")

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
+from zeroexp.check.outputs import require_writable
 from zeroexp.data import Microbatch
 from zeroexp.inputs import cache_root
 
@@ -41,7 +42,8 @@ def cached(
     folder = cache_root() / key
     if is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    remedy = "set ZEROEXP_CACHE to a folder that is yours"
+    require_writable(f"ZEROEXP_CACHE={folder.parent}", folder.parent, remedy)
     with FileLock(folder.with_suffix(".lock")):
         if not is_whole(folder):
             # A damaged folder and the remains of a killed writer are removed.

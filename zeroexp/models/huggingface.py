@@ -25,7 +25,7 @@ from zeroexp import hub
 from zeroexp.config import ConfigError, ModelConfig, hf_keys, vocabulary
 from zeroexp.models import huggingface_weights
 from zeroexp.models.deferred import Drawn
-from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys
+from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys, check_shape
 from zeroexp.models.huggingface_values import Stored
 from zeroexp.strategies.values import Values
 
@@ -123,6 +123,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
         if keys.get("pad_token_id") is None:
             keys["pad_token_id"] = 0
         keys = {**keys, "num_labels": config.num_labels}
+    _keep_quiet()
     try:
         shape = AutoConfig.for_model(kind, use_cache=False, **keys)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -131,6 +132,8 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     if not isinstance(getattr(shape, "vocab_size", None), int):
         problem = "a model of several parts, which takes more than tokens"
         raise ConfigError(f"model_type={kind}: {problem}; use the model of its text alone")
+    if config.family != "hf":  # elsewhere a number of the same name may mean something else
+        check_shape(shape)
     for key, value in shape.to_dict().items():
         if RANDOMNESS.search(key) and isinstance(value, int | float) and value is not True:
             setattr(shape, key, 0.0)
@@ -142,7 +145,6 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
 
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
-    _keep_quiet()
     words = vocabulary(config) or huggingface_weights.num_words(config, folder)
     _require_fitting(config, folder, _shape(config, words))
 
@@ -172,7 +174,6 @@ def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     assert config.weights is not None
     shape = _shape(config, vocab_size)
     folder = hub.model_folder(config.weights)
-    _keep_quiet()
     _require_fitting(config, folder, shape)
     try:
         module, report = TASKS[config.task].from_pretrained(
@@ -195,6 +196,6 @@ def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
 
 
 def _keep_quiet() -> None:
-    """Silence transformers: its load report repeats our checks, and its warnings concern generation."""
+    """Silence transformers: its warnings and load report repeat our checks, or concern generation."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()

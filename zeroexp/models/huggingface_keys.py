@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from zeroexp.config import ConfigError, ModelConfig
 
@@ -26,6 +26,14 @@ IDLE = {
 ELSEWHERE = {"dtype": "precision", "torch_dtype": "precision", "num_labels": "model.num_labels"}
 # transformers understands these, which older versions wrote, and keeps them in `rope_parameters`.
 SPELT_APART = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
+
+# Whole numbers above 0, where the family has them.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "n_inner"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "head_dim"),
+    *("num_local_experts", "num_experts_per_tok", "sliding_window"),
+)
+PAD = "pad_token_id"
 
 
 def check_keys(config: ModelConfig, kind: str) -> None:
@@ -50,3 +58,33 @@ def check_keys(config: ModelConfig, kind: str) -> None:
         if RANDOMNESS.search(key) and value:
             problem = "forward passes have no randomness here, so that engines can be compared"
             raise ConfigError(f"{named}={value}: {problem}; leave it out")
+
+
+def check_shape(shape: PreTrainedConfig) -> None:
+    """Raise ConfigError for numbers of which a model can be built but not computed."""
+
+    def wrong(key: str, problem: str) -> None:
+        raise ConfigError(f"model.hf_config.{key}={of[key]}: {problem}")
+
+    of = {key: getattr(shape, key, None) for key in (*SIZES, PAD)}
+    for key in SIZES:
+        if of[key] is not None and (type(of[key]) is not int or of[key] < 1):
+            wrong(key, "no whole number above 0; use one")
+    heads, groups, experts = (
+        of["num_attention_heads"],
+        of["num_key_value_heads"],
+        of["num_local_experts"],
+    )
+    if groups and heads % groups:
+        wrong(
+            "num_key_value_heads", f"does not divide num_attention_heads={heads}; use one that does"
+        )
+    if (
+        getattr(shape, "rope_parameters", None)
+        and (of["head_dim"] or of["hidden_size"] // heads) % 2
+    ):
+        wrong("num_attention_heads", "a head has an odd number of dimensions; use fewer heads")
+    if experts and of["num_experts_per_tok"] > experts:
+        wrong("num_experts_per_tok", f"there are {experts} experts; use at most as many")
+    if of[PAD] is not None and not 0 <= of[PAD] < of["vocab_size"]:
+        wrong(PAD, f"no word of model.hf_config.vocab_size={of['vocab_size']}; use one")

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.check import check
 from zeroexp.check.fit import num_gpus
-from zeroexp.cluster.points import Point, points_of
+from zeroexp.cluster.points import Composed, Point, points_of
 from zeroexp.config import Config, ConfigError
 from zeroexp.models.beforehand import check_model
 from zeroexp.models.build import BuiltModel
@@ -49,11 +49,11 @@ class Plans:
         self.notes: list[str] = []
         self._models: list[tuple[Config, BuiltModel]] = []
 
-    def run(self, batch: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[None]:
+    def run(self, batch: Sequence[Composed]) -> list[None]:
         """Plan (overrides, composed config) pairs. Raises ConfigError if a word is wrong or nothing is left to plan."""
         if not batch:
             raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
-        points = [p for words, values in batch for p in self._points(words, values)]
+        points = [p for words, values, _ in batch for p in self._points(words, values)]
         if not points:
             study = batch[0][1]["study"]["name"]
             remedy = "leave what it compares to the study, or extend study.include"

@@ -1,0 +1,88 @@
+"""See tests/fuzz/__init__.py. Exit code 1 where a line ended as no line should, or accepted.txt is out of date."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.fuzz.line import Tried, attempt
+from tests.fuzz.words import lines, single
+
+LIST = Path(__file__).with_name("accepted.txt")
+HEAD = "# Words that the command line accepts alone, by key, of those in words.py; a reader has agreed with each.\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--real", action="store_true", help="run what is accepted")
+    parser.add_argument("--write", action="store_true", help="write accepted.txt from every word")
+    parser.add_argument("--jobs", type=int, default=1)
+    asked = parser.parse_args()
+    drawn = [[word] for word in single()] if asked.write else lines(asked.lines, asked.seed)
+    tried = list(_shown(_all(drawn, asked.real, asked.jobs), len(drawn)))
+    wrong = [each for each in tried if each.wrong]
+    accepted = [each for each in tried if each.accepted]
+    print(f"{len(tried)} lines: {len(accepted)} accepted, {len(wrong)} wrong")
+    if asked.write:
+        LIST.write_text(HEAD + by_key(each.line[0] for each in accepted))
+        return int(bool(wrong))
+    alone = {each.line[0] for each in accepted if len(each.line) == 1}
+    new = sorted(alone - agreed())
+    print("".join(f"accepted, and not in {LIST.name}: {word!r}\n" for word in new), end="")
+    return int(bool(wrong or new))
+
+
+def _all(drawn: list[list[str]], real: bool, jobs: int) -> Iterator[Tried]:
+    if jobs == 1:
+        yield from (attempt(line, real=real) for line in drawn)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(attempt_one, ((line, real) for line in drawn))
+
+
+def attempt_one(asked: tuple[list[str], bool]) -> Tried:
+    return attempt(asked[0], real=asked[1])
+
+
+def _shown(tried: Iterable[Tried], count: int) -> Iterator[Tried]:
+    for number, each in enumerate(tried, start=1):
+        if each.wrong:
+            said = (each.err.strip() or each.out.strip())[-600:]
+            print(f"{number}/{count} {each.wrong}: {' '.join(each.line)!r}\n    {said}", flush=True)
+        if each.accepted and len(each.line) == 1:
+            print(f"{number}/{count} accepted: {each.line[0]!r}", flush=True)
+        yield each
+
+
+def by_key(words: Iterable[str]) -> str:
+    """One line for each key: `train.steps: 1 2 3`; words are written as Python writes them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for word in words:
+        key, equals, value = word.partition("=")
+        found[key + equals].append(value)
+    return "".join(f"{key}{found[key]!r}\n" for key in found)
+
+
+def agreed() -> set[str]:
+    """The words of accepted.txt."""
+    import ast
+
+    words: set[str] = set()
+    for line in LIST.read_text().splitlines():
+        if not line.startswith("#"):
+            key, _, listed = line.partition("[")
+            words |= {key + value for value in ast.literal_eval("[" + listed)}
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

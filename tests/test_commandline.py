@@ -1,0 +1,88 @@
+"""What the command line says without running anything, and what it leaves in a run's folder."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.composing import CONF, compose_once, composed
+from zeroexp import __main__ as zeroexp
+from zeroexp.cluster.points import LONGEST_NAME_BYTES, points_of
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.commandline import help
+from zeroexp.commandline.verbs import VERBS
+
+TINY = ["model=tiny", "data=synthetic", "tracking=files", "world_size=1"]
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
+    return zeroexp.main()
+
+
+def test_help_is_one_screen(monkeypatch, capsys):
+    assert say(monkeypatch, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 42 and max(map(len, lines)) <= 110
+    for word in (*VERBS, *(path.name for path in CONF.iterdir() if path.is_dir())):
+        assert word == "run" or any(word in line.split() for line in lines), word
+    for key in help.IMPORTANT:
+        assert any(line.split()[:1] == [key] and len(line.split()) > 1 for line in lines), key
+
+
+def test_every_key_and_group_has_help(monkeypatch, capsys):
+    for key, kind, _ in help._keys():
+        assert help.about(key, CONF).startswith(f"{key}: {kind}")
+    assert say(monkeypatch, "--help", "strategy.prefetch", "precision") == 0
+    told = capsys.readouterr().out
+    assert "units gathered ahead (zero3)" in told and "at most 1024" in told
+    assert "bf16_master" in told and "precision.autocast" in told
+    assert say(monkeypatch, "--help", "train.stepz") == zeroexp.REFUSED
+    assert "did you mean train.steps" in capsys.readouterr().err
+
+
+def test_version_is_ours(monkeypatch, capsys):
+    assert say(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("zeroexp 0.")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, monkeypatch, capsys):
+    try:
+        code = say(monkeypatch, verb, "--help")
+    except SystemExit as ended:  # argparse's
+        code = ended.code
+    told = capsys.readouterr().out
+    assert code == 0 and "zeroexp" in told and len(told.splitlines()) > 3
+
+
+def test_a_run_keeps_what_users_of_hydra_look_for(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    compose_once(monkeypatch)
+    monkeypatch.setattr(Sweep, "_execute", lambda *_: None)  # no rank starts
+    monkeypatch.setattr(Sweep, "conclude", lambda _: 0)
+    assert say(monkeypatch, *TINY, "-m", "optimizer.lr=0.1,0.2") == 0
+    found = {}
+    for folder in tmp_path.glob("outputs/*/*/.hydra"):
+        overrides = OmegaConf.load(folder / "overrides.yaml")
+        found[overrides[-1]] = folder
+        config = OmegaConf.load(folder / "config.yaml")
+        assert f"optimizer.lr={config.optimizer.lr}" == overrides[-1]
+        assert list(overrides[:-1]) == TINY
+        assert "hydra" not in config
+        hydra = OmegaConf.load(folder / "hydra.yaml").hydra
+        assert list(hydra.overrides.task) == list(overrides)
+    assert set(found) == {"optimizer.lr=0.1", "optimizer.lr=0.2"}
+
+
+def test_a_long_value_makes_no_long_name():
+    values = asdict(composed("world_size=1"))
+    long = [points_of([f"data.path={'ü/' * 200}{end}"], values)[0].name for end in "ab"]
+    assert len(set(long)) == 2
+    assert all(len(name.encode()) <= LONGEST_NAME_BYTES for name in long)
+    assert all(name.startswith("zero3-buffer-n1-path") for name in long)
+    assert Path(long[0]).name == long[0]

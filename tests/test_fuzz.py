@@ -1,0 +1,25 @@
+"""Lines that nobody wrote end as any line must: a sample of `python -m tests.fuzz`, the same on every machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.fuzz.__main__ import agreed
+from tests.fuzz.words import single
+from tests.warm import Warm
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_drawn_lines_are_refused_in_one_line_or_accepted_as_agreed():
+    command = [sys.executable, "-m", "tests.fuzz", "--lines", "40", "--seed", "1"]
+    fuzz = Warm(command, env=dict(os.environ), cwd=ROOT)
+    told, errors = fuzz.communicate(timeout=800)
+    assert fuzz.returncode == 0, told + errors
+    assert told.rstrip().splitlines()[-1].startswith("40 lines: ")
+
+
+def test_the_list_of_accepted_words_holds_words_that_are_drawn():
+    assert agreed() <= set(single()) and len(agreed()) > 300

@@ -1,0 +1,93 @@
+"""What words of other projects are called here: they are answered, never obeyed, so that each thing has one name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
+HYBRID = "there is no hybrid sharding: use strategy=zero3, or strategy=zero2 for less traffic"
+MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
+BATCH = "use data.global_batch_size (all ranks, one step) and data.micro_batch_size (one pass)"
+OR_ANY = "or any model of transformers with model=hf model.path=..."
+
+# (key, word without its signs) -> what to use
+WORDS = {
+    **dict.fromkeys((("strategy", word) for word in ("fsdp", "fsdp2", "fullyshard")), FSDP2),
+    **dict.fromkeys((("strategy.implementation", word) for word in ("fsdp", "fsdp2")), FSDP2),
+    **dict.fromkeys((("strategy", word) for word in ("hsdp", "hybrid", "hybridshard")), HYBRID),
+    ("strategy", "dp"): "use strategy=ddp",
+    ("strategy", "dataparallel"): "use strategy=ddp",
+    ("strategy", "zero0"): "use strategy=ddp: ZeRO-0 shards nothing",
+    ("strategy", "zero"): "use strategy=zero1, zero2 or zero3",
+    ("strategy", "deepspeed"): "use strategy=zero1, zero2 or zero3; DeepSpeed itself is not run",
+    ("strategy", "zero++"): "use strategy=zero3, without quantized messages",
+    ("strategy.implementation", "pytorch"): "use torch",
+    ("strategy.implementation", "native"): "use torch",
+    ("strategy.implementation", "deepspeed"): "not available yet; use torch for a native engine",
+    ("strategy.implementation", "ours"): "use buffer, parameter or tensor",
+    ("strategy.implementation", "flat"): "use buffer",
+    ("optimizer", "adam"): "use optimizer=adamw (with optimizer.weight_decay=0 it is Adam)",
+    ("optimizer", "momentum"): "use optimizer=sgd optimizer.momentum=0.9",
+    ("precision", "fp16"): f"fp16 needs loss scaling, which is not here: {MIXED}",
+    ("precision", "float16"): f"fp16 needs loss scaling, which is not here: {MIXED}",
+    ("precision", "amp"): MIXED,
+    ("precision", "mixed"): MIXED,
+    ("precision", "bfloat16"): "use precision=bf16, or precision=bf16_master with fp32 weights",
+    ("precision", "float32"): "use precision=fp32",
+    ("cluster.device", "gpu"): "use cuda",
+    ("cluster.device", "mps"): "use cpu: Apple's GPUs have no collectives",
+    (
+        "model",
+        "llama",
+    ): f"use model=tiny, small, smollm2_135m or llama_7b, all of which are LLaMAs, {OR_ANY}",
+    ("model", "gpt2"): f"use model=gpt2_tiny, {OR_ANY}",
+    ("model", "mixtral"): f"use model=mixtral_tiny, {OR_ANY}",
+    ("data", "yelpreviewfull"): "use data=yelp, or data=yelp_causal for a causal model",
+}
+# A key without its signs -> what to use
+KEYS = {
+    **dict.fromkeys(("lr", "learningrate"), "use optimizer.lr"),
+    **dict.fromkeys(("batchsize", "batch", "globalbatchsize"), BATCH),
+    **dict.fromkeys(
+        ("gradientaccumulationsteps", "accumulation"), f"it follows from others: {BATCH}"
+    ),
+    **dict.fromkeys(("steps", "maxsteps", "numsteps", "iterations"), "use train.steps"),
+    **dict.fromkeys(("epochs", "numepochs"), "runs are counted in steps: use train.steps"),
+    **dict.fromkeys(("seqlen", "seqlength", "blocksize", "contextlength"), "use data.seq_len"),
+    **dict.fromkeys(
+        ("gpus", "ngpus", "nproc", "nprocpernode", "worldsize", "ranks"), "use world_size"
+    ),
+    **dict.fromkeys(("nodes", "nnodes"), "use world_size and cluster.slurm.ranks_per_node"),
+    **dict.fromkeys(
+        ("partition", "account", "qos", "constraint"), "use cluster.slurm.* of that name"
+    ),
+    **dict.fromkeys(("time", "timelimit"), "use cluster.timeout_s"),
+    **dict.fromkeys(("seed",), "use train.seed"),
+    **dict.fromkeys(("device",), "use cluster.device"),
+    **dict.fromkeys(("dtype", "bf16", "fp16"), "use precision=bf16_master, or another precision"),
+    **dict.fromkeys(("zerostage", "stage"), "use strategy=zero1, zero2 or zero3"),
+    **dict.fromkeys(("zerooptimization",), "use strategy=zero1, zero2 or zero3"),
+    **dict.fromkeys(("gradientcheckpointing",), "use train.activation_checkpointing"),
+    **dict.fromkeys(("maxgradnorm", "gradclip", "clip"), "use optimizer.max_grad_norm"),
+    **dict.fromkeys(("checkpoint", "saveevery", "savesteps"), "use checkpoint.every"),
+    **dict.fromkeys(("outputdir", "output"), "use outputs"),
+    **dict.fromkeys(("mlflow", "tracker"), "use tracking=mlflow or tracking=files"),
+}
+
+
+def word_meant(key: str, word: object, known: Iterable[str]) -> str | None:
+    """Return what to use for this value of a key; None if it is unknown everywhere."""
+    plain = _plain(str(word))
+    for option in known:
+        if _plain(option) == plain:
+            return f"use {option}"
+    return WORDS.get((key.removesuffix(".name"), plain))
+
+
+def key_meant(key: str) -> str | None:
+    return KEYS.get(_plain(key.rpartition(".")[2]))
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-_ .]", "", word).lower()

@@ -1,0 +1,143 @@
+"""Help: one screen for the command line, and one for each key and group, from the files that define them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from zeroexp import config as schemas
+from zeroexp.check.single import AT_LEAST, AT_MOST, WORDS
+from zeroexp.config import Config, ConfigError
+
+SCREEN = """\
+zeroexp trains one model under every way of sharding its training state, and shows what each costs.
+
+  zeroexp                                      one run, then its table   (or: python -m zeroexp)
+  zeroexp study=compare                        every stage, by hand and by torch
+  zeroexp strategy=zero1,zero2 world_size=1,2  lists are swept, each with each
+  zeroexp --rerun outputs/<sweep>              again what failed         --cfg job   every key and its value
+{verbs}
+Choose
+{groups}
+Set (zeroexp --help KEY says more, of every key)
+{keys}
+Exit codes: 0 all ran (undefined combinations are skipped with their reason), 1 a run failed or a claim does
+not hold, 2 the configuration is wrong and nothing ran. --version; Hydra's own options: --hydra-help"""
+
+IMPORTANT = (
+    *("world_size", "resume", "outputs", "data.seq_len", "data.global_batch_size", "data.path"),
+    *("data.micro_batch_size", "model.weights", "strategy.implementation", "optimizer.lr"),
+    *("train.steps", "checkpoint.every", "cluster.device", "tracking.uri"),
+)
+WIDTH = 108
+
+
+def screen(conf: Path, verbs: str) -> str:
+    """Return the help of the command line."""
+    groups = [f"  {name:10} {_listed(_options(conf, name), 13)}" for name in _groups(conf)]
+    keys = [f"  {key:24} {_short(key)}" for key in IMPORTANT]
+    return SCREEN.format(verbs=verbs, groups="\n".join(groups), keys="\n".join(keys))
+
+
+def about(key: str, conf: Path) -> str:
+    """Return the help of one key or group. Raises ConfigError for an unknown one."""
+    known = {name: (kind, default) for name, kind, default in _keys()}
+    if key in _groups(conf):
+        return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key, known)])
+    if key not in known:
+        near = get_close_matches(key, [*known, *_groups(conf)], n=3, cutoff=0.5)
+        meant = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows them all"
+        raise ConfigError(f"--help {key}: no such key; {meant}")
+    kind, default = known[key]
+    lines = [f"{key}: {kind}", *_comment(key)]
+    if key in WORDS:
+        lines.append(f"one of {', '.join(str(word) for word in WORDS[key] if word)}")
+    if key in AT_LEAST:
+        lines.append(f"at least {AT_LEAST[key]}")
+    if key in AT_MOST:
+        lines.append(f"at most {AT_MOST[key]}")
+    lines.append(
+        f"default: {'null' if default is None else default} (a group's file may set another)"
+    )
+    return "\n".join([lines[0], *(f"  {line}" for line in lines[1:]), *_below(key, known)])
+
+
+def version() -> str:
+    names = ("torch", "transformers", "hydra-core", "mlflow")
+    used = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    return f"zeroexp {metadata.version('zeroexp')} ({used})"
+
+
+def _groups(conf: Path) -> list[str]:
+    return [item.name for item in fields(Config) if (conf / item.name).is_dir()]
+
+
+def _options(conf: Path, group: str) -> list[str]:
+    return sorted(path.stem for path in (conf / group).glob("*.yaml"))
+
+
+def _about_options(conf: Path, group: str) -> Iterator[str]:
+    """The first comment of every option's file."""
+    for name in _options(conf, group):
+        lines = (conf / group / f"{name}.yaml").read_text().splitlines()
+        told = next((line[2:] for line in lines if line.startswith("# ") and "@" not in line), "")
+        yield f"  {name:20} {told}"
+
+
+def _below(key: str, known: dict[str, Any]) -> list[str]:
+    below = [name for name in known if name.startswith(f"{key}.")]
+    return ["", *(f"  {name:34} {_short(name)}" for name in below)] if below else []
+
+
+def _short(key: str) -> str:
+    comment = re.sub(r"[.;] .*", "", " ".join(_comment(key)))
+    return _listed([comment], 26)
+
+
+def _listed(words: list[str], indent: int) -> str:
+    """Words in one line, as many as fit."""
+    text = ", ".join(words)
+    most = WIDTH - indent
+    return text if len(text) <= most else text[: most - 4].rpartition(" ")[0] + " ..."
+
+
+def _keys(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str, Any]]:
+    hints, made = get_type_hints(schema), schema()
+    for item in fields(schema):
+        kind, value = hints[item.name], getattr(made, item.name)
+        if is_dataclass(kind):
+            yield from _keys(kind, f"{parent}{item.name}.")  # pyright: ignore[reportArgumentType]
+        else:
+            yield parent + item.name, str(item.type), value
+
+
+def _comment(key: str) -> list[str]:
+    """What the source of config.py says beside or above a key."""
+    schema: Any = Config
+    *parents, name = key.split(".")
+    for parent in parents:
+        schema = get_type_hints(schema)[parent]
+    source = Path(str(schemas.__file__)).read_text()
+    lines = source.splitlines()
+    owner = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == schema.__name__
+    )
+    field = next(
+        node
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
+    )
+    beside = lines[field.lineno - 1].partition("  # ")[2]
+    above, number = [], field.lineno - 2
+    while lines[number].strip().startswith("# "):
+        above.insert(0, lines[number].strip()[2:])
+        number -= 1
+    return [*([beside] if beside else above)]
