@@ -29,7 +29,7 @@ OTHER: dict[str, Any] = {
 NO_EFFECT_HERE = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
-def trained(model: str, **keys: Any) -> list[Tensor]:
+def trained(model: str, **keys: Any) -> list[Tensor | None]:
     """The logits, and every gradient, of one batch; its words fit into every vocabulary of this file."""
     config = copy.deepcopy(composed(f"model={model}").model)
     config = replace(config, hf_config={**config.hf_config, "vocab_size": 128, **keys})
@@ -39,10 +39,10 @@ def trained(model: str, **keys: Any) -> list[Tensor]:
     return [logits, *(p for p in module.parameters()), *(p.grad for p in module.parameters())]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     same = len(one) == len(other)
     return same and all(
-        (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
         for a, b in zip(one, other, strict=True)
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -66,7 +67,7 @@ def check_shape(shape: PreTrainedConfig) -> None:
     def wrong(key: str, problem: str) -> None:
         raise ConfigError(f"model.hf_config.{key}={of[key]}: {problem}")
 
-    of = {key: getattr(shape, key, None) for key in (*SIZES, PAD)}
+    of: dict[str, Any] = {key: getattr(shape, key, None) for key in (*SIZES, PAD)}
     for key in SIZES:
         if of[key] is not None and (type(of[key]) is not int or of[key] < 1):
             wrong(key, "no whole number above 0; use one")
