@@ -26,7 +26,10 @@ QUICK = [
 ]  # of the other pages: make test-all
 PAGES = [*QUICK, "README.md", "CONTRIBUTING.md"]
 PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "slurm.md")
-MODULES = ("zeroexp", "zeroexp.export", "zeroexp.report", "zeroexp.sync", "zeroexp.watch")
+MODULES = (
+    *("zeroexp", "zeroexp.export", "zeroexp.plan", "zeroexp.plan.published_page"),
+    *("zeroexp.report", "zeroexp.report.pictures", "zeroexp.sync", "zeroexp.watch"),
+)
 COMMAND = re.compile(
     r"^(?:    |#   )(python -m zeroexp.*)|`(python -m zeroexp[^`]*)`", re.MULTILINE
 )
@@ -46,6 +49,7 @@ SAVED = ("resume=", "model.weights=")
 ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "data=yelp": "it asks the network for the data",
+    "zeroexp.report.pictures": "it needs a browser and a sweep of the whole comparison",
 }
 
 

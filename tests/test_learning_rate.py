@@ -23,9 +23,9 @@ class Grouped(PlainStrategy):
         )
         self.stepped_with: list[list[float]] = []
 
-    def step(self) -> torch.Tensor:
+    def step(self, *, drain: bool = False) -> torch.Tensor:
         self.stepped_with.append([group["lr"] for group in self.optimizer.param_groups])
-        return super().step()
+        return super().step(drain=drain)
 
 
 def test_every_group_has_the_rate_of_the_step():

@@ -8,8 +8,8 @@ from tests import rank_code
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.config import Config
-from zeroexp.measure.record import Traffic
-from zeroexp.measure.traffic import WireMeter, added
+from zeroexp.measure.record import Traffic, added
+from zeroexp.measure.traffic import WireMeter
 
 
 def test_bytes_of_gloo_are_counted_to_the_byte(local, tmp_path):

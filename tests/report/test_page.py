@@ -119,7 +119,7 @@ def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:
 def test_a_name_in_a_chart_cannot_end_its_script(tmp_path: Path) -> None:
     for name, path in (("a", "null"), ("b", "'</script><b>'")):
         config = write_run(tmp_path / "sweep" / name) / "config.yaml"
-        config.write_text(config.read_text().replace("path: null", f"path: {path}"))
+        config.write_text(config.read_text().replace("  path: null", f"  path: {path}", 1))
     text = page.render(points(tmp_path / "sweep"))
     assert "</script><b>" not in text
     assert "zero3 · buffer · path </script><b>" in bars(charts(text)["memory"])["parameters"]

@@ -10,8 +10,9 @@ from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
 from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.sharding.engine import MIB, Options, Sharded
+from zeroexp.sharding.engine import Options, Sharded
 from zeroexp.sharding.layout import ParameterSpec, lay_out
+from zeroexp.sharding.options import MIB
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.unit import Dtypes
 from zeroexp.world import World, fake_world

@@ -278,6 +278,8 @@ class Schedule:
             self._await_parameters(unit)
             if unit.residence is Residence.READY:
                 self._free(unit, forget=True)
+            elif unit.is_root:
+                unit.vacate()  # it may have been let go
         self._uses = {unit: Use() for unit in self._units}
 
     # -- parameters: gathered ahead, freed, published ------------------------------------------
