@@ -15,6 +15,7 @@ from tests.composing import compose_once, composed
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp import hub
+from zeroexp.check import fit
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
 from zeroexp.config import ConfigError
@@ -486,7 +487,11 @@ def test_cuda_on_a_machine_without(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(sys, "argv", ["zeroexp", "cluster.device=cuda"])
-    assert zeroexp.main() == zeroexp.REFUSED
+    fit.num_gpus.cache_clear()
+    try:
+        assert zeroexp.main() == zeroexp.REFUSED
+    finally:
+        fit.num_gpus.cache_clear()
     line = (
         "zeroexp: cluster.device=cuda: 1 GPUs here for world_size=2; use cluster.device=auto or cpu"
     )

@@ -37,8 +37,8 @@ def compare_study(table: Table) -> list[Compared]:
     """Plan the table's study and compare every cell."""
     plans = Plans([])
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"study={table.study}", "cluster.device=cuda", f"hydra.sweep.dir={folder}"]
-        compose(plans, words, writes=False)
+        words = [f"study={table.study}", "cluster.device=cuda"]
+        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     points = [(each.point.config.strategy, each.form) for each in plans.planned]
     return compare(table, {(s.name, s.implementation): form for s, form in points if form})
 
