@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.fuzz.__main__ import agreed
+from tests.fuzz.agreed import agreed
 from tests.fuzz.words import single
 from tests.warm import Warm
 

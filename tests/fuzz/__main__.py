@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests.fuzz.agreed import HEAD, LIST, agreed, by_key
 from tests.fuzz.line import Tried, attempt
 from tests.fuzz.words import lines, single
-
-LIST = Path(__file__).with_name("accepted.txt")
-HEAD = "# Words that the command line accepts alone, by key, of those in words.py; a reader has agreed with each.\n"
 
 
 def main() -> int:
@@ -61,27 +57,6 @@ def _shown(tried: Iterable[Tried], count: int) -> Iterator[Tried]:
         if each.accepted and len(each.line) == 1:
             print(f"{number}/{count} accepted: {each.line[0]!r}", flush=True)
         yield each
-
-
-def by_key(words: Iterable[str]) -> str:
-    """One line for each key: `train.steps: 1 2 3`; words are written as Python writes them."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for word in words:
-        key, equals, value = word.partition("=")
-        found[key + equals].append(value)
-    return "".join(f"{key}{found[key]!r}\n" for key in found)
-
-
-def agreed() -> set[str]:
-    """The words of accepted.txt."""
-    import ast
-
-    words: set[str] = set()
-    for line in LIST.read_text().splitlines():
-        if not line.startswith("#"):
-            key, _, listed = line.partition("[")
-            words |= {key + value for value in ast.literal_eval("[" + listed)}
-    return words
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ WRONG = {
     "cluster.device_memory_gib=big": ("cluster.device_memory_gib=big:", "use a number"),
     "model=llama_8b": ("model=llama_8b:", "did you mean llama3_8b?"),
     "model=tiny data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
-    "model.hf_config.hidden_size=0": ("model.hf_config", "change it"),
+    "model.hf_config.hidden_size=0": ("model.hf_config.hidden_size=0:", "use one"),
     "world_size=4 data.global_batch_size=6": ("data.global_batch_size=6:", "use 4 or 8"),
     "strategy=zero4": ("strategy=zero4:", "use one of ddp"),
     "study=table_z": ("study=table_z:", "compare"),
