@@ -190,6 +190,21 @@ def test_a_weight_without_our_hook_is_autograds(made: Callable[[Tied], Tied]):
     assert torch.equal(model.embed.weight.grad, expected.embed.weight.grad)
 
 
+def test_another_hook_sees_the_whole_gradient_though_it_was_there_before():
+    """As in an engine that puts a parameter of its own in the place of the model's."""
+    plain = Tied()
+    ours = deepcopy(plain)
+    keep_rows_apart(ours)
+    weight = nn.Parameter(ours.embed.weight.detach().clone())
+    seen: list[Tensor | None] = []
+    weight.register_post_accumulate_grad_hook(lambda it: seen.append(deepcopy(it.grad)))
+    ours.embed.weight = ours.head.weight = weight
+    for model in (plain, ours):
+        usual(model, IDS).backward()
+    (gradient,) = seen
+    assert gradient is not None and torch.equal(gradient, plain.embed.weight.grad)
+
+
 def test_compiled_it_is_autograds_own():
     plain = Tied()
     ours = deepcopy(plain)

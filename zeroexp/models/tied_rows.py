@@ -23,7 +23,6 @@ rows behind, and the next one drops them.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -90,10 +89,11 @@ class TiedGradient:
         self._weight = weight
         # Autograd keeps the hook as long as the weight, so the hook itself must hold no weight.
         handle = weight.register_post_accumulate_grad_hook(partial(_add_rows, weakref.ref(self)))
-        # Engines take the whole gradient in hooks of this kind, so this one has to be the first.
-        cast(OrderedDict[int, Any], weight._post_accumulate_grad_hooks).move_to_end(
-            handle.id, False
-        )
+        # Engines take the whole gradient in hooks of this kind, so this one has to be the first. Autograd calls them in
+        # the order in which they were put into the dictionary, which `move_to_end` does not change.
+        hooks = cast(dict[int, Any], weight._post_accumulate_grad_hooks)
+        for number in [number for number in hooks if number != handle.id]:
+            hooks[number] = hooks.pop(number)
 
     def keep(self, ids: Tensor, sums: Tensor) -> None:
         """Keep rows before autograd accumulates, and set the earlier sum aside.
