@@ -21,6 +21,7 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
+    {"zeroexp.registry"},
     {
         *(
             "zeroexp.advance",
@@ -29,11 +30,11 @@ ORDER = [
             "zeroexp.output",
             "zeroexp.ports",
         ),
-        *("zeroexp.sharding.placement", "zeroexp.measure.record"),
+        *("zeroexp.sharding.layout", "zeroexp.sharding.placement", "zeroexp.measure.record"),
     },
     {"zeroexp.config"},
     {
-        *("zeroexp.sharding.layout", "zeroexp.strategies.base", "zeroexp.strategies.values"),
+        *("zeroexp.strategies.base", "zeroexp.strategies.values"),
         *("zeroexp.inputs", "zeroexp.measure.clock"),
     },
     {"zeroexp.measure.verbs"},

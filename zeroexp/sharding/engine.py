@@ -19,6 +19,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding import door
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.options import Options, settle
 from zeroexp.sharding.partition import group_parameters, make_units, put_in, rows_for
 from zeroexp.sharding.placement import Placement, Stage
@@ -76,7 +77,7 @@ class Sharded:
                 optimizer_factory,
                 param_groups,
                 family=options.family,
-                cut=shards and options.family != "parameter",
+                cut=shards and not LAYOUTS[options.family].has_owners,
                 shared=shards,
             )
         if values is not None:

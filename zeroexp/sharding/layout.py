@@ -16,10 +16,12 @@ This is a chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, by_buff
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+
+from zeroexp.registry import Registry
 
 ALIGNMENT_BYTES = 64  # alignment of chunks that lie side by side in one memory
 PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 KiB on others
@@ -131,15 +133,15 @@ def lay_out(
 ) -> list[tuple[Chunk, ...]]:
     """Return the chunks of every unit.
 
-    family: parameter | tensor | buffer.
-    owners: contiguous | greedy; only the family `parameter` reads it.
+    family: a word of LAYOUTS.
+    owners: a word of OWNERS; only layouts that keep parameters whole read it.
     page_bytes: the largest page size among the machines, since all ranks must cut alike.
     """
-    if family == "parameter":
-        owner_of = own_by[owners]([spec for unit in units for spec in unit], world_size)
-        return [by_parameter(unit, world_size, owner_of, page_bytes) for unit in units]
-    cut = {"tensor": by_tensor, "buffer": by_buffer}[family]
-    return [cut(unit, world_size, page_bytes) for unit in units]
+    layout = LAYOUTS[family]
+    if layout.has_owners:
+        owner_of = OWNERS[owners]([spec for unit in units for spec in unit], world_size)
+        return [layout.cut(unit, world_size, owner_of, page_bytes) for unit in units]
+    return [layout.cut(unit, world_size, page_bytes) for unit in units]
 
 
 def by_buffer(
@@ -201,7 +203,32 @@ def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> i
     return max(load.values(), default=0)
 
 
-own_by = {"contiguous": own_contiguously, "greedy": own_greedily}
+@dataclass(frozen=True)
+class Layout:
+    """A way of cutting. `cut` takes a unit's parameters, the world size and a page's bytes, and returns its chunks.
+
+    has_owners: parameters stay whole. Then `cut` takes, before the bytes, which rank owns which parameter.
+    """
+
+    cut: Callable[..., tuple[Chunk, ...]]
+    has_owners: bool = False
+
+
+LAYOUTS = Registry(
+    "strategy.implementation",
+    "zeroexp.layouts",
+    {
+        "parameter": Layout(by_parameter, has_owners=True),
+        "tensor": Layout(by_tensor),
+        "buffer": Layout(by_buffer),
+    },
+    needs="a Layout(cut=function)",
+    fits=lambda value: isinstance(value, Layout),
+)
+
+OwnersRule = Callable[[Sequence[ParameterSpec], int], dict[str, int]]
+_OWNERS: dict[str, OwnersRule] = {"contiguous": own_contiguously, "greedy": own_greedily}
+OWNERS = Registry("strategy.owners", "zeroexp.owners", _OWNERS, needs="a function")
 
 
 def _even_chunk(specs: Sequence[ParameterSpec], world_size: int, page_bytes: int) -> Chunk:

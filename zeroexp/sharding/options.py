@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroexp.comm.facts import Facts
-from zeroexp.sharding.layout import own_by
+from zeroexp.sharding.layout import LAYOUTS, OWNERS
 from zeroexp.sharding.placement import Placement, Stage
 
 MIB = 1 << 20
 WORDS = {
-    "family": ("parameter", "tensor", "buffer"),
-    "owners": tuple(own_by),
+    "family": LAYOUTS,
+    "owners": OWNERS,
     "unit": ("model", "block", "module"),
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
@@ -25,8 +25,8 @@ WORDS = {
 class Options:
     """Options say how the engine carries out a stage; none of them changes what is computed."""
 
-    family: str = "buffer"  # parameter | tensor | buffer
-    owners: str = "greedy"  # contiguous | greedy (family=parameter)
+    family: str = "buffer"  # a word of LAYOUTS
+    owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
     unit: str = "block"  # model | block | module
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing

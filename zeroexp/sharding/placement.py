@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from zeroexp.registry import Registry
+
 
 class Placement(Enum):
     REPLICATE = "replicate"  # every rank holds the same whole value
@@ -100,12 +102,27 @@ class Stage:
         return move(self.optimizer, self.parameters)
 
 
+def is_stage(value: object) -> bool:
+    """Tell whether a value is a stage whose moves all exist; weights and optimizer state are never summands."""
+    if not isinstance(value, Stage) or Placement.PARTIAL in (value.parameters, value.optimizer):
+        return False
+    needed = ((value.parameters, Placement.REPLICATE), (value.gradients, value.optimizer))
+    moves = (*needed, (Placement.PARTIAL, value.gradients), (value.optimizer, value.parameters))
+    return all(pair[0] is pair[1] or pair in _MOVES for pair in moves)
+
+
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
-STAGES = {
-    "ddp": Stage(_R, _R, _R),
-    "zero1_allreduce": Stage(_R, _R, _S),  # ZeRO-1 as tutorials write it: it sends 3P
-    "zero1": Stage(_R, _P, _S),
-    "zero2": Stage(_R, _S, _S),
-    "zero3": Stage(_S, _S, _S),
-}
+STAGES = Registry(
+    "strategy",
+    "zeroexp.stages",
+    {
+        "ddp": Stage(_R, _R, _R),
+        "zero1_allreduce": Stage(_R, _R, _S),  # ZeRO-1 as tutorials write it: it sends 3P
+        "zero1": Stage(_R, _P, _S),
+        "zero2": Stage(_R, _S, _S),
+        "zero3": Stage(_S, _S, _S),
+    },
+    needs="a Stage of three placements that moves can join",
+    fits=is_stage,
+)

@@ -1,0 +1,128 @@
+"""A registry holds the code that one word of the config may name: ours, and what other packages and modules add.
+
+Others add in two ways, and neither edits a file of ours:
+
+    STAGES.add("mine", Stage(...))                       in a module that `plugins=[module]` names
+    [project.entry-points."zeroexp.stages"]              in the pyproject.toml of an installed package
+    mine = "package.module:OBJECT"
+
+An entry point is imported when its word is used, so that a broken package disturbs nobody who does not use it. A word
+has one meaning: whoever registers it a second time is refused, and both are named. This file imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any, ClassVar, Generic, TypeVar
+
+Value = TypeVar("Value")
+NAME = re.compile(r"[A-Za-z]\w*")
+
+
+class RegistryError(ValueError):
+    """A word that is registered wrongly, twice, or by a package that can not be imported: one line for the user."""
+
+
+class Registry(Mapping[str, Value], Generic[Value]):
+    """Maps words to values. Registries of one key of the config share its words."""
+
+    _all: ClassVar[list[Registry[Any]]] = []
+
+    def __init__(
+        self,
+        key: str,
+        group: str,
+        own: Mapping[str, Value],
+        *,
+        needs: str,
+        fits: Callable[[Any], bool] = callable,
+    ) -> None:
+        """`own` are our words. group: of entry points. needs: what `fits` accepts, in words."""
+        self.key, self.group, self._needs, self._fits = key, group, needs, fits
+        self.own = frozenset(own)
+        self._values, self._who = dict(own), dict.fromkeys(own, "zeroexp itself")
+        Registry._all.append(self)
+
+    def add(self, name: str, value: Value) -> Value:
+        """Register a word and return its value. Raises RegistryError for a bad name or value, and for a word taken."""
+        if self._values.get(name) is value:
+            return value
+        who = f"module {sys._getframe(1).f_globals.get('__name__')}"
+        self._refuse_unfit(name, value, who)
+        for other in self._sharing():
+            if taken := [*other._claims(name)]:
+                raise self._taken_twice(name, taken[0], who)
+        self._values[name], self._who[name] = value, who
+        return value
+
+    def __getitem__(self, name: str) -> Value:
+        """Return the word's value, importing it if need be. Raises KeyError for an unknown word, and RegistryError."""
+        if name not in self:
+            raise KeyError(name)
+        claims = [claim for other in self._sharing() for claim in other._claims(name)]
+        entries = _entry_points(self.group).get(name, [])
+        if name in self._values and (not entries or self._load(entries[0]) is self._values[name]):
+            claims = [self._who[name]]
+        if len(claims) > 1:
+            raise self._taken_twice(name, *claims[:2])
+        return self._values[name] if name in self._values else self._load(entries[0])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or name in _entry_points(self.group)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._values, *_entry_points(self.group)]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _sharing(self) -> list[Registry[Any]]:
+        return [each for each in Registry._all if each.key == self.key]
+
+    def _claims(self, name: str) -> Iterator[str]:
+        """Yield who registers the word."""
+        if name in self._who:
+            yield self._who[name]
+        yield from (_who(entry) for entry in _entry_points(self.group).get(name, []))
+
+    def _load(self, entry: metadata.EntryPoint) -> Value:
+        try:
+            value = entry.load()
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RegistryError(
+                f"{self.key}={entry.name}: {_who(entry)} can not be loaded ({said}); "
+                "repair or uninstall it, or use another word"
+            ) from error
+        self._refuse_unfit(entry.name, value, _who(entry))
+        return value
+
+    def _refuse_unfit(self, name: str, value: object, who: str) -> None:
+        if not NAME.fullmatch(name):
+            problem = f"no word that {who} could register"
+            raise RegistryError(f"{self.key}={name}: {problem}; use letters, digits and _")
+        if not self._fits(value):
+            problem = f"{who} registers a {type(value).__name__} under this word"
+            raise RegistryError(f"{self.key}={name}: {problem}; use {self._needs}")
+
+    def _taken_twice(self, name: str, one: str, other: str) -> RegistryError:
+        problem = f"registered by {one} and by {other}"
+        return RegistryError(f"{self.key}={name}: {problem}; rename one of them")
+
+
+def _who(entry: metadata.EntryPoint) -> str:
+    package = "a package" if entry.dist is None else f"package {entry.dist.name}"
+    return f"{package} ({entry.value})"
+
+
+@cache
+def _entry_points(group: str) -> dict[str, list[metadata.EntryPoint]]:
+    """Return the group's entry points by name; one that two copies of a package's metadata list counts once."""
+    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=group):
+        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {name: [*entries.values()] for name, entries in found.items()}
