@@ -24,6 +24,7 @@ import torch.distributed as dist
 from benchmarks.engines import Timed, build_engine, model_config
 from zeroexp import world as worlds
 from zeroexp.config import ModelConfig
+from zeroexp.measure.peak_flops import datasheet
 from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
 from zeroexp.world import World
@@ -42,9 +43,6 @@ LLAMA_8B = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
-
-# Dense bf16 operations per second of the data sheets, by a word of the device's name.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,8 @@ def _synchronize(world: World) -> None:
 
 
 def _peak_flops() -> float | None:
-    name = torch.cuda.get_device_name()
-    return next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
+    known = datasheet(torch.cuda.get_device_name(), torch.bfloat16)
+    return known.flops_per_second if known else None
 
 
 def main() -> int:

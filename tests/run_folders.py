@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from zeroexp.tracking.mlflow import MlflowTracker
 
 PARAMETER_BYTES = 96 * 2**20
 WARMUP_STEPS = 3
+SPEED: dict[str, Any] = {
+    "model_flops_per_step": 2e11,
+    "peak_flops_per_second": 4e12,
+    "peak_flops_source": "calibrated",
+    "peak_flops_name": "768 x 768 product in float32",
+}
 # Of parameters, gradients, optimizer: True where the stage shards them.
 SHARDED = {
     "ddp": (False, False, False),
@@ -73,7 +79,8 @@ def write_run(
             writer.write(record)
     if status == "done":
         number = PARAMETER_BYTES // 4
-        write_summary(folder, summarise(ranks[0], summaries(ranks), num_parameters=number))
+        made = summarise(ranks[0], summaries(ranks), num_parameters=number)
+        write_summary(folder, replace(made, **SPEED))
     times = {"running_at": started, f"{status}_at": started + 60.0}
     write_json(folder / "state.json", {"status": status, "reason": reason, **times})
     return folder

@@ -184,7 +184,9 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
-    peak_tflops: float | None = None  # what one rank can compute; None: measured after a run
+    peak_tflops: float | None = (
+        None  # what a rank can compute; None: of the GPU's data sheet, or measured
+    )
     device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out

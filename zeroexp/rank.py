@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from zeroexp.measure.memory import (
     count_cpu_allocations,
     most_held_bytes,
 )
-from zeroexp.measure.peak_flops import calibrate
+from zeroexp.measure.peak_flops import peak_flops
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.models.build import build_deferred, build_model
@@ -266,16 +265,13 @@ def _summarise(
 
 def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:
     """Return the fields of the summary from which the utilisation of the ranks follows; all ranks call it."""
-    named = config.cluster.peak_tflops
-    if named is None:
-        dtype = torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute]
-        peak = fmean(worlds.gather(calibrate(world, dtype)))
-    else:
-        peak = 1e12 * named
+    dtype = torch.bfloat16 if config.precision.autocast else DTYPES[config.precision.compute]
+    peak = peak_flops(world, dtype, config.cluster.peak_tflops)
     return {
         "model_flops_per_step": flops_per_step,
-        "peak_flops_per_second": peak,
-        "peak_flops_source": "calibrated" if named is None else "named",
+        "peak_flops_per_second": peak.flops_per_second,
+        "peak_flops_source": peak.source,
+        "peak_flops_name": peak.name,
     }
 
 

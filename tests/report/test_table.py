@@ -61,13 +61,25 @@ def test_one_row_per_run_with_its_numbers(sweep: list[Run]) -> None:
     mib = PARAMETER_BYTES / MIB
     assert ddp[:3] == ["ddp", "torch", "2"]
     # Two ranks: zero3 holds half of parameters, gradients and the two moments; DDP everything.
-    assert ddp[7:11] == [f"{n * mib:.1f}" for n in (1, 1, 2, 4)]
-    assert zero3[7:11] == [f"{n * mib:.1f}" for n in (0.5, 0.5, 1, 2)]
+    assert ddp[8:12] == [f"{n * mib:.1f}" for n in (1, 1, 2, 4)]
+    assert zero3[8:12] == [f"{n * mib:.1f}" for n in (0.5, 0.5, 1, 2)]
     assert zero3[4] == "360.0"  # 0.4 / 2 + 0.15 + 0.01: the median of three step times
+    # 2e11 operations in 0.36 s, of two ranks that reach 4e12 a second.
+    assert zero3[7] == "6.9"
     assert zero3[-1] == "done"
     assert broken[3:-1] == ["–"] * (len(zero3) - 4)
     assert broken[-1] == "failed: rank 1: ValueError: x"
     assert never[-1] == "skipped: not here"
+
+
+def test_utilisation_is_of_the_largest_peak_that_a_run_measured(sweep: list[Run]) -> None:
+    ddp, zero3, *_ = sweep
+    assert ddp.summary is not None
+    disturbed = replace(ddp, summary=replace(ddp.summary, peak_flops_per_second=1e12))
+    text = render([disturbed, zero3])
+    assert [row[7].strip() for row in cells(text)] == ["11.9", "6.9"]  # 2e11 / 0.21 s / 2 / 4e12
+    foot = " ".join(text.split())
+    assert "share of 4 TFLOP/s a rank (768 x 768 product in float32)." in foot
 
 
 def test_units_stand_in_the_header_and_meanings_at_the_foot(sweep: list[Run]) -> None:
@@ -220,8 +232,10 @@ def test_a_model_stands_for_all_that_follows_from_it(tmp_path: Path) -> None:
     assert header[2:6] == ["model", "hidden_size", "seq_len", "precision"], "not what it implies"
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 140, 160])
-def test_a_sweep_over_models_is_shown_whole_at_any_width(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("width", [100, 120, 140, 160])
+def test_a_sweep_over_models_is_shown_whole_where_two_tables_fit(
+    tmp_path: Path, width: int
+) -> None:
     runs = _sweep_over(tmp_path, *MODELS)
     text = render(runs, width)
     lines = text.splitlines()
@@ -233,9 +247,19 @@ def test_a_sweep_over_models_is_shown_whole_at_any_width(tmp_path: Path, width: 
     tables = text.split("\nstep, tokens/s:")[0].split("\n\n")[1:]
     assert len(tables) == (1 if width >= 130 else 2)
     assert all(table.startswith("model ") for table in tables)
-    narrow = render(runs, 60).split("\nstep, tokens/s:")[0].split("\n\n")[1:]
-    assert len(narrow) > 2
-    assert all(len(line) <= 60 for table in narrow for line in table.splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_gets_the_columns_that_matter_most(tmp_path: Path, width: int) -> None:
+    runs = [*_sweep_over(tmp_path, *MODELS), _uneven(tmp_path / "uneven")]
+    lines = render(runs, width).splitlines()
+    assert max(map(len, lines)) <= width
+    heads = [line for line in lines if line.startswith("engine ")]
+    assert len(heads) == 1, "one table"
+    assert heads[0].split()[-1] == "status" and "step" in heads[0]
+    assert ("peak" in heads[0]) == (width == 80)
+    assert [line.split()[0] for line in lines[5:10]] == [*["zero3/buffer"] * 4, "zero1/parameter"]
+    assert "--csv" in " ".join(lines[10:])
 
 
 def test_values_are_shortened_and_names_told_apart() -> None:

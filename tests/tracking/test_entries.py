@@ -27,6 +27,7 @@ def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
             num_tokens=100,
             step_seconds=0.25,
             phase_seconds={"forward": 0.1, "step": 0.05},
+            peak_bytes=3 * MIB,
         ),
     )
     assert {entry.key: entry.value for entry in made} == {
@@ -37,6 +38,9 @@ def test_a_step_becomes_metrics_with_units_in_their_names() -> None:
         "tokens_per_s": 400.0,
         "phase/forward_ms": 100.0,
         "phase/step_ms": 50.0,  # a phase is called step too and must not overwrite the whole
+        "memory/step_peak_mib": 3.0,
+        "time/step_exposed_ms": 20.0,  # rank 0 waits for gathers alone
+        "traffic/step_sent_mib": PARAMETER_BYTES / MIB,  # 2 (N-1)/N
     }
     assert {(entry.step, entry.timestamp) for entry in made} == {(7, 12_500)}
 
@@ -77,6 +81,20 @@ def test_the_summary_becomes_metrics_of_the_fullest_rank_and_the_mean(tmp_path: 
     assert made["time/step_ms_p95"] == 220.0
 
 
+def test_utilisation_and_verbs_become_metrics(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", "zero2", "buffer", world_size=4))
+    assert run.summary is not None
+    made = {entry.key: entry.value for entry in entries.summary_entries(1.0, run.summary)}
+    # 2e11 operations in 0.21 s, of four ranks that reach 4e12 a second.
+    assert made["model_tflop_per_step"] == pytest.approx(0.2)
+    assert made["model_tflop_per_s"] == pytest.approx(0.2 / 0.21)
+    assert made["mfu_percent"] == pytest.approx(100 * 0.2 / 0.21 / 16)
+    assert entries.tags(run, "done")["peak_flops"] == "768 x 768 product in float32"
+    assert made["verb/gather_overlapped_ms"] == 30.0
+    assert made["verb/reduce_exposed_ms"] == 15.0  # rank r waits 10 r ms
+    assert made["time/exposed_ms"] == 35.0
+
+
 def test_what_scales_stands_at_the_world_size(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", world_size=4))
     assert run.summary is not None
@@ -100,7 +118,7 @@ def test_a_peak_nobody_knows_is_no_metric(tmp_path: Path) -> None:
     run.summary.memory.peak = None
     keys = {entry.key for entry in entries.summary_entries(1.0, run.summary)}
     assert "memory/total_mib" in keys
-    assert not any("peak" in key for key in keys)
+    assert not any("memory/peak" in key for key in keys)
 
 
 def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> None:

@@ -1,15 +1,73 @@
-"""What a rank could compute at most: the rate of a large product of matrices, measured on all ranks at once."""
+"""What a rank could compute at most, in operations per second, and the name of that peak.
+
+    cluster.peak_tflops=400    named: whoever ran it says so
+    a GPU of DENSE             datasheet: the dense figure for the dtype, without sparsity and without TF32
+    any other device           calibrated: a large product of matrices, measured on all ranks at once
+
+Utilisation means nothing without the name of the peak that it is a share of, so the two are never apart.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
+from zeroexp import world as worlds
 from zeroexp.world import World, barrier
 
-NUM_TRIALS = 5
+NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
 SIZE = {"cpu": 768, "cuda": 8192}  # rows of a square matrix: a hundredth of a second
+# Dense teraflops of NVIDIA's data sheets, by the first words of the device's name: float32 without TF32, which torch
+# does not use unless it is told to; bfloat16 and float16 on tensor cores. A longer name comes before its beginning.
+DENSE = {
+    "NVIDIA B200": {"float32": 75.0, "bfloat16": 2250.0, "float16": 2250.0},
+    "NVIDIA H200": {"float32": 67.0, "bfloat16": 989.4, "float16": 989.4},
+    "NVIDIA H100 PCIe": {"float32": 51.2, "bfloat16": 756.4, "float16": 756.4},
+    "NVIDIA H100 NVL": {"float32": 60.0, "bfloat16": 835.5, "float16": 835.5},
+    "NVIDIA H100": {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4},
+    "NVIDIA A100": {"float32": 19.5, "bfloat16": 312.0, "float16": 312.0},
+    "NVIDIA L40S": {"float32": 91.6, "bfloat16": 362.0, "float16": 362.0},
+    "NVIDIA L4": {"float32": 30.3, "bfloat16": 121.0, "float16": 121.0},
+    "NVIDIA GeForce RTX 4090": {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2},
+    "Tesla V100": {"float32": 15.7, "float16": 125.0},
+}
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """The most operations per second of one rank."""
+
+    flops_per_second: float
+    source: str  # named | datasheet | calibrated
+    name: str  # what it is the peak of, for readers: "NVIDIA H100 80GB HBM3, dense bfloat16"
+
+
+def peak_flops(world: World, dtype: torch.dtype, named_tflops: float | None = None) -> PeakFlops:
+    """Return the peak of a rank that computes in `dtype`; all ranks call it together.
+
+    named_tflops: what the config says, which counts before all else.
+    """
+    if named_tflops is not None:
+        name = f"cluster.peak_tflops={named_tflops:g}"
+        return PeakFlops(1e12 * named_tflops, "named", name)
+    if world.device.type == "cuda":
+        known = datasheet(torch.cuda.get_device_name(world.device), dtype)
+        if known is not None:
+            return known
+    measured = fmean(worlds.gather(calibrate(world, dtype)))
+    return PeakFlops(measured, "calibrated", _product(world, dtype))
+
+
+def datasheet(device: str, dtype: torch.dtype) -> PeakFlops | None:
+    """Return the dense peak of a device whose data sheet is known here, by its name; else None."""
+    word = str(dtype).removeprefix("torch.")
+    for name, teraflops in DENSE.items():
+        if device.startswith(name) and word in teraflops:
+            return PeakFlops(1e12 * teraflops[word], "datasheet", f"{device}, dense {word}")
+    return None
 
 
 def calibrate(world: World, dtype: torch.dtype) -> float:
@@ -17,10 +75,24 @@ def calibrate(world: World, dtype: torch.dtype) -> float:
 
     Ranks that share cores slow one another down here as they do in training.
     """
-    size = SIZE.get(world.device.type, SIZE["cpu"])
+    size = _size(world)
     left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
     barrier()
     return 2 * size**3 / min(_seconds(left, right) for _ in range(NUM_TRIALS))
+
+
+def _product(world: World, dtype: torch.dtype) -> str:
+    """Say what was measured, and on what."""
+    size, word = _size(world), str(dtype).removeprefix("torch.")
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks at once"
+    threads = torch.get_num_threads()
+    cores = f"CPU, {threads} {'thread' if threads == 1 else 'threads'} a rank"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cores
+    return f"{size} x {size} product in {word}, {ranks}, {device}"
+
+
+def _size(world: World) -> int:
+    return SIZE.get(world.device.type, SIZE["cpu"])
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:

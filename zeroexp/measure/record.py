@@ -200,9 +200,8 @@ class RunSummary:
         None  # of all ranks: what the model needs, nothing recomputed
     )
     peak_flops_per_second: float | None = None  # of one rank, see peak_flops_source
-    peak_flops_source: str = (
-        ""  # "named" by cluster.peak_tflops, or "calibrated" by measure/peak_flops.py
-    )
+    peak_flops_source: str = ""  # named | datasheet | calibrated, see measure/peak_flops.py
+    peak_flops_name: str = ""  # what it is the peak of: "NVIDIA H100 80GB HBM3, dense bfloat16"
 
     @property
     def plan_errors(self) -> dict[str, float]:
@@ -211,6 +210,13 @@ class RunSummary:
         measured["total"] = self.memory.total.fullest
         measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
         return {name: measured[name] - planned for name, planned in self.plan.items()}
+
+    @property
+    def model_flops_per_second(self) -> float | None:
+        """Operations per second of all ranks that the model needs, in the median step."""
+        if self.model_flops_per_step is None:
+            return None
+        return self.model_flops_per_step / self.step_seconds_median
 
     @property
     def mfu(self) -> float | None:

@@ -109,6 +109,45 @@ def losses_of(runs: Sequence[Run]) -> list[Column]:
     return [LOSS, VALIDATION] if validated else [LOSS]
 
 
+def times_of(runs: Sequence[Run]) -> list[Column]:
+    """Return the columns of time, with the utilisation where some run knows it."""
+    peaks = peaks_of(runs)
+
+    def utilised(summary: RunSummary) -> float | None:
+        rate, peak = summary.model_flops_per_second, peaks.get(_peak_name(summary))
+        return 100 * rate / (peak * summary.world_size) if rate and peak else None
+
+    return [*TIMES, Column("MFU", "%", _number(utilised, ".1f"))] if peaks else TIMES
+
+
+def peaks_of(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the peaks of a rank that runs know, operations per second by name.
+
+    A peak that several runs measured is the largest of theirs: a busy machine only makes it smaller, and points are
+    compared with one another.
+    """
+    peaks: dict[str, float] = {}
+    for summary in (run.summary for run in runs if run.summary):
+        if summary.model_flops_per_step and summary.peak_flops_per_second:
+            name = _peak_name(summary)
+            peaks[name] = max(peaks.get(name, 0.0), summary.peak_flops_per_second)
+    return peaks
+
+
+def peaks_in_words(runs: Sequence[Run]) -> str:
+    """Say what utilisation is a share of; empty where no run knows it."""
+    told = [f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})" for name, peak in peaks_of(runs).items()]
+    return (
+        f"MFU: the operations that the model needs, as a share of {' or '.join(told)}."
+        if told
+        else ""
+    )
+
+
+def _peak_name(summary: RunSummary) -> str:
+    return summary.peak_flops_name or summary.peak_flops_source
+
+
 def shares_memory(runs: Sequence[Run]) -> bool:
     """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
     pairs = [

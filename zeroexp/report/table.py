@@ -13,17 +13,32 @@ from textwrap import wrap
 
 from zeroexp.report.columns import (
     STATUS,
-    TIMES,
     Column,
     losses_of,
     memory_of,
+    peaks_in_words,
     plan_of,
     point_of,
     shares_memory,
+    times_of,
     traffic_of,
 )
 from zeroexp.tracking.run import Run
 
+ENGINE = ("strategy", "implementation")
+# What a narrow terminal shows, the most important first; rows keep the order of the wide table.
+BRIEF = (
+    "status",
+    "step",
+    "total",
+    "peak",
+    "loss",
+    "sent/step",
+    "tokens/s",
+    "MFU",
+    "planned",
+    "params",
+)
 WIDTH = 110  # characters in the text below the table
 
 # These notes explain where torch's engines differ from what the stage's name promises.
@@ -42,36 +57,49 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     """Return a header of two lines (name, unit), one line per run, and the meaning of each number.
 
     If that is wider than `width` characters (None: no limit), values that all points share move into a caption. If it
-    is still too wide, it becomes two tables, time and traffic before memory, and then as many tables as necessary.
+    is still too wide, it becomes two tables, time and traffic before memory. Where these do not fit either, only the
+    columns of BRIEF are left that fit, and the rest is the page's.
     """
     point, traffic = point_of(runs), traffic_of(runs)
     memory = [*memory_of(runs), plan_of(runs)]
-    losses = losses_of(runs)
-    wide = [*point, *losses, *TIMES, *_flat(memory), *_flat(traffic), STATUS]
+    losses, times = losses_of(runs), times_of(runs)
+    wide = [*point, *losses, *times, *_flat(memory), *_flat(traffic), STATUS]
     if width is None or _width(runs, wide) <= width:
         return "\n".join([*_lines(runs, wide), *_foot(runs, WIDTH)])
     shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
     point = [column for column in point if column not in shared]
-    times = [losses, TIMES[:2], TIMES[2:], *traffic]
-    one = [*point, *losses, *TIMES, *_flat(memory), *_flat(traffic), STATUS]
-    two = [*point, *_flat(times), STATUS], [*point, *_flat(memory)]
-    layouts = [[one], two, _packed(runs, point, [*times, *memory, [STATUS]], width)]
-    tables = next((t for t in layouts if _fit(runs, t, width)), layouts[-1])
-    texts = ["\n".join(_lines(runs, columns)) for columns in tables]
+    parts = [losses, times[:2], times[2:], *traffic]
+    one = [*point, *losses, *times, *_flat(memory), *_flat(traffic), STATUS]
+    two = [*point, *_flat(parts), STATUS], [*point, *_flat(memory)]
     caption = ["\n".join(_caption(shared, runs, width))] if shared else []
-    return "\n".join(["\n\n".join([*caption, *texts]), *_foot(runs, width)])
+    tables = next((t for t in ([one], two) if _fit(runs, t, width)), None)
+    foot = _foot if tables else _brief_foot
+    tables = tables or [
+        _brief(runs, point, [column for column in one if column not in point], width)
+    ]
+    texts = ["\n".join(_lines(runs, columns)) for columns in tables]
+    return "\n".join(["\n\n".join([*caption, *texts]), *foot(runs, width)])
 
 
-def _packed(
-    runs: Sequence[Run], point: Sequence[Column], parts: Sequence[Sequence[Column]], width: int
-) -> list[list[Column]]:
-    """Divide `parts` among tables that each name the points; a table takes as many parts as fit, at least one."""
-    tables: list[list[Column]] = []
-    for part in parts:
-        if not tables or _width(runs, [*tables[-1], *part]) > width:
-            tables.append(list(point))
-        tables[-1] += part
-    return tables
+def _brief(
+    runs: Sequence[Run], point: Sequence[Column], others: Sequence[Column], width: int
+) -> list[Column]:
+    """Return the columns of a point and those of BRIEF that fit beside them, the first ones first."""
+    engine = [column for column in point if column.name in ENGINE]
+    head = [*_joined(engine), *(column for column in point if column not in engine)]
+    chosen: list[Column] = []
+    for name in BRIEF:
+        more = next((c for c in others if c.name == name and c not in chosen), None)
+        if more and _width(runs, [*head, *chosen, more]) <= width:
+            chosen.append(more)
+    return [*head, *(column for column in others if column in chosen)]
+
+
+def _joined(columns: Sequence[Column]) -> list[Column]:
+    """Return one column in place of several, with their values side by side."""
+    if len(columns) < 2:
+        return [*columns]
+    return [Column("engine", "", lambda run: "/".join(c.value(run) for c in columns), left=True)]
 
 
 def _caption(shared: Sequence[Column], runs: Sequence[Run], width: int) -> list[str]:
@@ -129,11 +157,21 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if shares_memory(runs)
         else "through the network.",
+        peaks_in_words(runs),
         *_private_notes(runs),
         *_engine_notes(runs),
         *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
     ]
     return wrap(" ".join(filter(None, sentences)), min(width, WIDTH))
+
+
+def _brief_foot(runs: Sequence[Run], width: int) -> list[str]:
+    sentences = [
+        "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
+        "at once. More columns: a wider terminal, python -m zeroexp.report FOLDER --csv -, the page.",
+        *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
+    ]
+    return wrap(" ".join(sentences), min(width, WIDTH))
 
 
 def _private_notes(runs: Sequence[Run]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from zeroexp.config import AUTO
@@ -73,6 +74,12 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
         values["validation_loss"] = record.validation_loss
     if record.saving_seconds:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
+    if record.peak_bytes is not None:
+        values["memory/step_peak_mib"] = record.peak_bytes / MIB
+    if record.verbs:
+        exposed = sum(verb.exposed for verb in record.verbs.values())
+        values["time/step_exposed_ms"] = _milliseconds(exposed)
+    values["traffic/step_sent_mib"] = sum(record.traffic.bytes_by_kind.values()) / MIB
     return [Entry(key, value, _timestamp(written_at), record.step) for key, value in values.items()]
 
 
@@ -87,7 +94,14 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
         "scaling/tokens_per_s": summary.tokens_per_second,
         "scaling/memory_total_mib": summary.memory.total.fullest / MIB,
     }
-    plain = {**_times(summary), **_memory(summary), **_traffic(summary), **_plan(summary)}
+    plain = {
+        **_times(summary),
+        **_speed(summary),
+        **_verbs(summary),
+        **_memory(summary),
+        **_traffic(summary),
+        **_plan(summary),
+    }
     plain["world_size"] = world_size
     return [
         *(Entry(key, value, _timestamp(at), 0) for key, value in plain.items()),
@@ -117,6 +131,7 @@ def tags(run: Run, status: str) -> dict[str, str]:
         **({"reason": run.reason} if run.reason else {}),
         **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
+        **({"peak_flops": run.summary.peak_flops_name} if run.summary and run.summary.mfu else {}),
         **known,
         # These are tags, since another attempt may find other links, and MLflow writes a param only once.
         **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
@@ -146,6 +161,34 @@ def _times(summary: RunSummary) -> dict[str, float]:
         "tokens_per_s_mean": summary.tokens_per_second,
         **{f"phase/{name}_ms_median": _milliseconds(s) for name, s in phases.items()},
     }
+
+
+def _speed(summary: RunSummary) -> dict[str, float]:
+    """Return what the model computes, and its share of what the ranks could."""
+    known = {
+        "model_tflop_per_step": (summary.model_flops_per_step, 1e-12),
+        "model_tflop_per_s": (summary.model_flops_per_second, 1e-12),
+        "peak_tflop_per_s_per_rank": (summary.peak_flops_per_second, 1e-12),
+        "mfu_percent": (summary.mfu, 100),
+    }
+    return {name: n * factor for name, (n, factor) in known.items() if n is not None}
+
+
+def _verbs(summary: RunSummary) -> dict[str, float]:
+    """Return what each verb costs in a step, mean over ranks: seconds in which ranks only wait, and all of them."""
+    ranks = summary.times
+    verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
+    parts = ("working", "overlapped", "exposed")
+    told = {
+        f"verb/{verb}_{part}_ms": _milliseconds(
+            fmean(getattr(rank.verbs[verb], part) if verb in rank.verbs else 0.0 for rank in ranks)
+        )
+        for verb in verbs
+        for part in parts
+    }
+    if ranks:
+        told["time/exposed_ms"] = _milliseconds(fmean(rank.exposed_seconds for rank in ranks))
+    return told
 
 
 def _memory(summary: RunSummary) -> dict[str, float]:

@@ -26,6 +26,8 @@ COLUMNS = (
     "metrics.`time/step_ms_median`",
     "metrics.`time/step_ms_p95`",
     "metrics.`tokens_per_s_mean`",
+    "metrics.`mfu_percent`",
+    "metrics.`time/exposed_ms`",
     "metrics.`memory/params_mib`",
     "metrics.`memory/grads_mib`",
     "metrics.`memory/optim_mib`",

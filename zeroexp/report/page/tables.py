@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from zeroexp.report.columns import ABSENT, STATUS, TIMES, losses_of, memory_of, traffic_of
+from zeroexp.report.columns import (
+    ABSENT,
+    STATUS,
+    losses_of,
+    memory_of,
+    peaks_in_words,
+    times_of,
+    traffic_of,
+)
 from zeroexp.report.compare import Comparison
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.differences import differences, in_words
@@ -19,9 +27,8 @@ LONG = 40  # characters of a cell that may break into lines
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     pooled = [point.pooled for point in points]
-    step, slow, tokens = TIMES
     columns = [
-        *[step, slow, tokens, *losses_of(pooled)],
+        *[*times_of(pooled), *losses_of(pooled)],
         *(column for part in memory_of(pooled) for column in part),
         *(column for part in traffic_of(pooled) for column in part),
         STATUS,
@@ -114,7 +121,8 @@ def _note(points: Sequence[Point]) -> str:
     intervals = (
         f" The interval of the step is {' or '.join(said[o] for o in over)}." if over else ""
     )
+    utilised = escape(f" {peaks_in_words([point.run for point in points])}").rstrip()
     return (
         "<p>Bytes are MiB of the fullest rank (mean: over ranks, where they differ). Step times are medians of rank 0"
-        f" over the measured steps.{intervals}</p>"
+        f" over the measured steps.{intervals}{utilised}</p>"
     )
