@@ -15,11 +15,14 @@ import sys
 DESCRIPTOR = "ZEROEXP_ADVANCE"  # the variable that holds the shared memory's descriptor
 LEAVES_STACK = signal.SIGUSR1  # has a rank write the stacks of its threads into its log
 
-BEFORE, DATA, FORWARD, BACKWARD, STEP, VALIDATION, SAVING, AFTER = PHASES = (
-    *("start", "data", "forward", "backward", "step", "validation", "saving", "end"),
+BEFORE, MEETING, BUILDING, DATA, FORWARD, BACKWARD, STEP, VALIDATION, SAVING, AFTER = PHASES = (
+    *("the start", "the meeting of ranks", "the building of the model", "data"),
+    *("forward", "backward", "step", "validation", "saving", "end"),
 )
-# A rank that stands still in one of these phases for long hangs. Loading, saving and writing files may take any time.
+# A rank that stands still in one of these phases for long hangs. Saving and writing files may take any time.
 MUST_ADVANCE = (DATA, FORWARD, BACKWARD, STEP, VALIDATION)
+# Importing and loading may take any time too, as long as the process does anything at all.
+STARTS = (BEFORE, MEETING, BUILDING)
 
 # The places of the numbers: the step, the phases entered in it, the moves of this phase, the phase, "leaves its stack".
 NUM_STEPS, NUM_PHASES, NUM_MOVES, PHASE, LISTENS = range(5)

@@ -195,7 +195,7 @@ class ClusterConfig:
     heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
     # slurm: from a job's first task to its last; Python may load from a slow shared disk. It grows with the ranks.
     start_s: int = 60
-    # The job ends when no rank has advanced within a step for so long; None = such a job goes on.
+    # The job ends when no rank has advanced in a step (before: done anything) for so long; None = such a job goes on.
     hang_s: int | None = 300
     # slurm: start again what Slurm ended; None = where checkpoint.every is set
     requeue: bool | None = None

@@ -101,6 +101,7 @@ def _run(folder: Path, device: str | None) -> int:
         keep_freed_memory()
         if uncounted := count_cpu_allocations():
             print(uncounted)
+    advance.enter(0, advance.MEETING)
     with worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
         return 0 if _train(config, world, folder, stop) else SAVED
 
@@ -131,6 +132,7 @@ def _device(config: Config) -> str:
 def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     """Build everything and train; return False if the run was stopped before its last step and saved a checkpoint."""
     began = time.perf_counter()
+    advance.enter(0, advance.BUILDING)
     data = build_data(config.data, config.model, config.train.seed)
     memory = AllocationMeter(world.device)
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)

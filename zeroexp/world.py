@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
 
+from zeroexp import advance
 from zeroexp.ports import SCHEME
 from zeroexp.rendezvous import open_store
 
@@ -164,6 +165,7 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
 
 
 def barrier() -> None:
+    advance.move()
     dist.barrier()
 
 
@@ -172,6 +174,7 @@ def background_group() -> dist.ProcessGroup:
 
     A background thread uses it. All ranks call this together.
     """
+    advance.move()
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -182,6 +185,7 @@ Thing = TypeVar("Thing")
 
 def gather(thing: Thing) -> list[Thing]:
     """Gather a small picklable object from every rank, in rank order. Do not call it in a timed region."""
+    advance.move()
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
@@ -189,9 +193,11 @@ def gather(thing: Thing) -> list[Thing]:
 
 def broadcast(tensor: torch.Tensor) -> None:
     """Copy rank 0's values into `tensor` on every rank."""
+    advance.move()
     dist.broadcast(tensor, src=0)
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> None:
     """Replace `tensor` by its sum over ranks, on every rank."""
+    advance.move()
     dist.all_reduce(tensor)

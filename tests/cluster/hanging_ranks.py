@@ -25,3 +25,29 @@ def sleep_in_forward(folder: Path, *, device: str) -> None:
 
     train._loss_sum = lock
     ranks.main(folder, device=device)
+
+
+def sleep_while_building(folder: Path, *, device: str) -> None:
+    """Rank 1 sleeps for ever while it builds its model, as before a disk or a lock of a library."""
+    build = ranks.build_deferred
+
+    def lock(*words: Any, **more: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            time.sleep(1000)
+        return build(*words, **more)
+
+    ranks.build_deferred = lock
+    ranks.main(folder, device=device)
+
+
+def sleep_before_meeting(folder: Path, *, device: str) -> None:
+    """Rank 1 never comes to where the ranks meet."""
+    keep = ranks.keep_freed_memory
+
+    def lock() -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(1000)
+        keep()
+
+    ranks.keep_freed_memory = lock
+    ranks.main(folder, device=device)

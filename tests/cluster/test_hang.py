@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from tests import rank_code
 from tests.test_rank import log_of, make_job, process_of
 from zeroexp import advance
 from zeroexp.cluster.hang import Sight, behind
+from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import save
 
@@ -63,6 +67,58 @@ def test_of_sleeping_ranks_the_one_that_did_least_is_named(
     assert "hanging_ranks.py" in log_of(job, 1).partition(" rank 1: no progress for ")[2]
 
 
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("sleep_while_building", "the building of the model"),
+        pytest.param("sleep_before_meeting", "the start", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_never_comes_to_the_first_step_is_named(
+    local: LocalCluster, tmp_path: Path, how: str, where: str
+) -> None:
+    """Rank 0 waits for it in the meeting or in a collective: it was blamed, ten minutes later."""
+    job = make_job(tmp_path / "run", cluster__hang_s=2)
+    rank_code.choose(job.folder, f"tests.cluster.hanging_ranks:{how}")
+    outcome = local.run(job, on_record=lambda record: None, on_event=lambda line: None)
+    cause = outcome.cause
+    assert cause is not None and (cause["rank"], cause["exception"]) == (1, "Hang"), cause
+    assert f" in {where}; " in cause["message"]
+    for rank, at in ((0, "rank.py"), (1, "hanging_ranks.py")):
+        assert at in log_of(job, rank).partition(f" rank {rank}: no progress for ")[2]
+
+
+def test_a_process_is_idle_only_while_it_does_nothing() -> None:
+    """It computes or reads when it is told to, and idles between."""
+    code = "for line in iter(input, ''): exec(line)"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, text=True, bufsize=1
+    ) as child:
+        assert child.stdin is not None
+        try:
+            idle = Idle(child.pid)
+            await_sleep(child.pid)
+            idle.look(1)
+            assert [idle.look(1), idle.look(1)] == [1, 2]
+            print("open('/proc/self/stat').read()", file=child.stdin)
+            await_word(idle)
+            await_sleep(child.pid)
+            idle.look(1)
+            assert idle.look(1) > 0
+        finally:
+            child.kill()
+
+
+def await_sleep(pid: int) -> None:
+    while "S (sleeping)" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.01)
+
+
+def await_word(idle: Idle) -> None:
+    while idle.look(1):
+        time.sleep(0.01)
+
+
 def sight(rank: int, done: tuple[int, int, int], seconds: float, **other: str) -> Sight:
     values = {"phase": advance.FORWARD, "state": "S", "kernel": "futex_wait", **other}
     return Sight(rank, "here", 100 + rank, done, seconds=seconds, **values)
@@ -70,6 +126,8 @@ def sight(rank: int, done: tuple[int, int, int], seconds: float, **other: str) -
 
 ENDED = {"phase": advance.AFTER}
 STARTS = {"phase": advance.BEFORE}
+MEETS = {"phase": advance.MEETING}
+BUILDS = {"phase": advance.BUILDING}
 CASES = {
     "all wait for the one that did less": (
         [sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9)],
@@ -86,8 +144,24 @@ CASES = {
     ),
     "nobody is behind": ([sight(0, (7, 2, 4), 9), sight(1, (7, 2, 4), 9)], [0, 1]),
     "loading may take any time": (
-        [sight(0, (0, 0, 0), 900, **STARTS), sight(1, (0, 0, 0), 900, **STARTS)],
+        [sight(0, (0, 0, 0), 0, **STARTS), sight(1, (0, 0, 0), 0, **STARTS)],
         [],
+    ),
+    "but not nothing at all": (
+        [sight(0, (0, 2, 1), 9, **BUILDS), sight(1, (0, 2, 0), 9, **BUILDS)],
+        [1],
+    ),
+    "who has met waits for one that loads": (
+        [sight(0, (0, 1, 0), 900, **MEETS), sight(1, (0, 0, 0), 0, **STARTS)],
+        [],
+    ),
+    "one never comes to where they meet": (
+        [sight(0, (0, 1, 0), 900, **MEETS), sight(1, (0, 0, 0), 9, **STARTS)],
+        [1],
+    ),
+    "none of them can meet": (
+        [sight(0, (0, 1, 0), 9, **MEETS), sight(1, (0, 1, 0), 9, **MEETS)],
+        [0, 1],
     ),
     "but not stopped": (
         [sight(0, (0, 0, 0), 0, **STARTS), sight(1, (0, 0, 0), 9, **STARTS, state="T")],

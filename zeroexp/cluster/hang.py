@@ -3,8 +3,9 @@
     rank ── numbers in shared memory (advance.py) ──▶ the process that started it ── Sight ──▶ who sees all ranks
 
 A job hangs when no rank that should advance has advanced for `cluster.hang_s`. Its peers wait for the rank that is
-behind: the one that did the least, unless one is stopped. Before the job ends, every rank leaves the stacks of its
-threads in its log.
+behind: the one that did the least, unless one is stopped. Before the first step a rank should only do anything at all
+(idle.py), and ranks that have met wait for those that still load. Before the job ends, every rank leaves the stacks of
+its threads in its log.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zeroexp import advance
+from zeroexp.cluster.idle import Idle
 from zeroexp.tracking import failure
 
 STACK_SECONDS = 5.0  # from the request for a stack to its end
@@ -36,13 +38,19 @@ class Sight:
     pid: int
     done: tuple[int, int, int]  # steps, phases of this step, moves of this phase
     phase: str
-    seconds: float  # since it last advanced
+    seconds: float  # since it last advanced; before the first step also: since it last worked
     state: str  # one letter, man proc: R, S, D, T, t, Z
     kernel: str  # the kernel's function in which it sleeps
 
     @property
     def must_advance(self) -> bool:
-        return self.phase in advance.MUST_ADVANCE or self.state in STOPPED
+        idle = self.phase in advance.STARTS and self.seconds > 0
+        return self.phase in advance.MUST_ADVANCE or self.state in STOPPED or idle
+
+    @property
+    def loads(self) -> bool:
+        """Does it work before its first step, so that its peers may have to wait for long?"""
+        return self.phase in advance.STARTS and not self.must_advance
 
     def line(self) -> str:
         return json.dumps(asdict(self))
@@ -53,9 +61,8 @@ class Sight:
         return cls(**{**values, "done": tuple(values["done"])})
 
     def __str__(self) -> str:
-        where = (
-            f"{self.phase} of step {self.done[0]}" if self.phase != advance.BEFORE else self.phase
-        )
+        starts = self.phase in advance.STARTS
+        where = self.phase if starts else f"{self.phase} of step {self.done[0]}"
         how = {
             "T": f"its process {self.pid} is stopped: kill -CONT {self.pid} there lets it go on",
             "t": f"a debugger has stopped its process {self.pid}",
@@ -70,7 +77,7 @@ class Watched:
 
     def __init__(self, rank: int, host: str, pid: int, numbers: memoryview, log: Path) -> None:
         self._rank, self._host, self._pid, self._log = rank, host, pid, log
-        self._numbers, self._asked_at = numbers, 0
+        self._numbers, self._asked_at, self._idle = numbers, 0, Idle(pid)
         self._done, self._seconds = (0, 0, 0), 0.0
 
     def look(self, seconds: float) -> Sight:
@@ -80,6 +87,8 @@ class Watched:
         self._seconds = self._seconds + seconds if done == self._done else 0.0
         self._done = done
         phase, kernel = advance.PHASES[numbers[advance.PHASE]], _in_kernel(self._pid)
+        if phase in (advance.BEFORE, advance.BUILDING):
+            self._seconds = min(self._seconds, self._idle.look(seconds))
         sight = Sight(self._rank, self._host, self._pid, done, phase, self._seconds, state, kernel)
         if not sight.must_advance:
             self._seconds = 0.0
@@ -131,6 +140,8 @@ def behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
         return []
     if stopped := [sight for sight in should if sight.state in STOPPED]:
         return stopped
+    if all(sight.phase in advance.STARTS for sight in should) and any(s.loads for s in sights):
+        return []
     least = min(sight.done for sight in sights)
     return [sight for sight in sights if sight.done == least]
 
