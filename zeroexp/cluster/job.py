@@ -106,6 +106,20 @@ def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:
     return "out_of_memory" if short else status
 
 
+def reason_of(status: Ending, job: Job) -> str | None:
+    """Return the reason that belongs to this end of a job, in one line.
+
+    A rank that lost its peers may still write a failure while a job is ended from outside: that is no reason then.
+    """
+    if status == "done":
+        return job.verdict
+    if status == "timed_out":
+        return f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
+    if status == "cancelled":
+        return "the process that ran it hung up"
+    return first_cause(job.failure) or f"nobody could write down why; see {job.folder / 'logs'}"
+
+
 def first_cause(failure: dict[str, Any] | None) -> str | None:
     """Summarize failure.json in one line."""
     if failure is None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zeroexp.cluster.job import Job, Status, ending_of, first_cause
+from zeroexp.cluster.job import Job, Status, ending_of, first_cause, reason_of
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
 from zeroexp.tracking import attempt, failure
@@ -132,19 +132,26 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
     if seen.word == "CANCELLED":
         return "cancelled", "cancelled in Slurm"
     if seen.word in ("TIMEOUT", "DEADLINE"):
-        return "timed_out", f"time limit of {job.config.cluster.timeout_s} s (cluster.timeout_s)"
+        return "timed_out", reason_of("timed_out", job)
     preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct does not report it
     word = "PREEMPTED" if preempted and seen.word == "FAILED" else seen.word
-    if word == "OUT_OF_MEMORY" and job.failure:
+    if word == "OUT_OF_MEMORY" and _tells_of_memory(job):
         return "out_of_memory", first_cause(job.failure)
     if word in LOST:
         status, reason = LOST[word]
         nodes = _down_among(seen.nodes) if word == "NODE_FAIL" else None
-        return status, f"{reason} ({nodes or seen.nodes})"
+        met = f": {first_cause(job.failure)}" if word == "OUT_OF_MEMORY" and job.failure else ""
+        return status, f"{reason} ({nodes or seen.nodes}){met}"
     if seen.reason == "JobLaunchFailure" and not _batch_file_ran(job):
         where = f"{seen.nodes} could not open {job.folder.resolve()}"
         return "failed", f"{where}: outputs must lie where all nodes see it under this path"
-    return _from_files(job, f"Slurm says {seen.word} ({seen.reason}); see {job.folder / 'slurm'}")
+    how = "no error, and no result either" if word == "COMPLETED" else f"{word} ({seen.reason})"
+    return _from_files(job, f"Slurm says {how}; see {job.folder / 'slurm'}")
+
+
+def _tells_of_memory(job: Job) -> bool:
+    """Did the first rank to fail itself run out of memory? Otherwise it may only have met the consequences."""
+    return bool((job.failure or {}).get("out_of_memory"))
 
 
 def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
@@ -153,7 +160,7 @@ def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
     Slurm forgets at once that it preempted a job, so our own state remembers it.
     """
     if not seen.restarts:
-        return "pending", seen.reason
+        return "pending", None if seen.reason == "None" else seen.reason
     status = "preempted" if job.state["status"] == "preempted" else "requeued"
     return status, _last_reason(job)
 

@@ -20,7 +20,7 @@ from zeroexp.checkpoint.folders import pin
 from zeroexp.cluster.budget import judged
 from zeroexp.cluster.environment import environment
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
-from zeroexp.cluster.job import Job, first_cause
+from zeroexp.cluster.job import Job, reason_of
 from zeroexp.cluster.load import Load
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.points import Composed, Point, points_of
@@ -223,8 +223,7 @@ class Sweep:
         load = Load(cluster.server)
         outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
         load.write(job.folder)
-        reason = job.verdict if outcome.status == "done" else first_cause(outcome.cause)
-        job.enter(outcome.status, reason)
+        job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
         self._send(job)
 
