@@ -19,7 +19,8 @@ from zeroexp import config as configs
 from zeroexp import world as worlds
 from zeroexp.check import single
 from zeroexp.config import Config, ConfigError
-from zeroexp.measure.allocations import logged
+from zeroexp.measure.allocations import Block, Log, logged
+from zeroexp.measure.causes import Causes, Reading, Times
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import CAUSES, Peak
@@ -127,6 +128,16 @@ def test_the_peak_of_a_step_is_arithmetic(world, tmp_path):
     assert records[0].peak is not None
     in_warmup = records[0].peak.bytes_by_cause
     assert {**in_warmup, "other": 0} == {**held, "other": 0}
+
+
+def test_buckets_that_ddp_lays_out_anew_are_never_counted_below_zero():
+    log = Log(base_bytes=100, blocks=[Block(1.0, 40, 7, "", 0)], freed=[(2.0, 9, 40)])
+    reading = Reading(0.5, cause_of={5: "parameters"}, num_bytes={5: 60}, hidden_bytes=40)
+    noted = [(1.5, 7, "gradients")]  # the new buckets hold gradients
+    causes = Causes(log, Times([("backward", 0.0, 3.0)]), [reading], noted, shared_bytes=0)
+    (_, _, before), *_, (_, _, after) = [(w, b, dict(held)) for w, b, held in causes.changes()]
+    assert {c: n for c, n in before.items() if n} == {"parameters": 60, "buckets": 40}
+    assert {c: n for c, n in after.items() if n} == {"parameters": 60, "gradients": 40}
 
 
 def test_a_run_of_two_ranks_leaves_its_traces(local, tmp_path):

@@ -51,6 +51,20 @@ def test_what_is_as_the_table_says_needs_no_word(folder: Path) -> None:
     assert told(folder) == {}
 
 
+def test_a_closed_form_that_is_wrong_is_said_to_be(folder: Path) -> None:
+    change(folder, "gradients", [48, 48], TABLE)
+    path = folder / "a/summary.json"
+    summary = json.loads(path.read_text())
+    held = summary["memory"]["total"]["fullest"]
+    path.write_text(json.dumps({**summary, "plan": {"total": held, "sent": 336 * MIB}}))
+    assert told(folder) == {}  # sent: 6 x 48 + 48
+    path.write_text(json.dumps({**summary, "plan": {"total": held - 24 * MIB}}))
+    (sentence,) = told(folder)["zero2 · buffer"]
+    assert sentence == (
+        "It holds 240.0 MiB where its closed form says 216.0 MiB: nothing here explains that."
+    )
+
+
 def test_uneven_pieces_are_imbalance(folder: Path) -> None:
     change(folder, "gradients", [60, 36], TABLE)
     (sentence,) = told(folder)["zero2 · buffer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.config import ConfigError
+from zeroexp.measure.record import Peak
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.points import Point, points_of
@@ -41,6 +43,59 @@ def charts(text: str) -> dict[str, dict[str, Any]]:
 def bars(chart: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Name of a part -> row -> length."""
     return {t["name"]: dict(zip(t["y"], t["x"], strict=True)) for t in chart["data"]}
+
+
+def test_memory_and_traffic_stand_beside_the_closed_form_of_the_run(sweep: Path) -> None:
+    one, *others = points(sweep)
+    assert one.summary is not None
+    plan = {"after_backward": 7.0 * MIB, "sent": 5.0 * MIB}
+    planned = replace(one.run, summary=replace(one.summary, plan=plan))
+    drawn = charts(page.render([Point(one.name, (planned,)), *others]))
+    assert bars(drawn["memory"])["closed form"] == {one.name: 7.0}
+    assert bars(drawn["traffic"])["closed form"] == {one.name: 5.0}
+    for name in ("memory", "traffic"):
+        older = bars(drawn[name])["the stage's table"]
+        assert list(older) == [point.name for point in others]
+
+
+def test_the_peak_is_told_by_cause(sweep: Path) -> None:
+    one, *others = points(sweep)
+    assert one.summary is not None
+    assert "causes" not in charts(page.render([one, *others]))
+    made = {"activations": 3 * MIB, "parameters": 2 * MIB}
+    peak = Peak(2, 5 * MIB, made, "TanhBackward0", None, "backward", "blocks.1", 0.1, 0.2)
+    less = replace(peak, num_bytes=MIB, bytes_by_cause={"logits": MIB})
+    memory = replace(one.summary.memory, peaks=[less, peak])
+    watched = replace(one.run, summary=replace(one.summary, memory=memory))
+    chart = charts(page.render([Point(one.name, (watched,)), *others]))["causes"]
+    assert bars(chart) == {"parameters": {one.name: 2.0}, "activations": {one.name: 3.0}}
+    assert chart["words"].endswith("in TanhBackward0 of the backward phase of blocks.1.")
+
+
+def test_intervals_of_the_verdicts_are_drawn(tmp_path: Path) -> None:
+    for name, factor in (("ddp", 1.0), ("zero3", 0.5)):
+        for repeat in range(3):
+            folder = write_run(tmp_path / "sweep" / f"{name}-{repeat}", name)
+            summary = json.loads((folder / "summary.json").read_text())
+            summary["step_seconds_median"] = factor * (1 + 0.01 * repeat * (name == "ddp"))
+            (folder / "summary.json").write_text(json.dumps(summary))
+    text = page.render(points(tmp_path / "sweep"))
+    (faster,) = charts(text)["forest"]["data"]
+    assert faster["name"] == "faster" and faster["y"] == ["zero3 · buffer"]
+    assert faster["x"][0] == pytest.approx(0.495, abs=1e-3)
+    assert 0 < faster["error_x"]["arrayminus"][0] < 0.02
+    assert "<strong>500.0 ms</strong><span>zero3 · buffer, 0.50 of ddp · buffer</span>" in text
+
+
+def test_times_that_scatter_crown_nobody(tmp_path: Path) -> None:
+    for name, repeat in product(("ddp", "zero1", "zero2", "zero3"), range(2)):
+        folder = write_run(tmp_path / "sweep" / f"{name}-{repeat}", name)
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["step_seconds_median"] *= 1 + repeat
+        (folder / "summary.json").write_text(json.dumps(summary))
+    text = page.render(points(tmp_path / "sweep"))
+    assert "No point is called fastest" in text and "took the shortest step" not in text
+    assert text.count("worth nothing") == 1 and "The times of all points are worth nothing" in text
 
 
 def test_memory_stands_beside_the_table_of_its_stage(sweep: Path) -> None:
@@ -100,7 +155,7 @@ def test_the_frontier_holds_what_no_point_beats(sweep: Path) -> None:
 def test_every_chart_is_one_that_plotly_knows(sweep: Path) -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     drawn = json.loads(json.dumps(charts(page.render(points(sweep)))).replace('"INK"', '"#000"'))
-    assert set(drawn) == {make.__name__ for make in page.CHARTS}
+    assert set(drawn) == {make.__name__ for make in page.CHARTS} - {"causes"}
     for chart in drawn.values():
         graph_objects.Figure(
             chart["data"], chart["layout"]

@@ -263,7 +263,7 @@ class Sweep:
         from zeroexp.report.conclusions import conclude
 
         found = conclude(points)
-        for lines in (found.verdicts, found.broken):
+        for lines in (found.verdicts, found.doubts, found.broken):
             if lines:
                 print("\n" + "\n".join(lines))
         if self._folder:

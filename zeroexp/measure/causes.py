@@ -137,17 +137,18 @@ class Causes:
         held = self._base.copy()
         yield float("-inf"), None, dict(held)
         for when, block, cause, num_bytes in self._sorted():
-            held[cause] += num_bytes
+            held[cause or _of_unknown(held, -num_bytes)] += num_bytes
             yield when, block, held
 
-    def _sorted(self) -> list[tuple[float, Block | None, str, int]]:
-        rows: list[tuple[float, Block | None, str, int]] = []
+    def _sorted(self) -> list[tuple[float, Block | None, str | None, int]]:
+        """Return (when, the block that came or None, cause or None where nobody knows it, bytes) in order of time."""
+        rows: list[tuple[float, Block | None, str | None, int]] = []
         for block in self._log.blocks:
             cause = self._cause_of[id(block)]
             rows.append((block.began, block, cause, block.num_bytes))
             rows.append((block.ended, None, cause, -block.num_bytes))
         for when, address, num_bytes in self._log.freed:
-            rows.append((when, None, self._before.get(address, "other"), -num_bytes))
+            rows.append((when, None, self._before.get(address), -num_bytes))
         return sorted((row for row in rows if row[0] < float("inf")), key=lambda row: row[0])
 
     def _by_birth(self, block: Block) -> str:
@@ -174,6 +175,11 @@ class Causes:
             if phase[0] == "optimizer" and block.ended == float("inf")
             else "temporaries"
         )
+
+
+def _of_unknown(held: Counter[str], num_bytes: int) -> str:
+    """Return the cause of a freed block that nobody showed: a bucket inside of DDP, which lays them out anew."""
+    return "buckets" if held["buckets"] >= num_bytes > held["other"] else "other"
 
 
 def _within(intervals: Sequence[Interval], when: float) -> bool:

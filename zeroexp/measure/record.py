@@ -191,7 +191,7 @@ class RunSummary:
     validation_loss: float | None = None  # after the last step; None without validation
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
     # What closed forms say of the same run (zeroexp/plan/beside.py), bytes of the fullest rank: by kind of memory,
-    # `total`, and `sent` where the engine counts what it sends.
+    # `total`, `after_backward` (all kinds at that moment), and `sent` where the engine counts what it sends.
     plan: dict[str, float] = field(default_factory=dict[str, float])
     times: list[RankTimes] = field(
         default_factory=list[RankTimes]
@@ -208,6 +208,7 @@ class RunSummary:
         """What was measured less what was planned, in bytes of the fullest rank."""
         measured = {kind: ranks.fullest for kind, ranks in self.memory.by_kind.items()}
         measured["total"] = self.memory.total.fullest
+        measured["after_backward"] = sum(self.memory.fullest_at.get("after_backward", {}).values())
         measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
         return {name: measured[name] - planned for name, planned in self.plan.items()}
 

@@ -14,7 +14,7 @@ from zeroexp.plan.predict import Form
 def plan_beside(
     config: Config, settings: dict[str, Any], vocab_size: int | None
 ) -> dict[str, float]:
-    """Return planned bytes of the fullest rank: by kind, `total`, and `sent` where the engine counts what it sends.
+    """Return planned bytes of the fullest rank: by kind, `total`, `after_backward`, and `sent` where the engine counts.
 
     settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
     """
@@ -22,6 +22,7 @@ def plan_beside(
     ranks = of_ranks(form)
     planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
     planned["total"] = max(rank.total_bytes for rank in ranks)
+    planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, Form):
         planned["sent"] = max(sum(rank.sent.values()) for rank in ranks)
     return planned

@@ -81,6 +81,7 @@ class RankOutcome:
     peak_terms: dict[str, int]
     sent: dict[str, int]
     holding: Holding
+    bytes_at: dict[str, int]  # moment -> bytes of all kinds
 
     @property
     def peak_bytes(self) -> int:
@@ -138,6 +139,7 @@ def _of_rank(form: AnyForm, rank: int) -> RankOutcome:
         peak_terms=dict(sorted(terms[phase].items(), key=lambda term: -term[1])),
         sent=form.traffic(rank).bytes_by_kind,
         holding=form.holding(rank),
+        bytes_at={m: sum(kinds.values()) for m, kinds in zip(MOMENTS, held, strict=True)},
     )
 
 

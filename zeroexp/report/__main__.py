@@ -60,7 +60,7 @@ def _report(arguments: argparse.Namespace) -> int:
         _show_tables(folders)
     found = conclude(points, arguments.reference)
     if shows_tables:
-        _print(found.verdicts if len(folders) == 1 else _moved(folders))
+        _print([*found.verdicts, *found.doubts] if len(folders) == 1 else _moved(folders))
     for line in found.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, found)

@@ -14,6 +14,8 @@ from zeroexp.report.verdicts import Judged, judged
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
 
+MOST_DOUBTS = 3  # points that each get a line
+
 
 @dataclass(frozen=True)
 class Conclusions:
@@ -45,15 +47,20 @@ class Conclusions:
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
     chosen, every = judged(points, reference)
-    worthless = [
-        f"The time of {point.name} is worth nothing: {why}."
-        for point in points
-        if (why := unsteady(point))
-    ]
-    doubts = [*worthless, *(one.impossible for one in every if one.impossible)]
+    doubts = [*_worthless(points), *(one.impossible for one in every if one.impossible)]
     broken = [line for point in points for line in varied(point)]
     broken += [f"study.must_equal: {line}" for line in unequal(points, must_equal(points))]
     return Conclusions(chosen, every, doubts, broken)
+
+
+def _worthless(points: Sequence[Point]) -> list[str]:
+    """Return a line for each point whose time scatters too much; where these are many, one line for all."""
+    told = [(point.name, why) for point in points if (why := unsteady(point))]
+    if len(told) <= MOST_DOUBTS:
+        return [f"The time of {name} is worth nothing: {why}." for name, why in told]
+    timed = sum(point.step_seconds is not None for point in points)
+    who = "all points" if len(told) == timed else f"{len(told)} of {timed} points"
+    return [f"The times of {who} are worth nothing. {told[0][0]}: {told[0][1]}."]
 
 
 def must_equal(points: Sequence[Point]) -> list[str]:

@@ -44,6 +44,19 @@ def _of_point(point: Point) -> Iterator[str]:
             "pools that gathered units lie in, and memory that ranks share."
         )
     yield from _traffic(point.run, summary)
+    yield from _beside_plan(summary)
+
+
+def _beside_plan(summary: RunSummary) -> Iterator[str]:
+    """Say where closed forms, which know all of the above, are wrong."""
+    words = {"total": "holds", "sent": "sends"}
+    for name, error in summary.plan_errors.items():
+        planned = summary.plan[name]
+        if name in words and abs(error) > TOLERANCE * max(planned, 1):
+            yield (
+                f"It {words[name]} {_mib(planned + error)} where its closed form says {_mib(planned)}: nothing here "
+                "explains that."
+            )
 
 
 def _kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:

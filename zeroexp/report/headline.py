@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from zeroexp.report.agreement import largest_distance
+from zeroexp.report.agreement import judge, largest_distance
 from zeroexp.report.columns import MIB
 from zeroexp.report.points import Point
+from zeroexp.report.spread import unsteady
 
 
 def headline(points: Sequence[Point]) -> list[str]:
     """Say what ran, who holds least, who is fastest, whether all train alike, and which runs diverged."""
     sentences = [_ran(points), _least_memory(points), _fastest(points), _alike(points)]
     return [*filter(None, sentences), *_doubts(points)]
+
+
+class Card(NamedTuple):
+    """One number that a reader wants first."""
+
+    label: str
+    value: str
+    words: str  # which point it is, and how it compares
+
+
+def cards(points: Sequence[Point]) -> list[Card]:
+    """Return the few numbers that head the page; those that nothing is known of are left out."""
+    held = [(p.summary.memory.total.fullest, p) for p in points if p.summary]
+    timed = _trusted(points)
+    sent = [(s.fullest, p) for p in points if p.summary and (s := p.summary.sent_bytes_per_step)]
+    made: list[Card] = []
+    if len(held) > 1:
+        made.append(_least("least memory", held, 1 / MIB, "MiB"))
+    if len(timed) > 1:
+        made.append(_least("shortest step", timed, 1e3, "ms"))
+    if len(sent) > 1 and max(number for number, _ in sent):
+        made.append(_least("least sent", sent, 1 / MIB, "MiB a step"))
+    curves = _curves(points)
+    if len(curves) > 1:
+        made.append(_agreement(curves))
+    return made
+
+
+def _least(label: str, numbers: Sequence[tuple[float, Point]], factor: float, unit: str) -> Card:
+    (least, low), (most, high) = (end(numbers, key=lambda pair: pair[0]) for end in (min, max))
+    share = f", {least / most:.2f} of {high.name}" if most > least else ", like all others"
+    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}")
+
+
+def _agreement(curves: dict[str, list[float]]) -> Card:
+    worst = max(judge(curves, bound=math.inf).curves, key=lambda curve: curve.difference)
+    if worst.difference == 0:
+        return Card("losses", "equal", f"all {len(curves)} curves, to the last bit")
+    if math.isinf(worst.difference):
+        return Card("losses", "not alike", f"{worst.name} from step {worst.step} on")
+    return Card(
+        "losses differ by",
+        f"{worst.difference:.1e}",
+        f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves",
+    )
+
+
+def _trusted(points: Sequence[Point]) -> list[tuple[float, Point]]:
+    """Return the points whose time is worth something, with it."""
+    return [(p.step_seconds, p) for p in points if p.step_seconds and not unsteady(p)]
+
+
+def _curves(points: Sequence[Point]) -> dict[str, list[float]]:
+    return {point.name: [r.loss for r in point.records] for point in points if point.records}
 
 
 def _ran(points: Sequence[Point]) -> str:
@@ -43,9 +100,10 @@ def _least_memory(points: Sequence[Point]) -> str:
 
 
 def _fastest(points: Sequence[Point]) -> str:
-    timed = [(point.step_seconds, point) for point in points if point.step_seconds]
+    timed = _trusted(points)
     if len(timed) < 2:
-        return ""
+        known = sum(point.step_seconds is not None for point in points)
+        return "No point is called fastest, since times scatter too much." if known > 1 else ""
     (least, fast), (most, slow) = (end(timed, key=lambda pair: pair[0]) for end in (min, max))
     once = "" if len(fast.done) > 1 else ", measured once"
     return (
@@ -55,7 +113,7 @@ def _fastest(points: Sequence[Point]) -> str:
 
 
 def _alike(points: Sequence[Point]) -> str:
-    curves = {point.name: [r.loss for r in point.records] for point in points if point.records}
+    curves = _curves(points)
     return largest_distance(curves) if len(curves) > 1 else ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from zeroexp.measure.record import RunSummary
 
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
@@ -14,6 +16,22 @@ def at_moment(summary: RunSummary) -> dict[str, float]:
     if told:
         return dict(told)
     return {kind: ranks.fullest for kind, ranks in summary.memory.by_kind.items()}
+
+
+def forms(
+    summaries: Sequence[RunSummary], planned: str, tables: Sequence[Mapping[str, int] | None]
+) -> dict[str, list[float | None]]:
+    """Return bytes to mark beside what was measured: the closed form of each run, else its stage's table.
+
+    planned: the key of RunSummary.plan. Runs of older versions, and what torch's engines send, have no closed form.
+    """
+    known = [summary.plan.get(planned) for summary in summaries]
+    rest = [
+        sum(table.values()) if form is None and table is not None else None
+        for form, table in zip(known, tables, strict=True)
+    ]
+    marks = {"closed form": known, "the stage's table": rest}
+    return {name: values for name, values in marks.items() if any(v is not None for v in values)}
 
 
 def by_kind(summary: RunSummary) -> dict[str, float]:

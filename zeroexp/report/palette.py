@@ -23,6 +23,21 @@ KIND_COLOURS = {
     "master": PINK,
     "buffers": GREY,
 }
+# What bytes are for, as measure/record.py names causes.
+CAUSE_COLOURS = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "master": PINK,
+    "pools": "#7f9ed6",
+    "buckets": RED,
+    "shared memory": "#a3a3a3",
+    "activations": YELLOW,
+    "logits": "#b8a800",
+    "temporaries": GREY,
+    "backend": "#8a8a8a",
+    "other": "#e3e3e3",
+}
 # Kinds of messages and phases of a step; a kind that is not named here gets a colour by its place.
 PART_COLOURS = {
     "forward": BLUE,
@@ -36,6 +51,8 @@ PART_COLOURS = {
     "publish": GREEN,
     "norm": PINK,
     "loss": YELLOW,
+    "quiesce": "#a3a3a3",
+    "by TCP": "#9db9dd",
 }
 SERIES = (NAVY, ORANGE, GREEN, RED, PINK, BLUE, "#8a8a8a", "#b8a800")
 PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")

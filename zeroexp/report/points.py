@@ -43,6 +43,15 @@ class Point:
         return [run for run in self.runs if run.summary]
 
     @property
+    def typical(self) -> Run:
+        """The run whose step time is the median of the repeats, or the one below it: its parts belong together."""
+        ordered = sorted(
+            (run for run in self.done),
+            key=lambda r: r.summary.step_seconds_median if r.summary else 0,
+        )
+        return ordered[(len(ordered) - 1) // 2] if ordered else self.run
+
+    @property
     def seconds_by_round(self) -> dict[int, float]:
         """Median step seconds of each repeat that came to its end, by its number."""
         return {

@@ -217,7 +217,8 @@ def _traffic(summary: RunSummary) -> dict[str, float]:
 
 def _plan(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
-    names = {**KIND_NAMES, "total": "total", "sent": "sent_per_step"}
+    whole = {"total": "total", "after_backward": "after_backward", "sent": "sent_per_step"}
+    names = {**KIND_NAMES, **whole}
     planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
     errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}
     return planned | errors

@@ -19,9 +19,11 @@ from pathlib import Path
 
 from zeroexp.config import ConfigError
 from zeroexp.report.conclusions import conclude
-from zeroexp.report.headline import headline
+from zeroexp.report.headline import Card, cards, headline
+from zeroexp.report.page.causes import causes
 from zeroexp.report.page.chart import Chart
 from zeroexp.report.page.exposed import exposed
+from zeroexp.report.page.forest import forest
 from zeroexp.report.page.losses import losses
 from zeroexp.report.page.memory import memory
 from zeroexp.report.page.pareto import pareto
@@ -37,6 +39,7 @@ from zeroexp.report.points import Point
 NAME = "report.html"
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     memory,
+    causes,
     times,
     exposed,
     pareto,
@@ -81,22 +84,23 @@ def render(
     reference: the name of the point that others are compared with, by default the first.
     """
     found = conclude(points, reference)
+    verdicts = forest(found)
     charts = [*(make(points) for make in CHARTS), *timelines(points)]
     sections = [
         ("results", "Results", results_table(points)),
+        ("verdicts", verdicts.title, _figure(verdicts) + verdict_table(found)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
-        ("verdicts", "Which differences are real", verdict_table(found)),
         ("explanations", "Why runs differ from their tables", explained(points)),
         ("differences", "What else differs", differences_table(points)),
         ("provenance", "What was run, and how to repeat it", provenance(points)),
     ]
     sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
-    drawn = [asdict(chart) for chart in charts if chart.data]
+    drawn = [asdict(chart) for chart in [verdicts, *charts] if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
-        "headline": "".join(
-            f"<li>{escape(line)}</li>" for line in [*headline(points), *found.doubts]
-        ),
+        "cards": "".join(map(_card, cards(points))),
+        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline(points)),
+        "doubts": "".join(f'<p class="doubt">{escape(line)}</p>' for line in found.doubts),
         "problems": "".join(
             f'<p class="problem">{escape(line)}</p>' for line in [*found.broken, *problems]
         ),
@@ -119,6 +123,11 @@ def _figure(chart: Chart) -> str:
     label = escape(f"{chart.title}. {chart.words}", quote=True)
     box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="min-height:{chart.height}px">'
     return f"<figure>{caption}{box}</div></figure>"
+
+
+def _card(card: Card) -> str:
+    label, value, words = map(escape, card)
+    return f'<div class="card"><b>{label}</b><strong>{value}</strong><span>{words}</span></div>'
 
 
 def _template() -> str:

@@ -6,11 +6,12 @@ the page's for readers who see no picture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroexp.report.palette import PATTERNS
+from zeroexp.report.columns import MIB
+from zeroexp.report.palette import PATTERNS, RED
 
 ROW, BESIDE = 24, 110  # pixels: one bar, and what is above and below all bars
 SHORTEST = 240
@@ -96,6 +97,21 @@ def marks(
         },
         "hovertemplate": "%{x:,.1f}",
     }
+
+
+def form_marks(rows: Sequence[str], known: Mapping[str, Sequence[float | None]]) -> list[Trace]:
+    """Return a mark per row for bytes that a form says, by the name of the form."""
+    symbols = {"closed form": "diamond-open"}
+    return [
+        marks(
+            name,
+            rows,
+            [None if number is None else number / MIB for number in numbers],
+            symbols.get(name, "square-open"),
+            RED,
+        )
+        for name, numbers in known.items()
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -13,14 +13,15 @@ from zeroexp.report.points import Point
 TITLE = "Compute and exposed communication"
 NOTHING = "No run tells its time by verb; runs of this version do."
 WORDS = (
-    "Mean over measured steps and ranks. A verb's exposed part is the time in which a rank waits for it and "
+    "Means over measured steps and ranks, of the repeat whose step time is the median. "
+    "A verb's exposed part is the time in which a rank waits for it and "
     "does nothing else; the circle is what communication ran beside compute and cost nothing. "
     "PyTorch's engines show only what the training loop itself sends: what they wait for inside is part of the rest."
 )
 
 
 def exposed(points: Sequence[Point]) -> Chart:
-    done = [(point.name, s) for point in points if (s := point.summary) and s.times]
+    done = [(point.name, s) for point in points if (s := point.typical.summary) and s.times]
     if not done:
         return Chart("exposed", TITLE, NOTHING)
     rows = [name for name, _ in done]

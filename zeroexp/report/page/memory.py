@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured import at_moment
-from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
-from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES, RED
+from zeroexp.report.measured import MOMENT, at_moment, forms
+from zeroexp.report.page.chart import Chart, bars_height, bars_layout, form_marks, marks, stacked
+from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
 from zeroexp.report.points import Point
 from zeroexp.report.theory import table_bytes
 
 WORDS = (
     "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
-    "The diamond is what the stage's table gives a rank, without buffers, padding and imbalance; the line is the most "
-    "that was allocated at once in any step, activations included."
+    "The diamond is what closed forms say of the same run (python -m zeroexp.plan); the line is the most that was "
+    "allocated at once in any step, activations included."
 )
 TITLE = "Memory by kind"
 
@@ -35,10 +35,9 @@ def memory(points: Sequence[Point]) -> Chart:
         for index, kind in enumerate(KINDS)
         if any(held[row].get(kind) for row in rows)
     ]
-    tables = [table_bytes(point.run) for point, _ in done]
-    forms = [sum(table.values()) / MIB if table else None for table in tables]
+    known = forms([s for _, s in done], MOMENT, [table_bytes(point.run) for point, _ in done])
     peaks = [s.memory.peak.fullest / MIB if s.memory.peak else None for _, s in done]
-    data.append(marks("the stage's table", rows, forms, "diamond-open", RED))
+    data += form_marks(rows, known)
     data.append(marks("peak of any step", rows, peaks, "line-ns-open", "INK"))
     layout = bars_layout("MiB of the fullest rank")
     return Chart("memory", TITLE, WORDS, data, layout, bars_height(len(rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import MANY, Chart, Trace
@@ -40,10 +41,16 @@ def pareto(points: Sequence[Point]) -> Chart:
         f"No point beats these in both: {', '.join(dot.point.name for dot in best) or 'none'}."
     )
     layout = {
-        "xaxis": {"title": {"text": "ms per step"}},
-        "yaxis": {"title": {"text": "MiB, peak of the fullest rank"}, "rangemode": "tozero"},
+        "xaxis": {
+            "title": {"text": "ms per step"},
+            "range": _range([dot.milliseconds for dot in dots]),
+        },
+        "yaxis": {
+            "title": {"text": "MiB, peak of the fullest rank"},
+            "range": _range([dot.mebibytes for dot in dots]),
+        },
         "hovermode": "closest",
-        "annotations": _labels(dots if len(dots) <= MANY else best),
+        "annotations": _labels(dots if len(dots) <= MANY else best, best),
     }
     return Chart("pareto", "Memory against time", words, data if dots else [], layout, 460)
 
@@ -107,14 +114,27 @@ def _groups(dots: Sequence[Dot]) -> list[Trace]:
     return traces
 
 
-def _labels(dots: Sequence[Dot]) -> list[dict[str, object]]:
+def _steps(places: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
+    """Return the boxes of the dotted line's pieces: to the right, then down, from each dot to the next."""
+    boxes: list[tuple[float, float, float, float]] = []
+    for (x, y), (next_x, next_y) in pairwise(sorted(places)):
+        boxes.append(((x + next_x) / 2, y, next_x - x, 0.01))
+        boxes.append((next_x, (y + next_y) / 2, 0.005, abs(y - next_y)))
+    return boxes
+
+
+def _labels(dots: Sequence[Dot], best: Sequence[Dot]) -> list[dict[str, object]]:
     """Return the names of dots, each at the side where it covers least of other names and dots."""
     if not dots:
         return []
     left, right = _range([dot.milliseconds for dot in dots])
-    top = max(dot.mebibytes for dot in dots) * 1.1
-    places = [((d.milliseconds - left) / (right - left), d.mebibytes / top) for d in dots]
+    bottom, top = _range([dot.mebibytes for dot in dots])
+    places = [
+        ((d.milliseconds - left) / (right - left), (d.mebibytes - bottom) / (top - bottom))
+        for d in dots
+    ]
     taken = [(x, y, 0.02, 0.03) for x, y in places]
+    taken += _steps([place for dot, place in zip(dots, places, strict=True) if dot in best])
     labels: list[dict[str, object]] = []
     for dot, (x, y) in zip(dots, places, strict=True):
         width = LETTER * len(dot.point.name)
@@ -157,7 +177,7 @@ def _covers(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of plotly's axis around values: it leaves some room on both sides."""
-    low, high = min(values), max(values)
-    room = 0.08 * (high - low) or 0.1 * (high or 1.0)
+    """Return the ends of an axis around values, with room for labels on both sides."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = 0.15 * (high - low) or 0.1 * (high or 1.0)
     return low - room, high + room

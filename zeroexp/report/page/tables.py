@@ -29,8 +29,9 @@ def results_table(points: Sequence[Point]) -> str:
     pooled = [point.pooled for point in points]
     columns = [
         *[*times_of(pooled), *losses_of(pooled)],
-        *(column for part in memory_of(pooled) for column in part),
-        *(column for part in traffic_of(pooled) for column in part),
+        # How ranks differ is shown rank by rank.
+        *(part[0] for part in memory_of(pooled) if part),
+        *(part[0] for part in traffic_of(pooled)),
         STATUS,
     ]
     heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
@@ -44,17 +45,13 @@ def results_table(points: Sequence[Point]) -> str:
 def verdict_table(found: Conclusions) -> str:
     """Return each point's step time over that of the reference, with the verdict in words."""
     if found.reference is None or len(found.judged) < 2:
-        return "<p>One point has nothing to be compared with.</p>"
+        return ""
     heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
     rows = [
         [(one.point.name, True), *_compared(one.comparison, one.point is found.reference)]
         for one in found.judged
     ]
-    words = (
-        f"Step time over that of {found.reference.name}, from pairs of runs of one round; the intervals hold with 95 % "
-        "for all points together. A difference within ±2 % counts as none."
-    )
-    return f"<p>{escape(words)}</p>{table(heads, rows)}"
+    return table(heads, rows)
 
 
 def _compared(comparison: Comparison | None, is_reference: bool) -> list[tuple[str, bool]]:
@@ -123,6 +120,6 @@ def _note(points: Sequence[Point]) -> str:
     )
     utilised = escape(f" {peaks_in_words([point.run for point in points])}").rstrip()
     return (
-        "<p>Bytes are MiB of the fullest rank (mean: over ranks, where they differ). Step times are medians of rank 0"
+        "<p>Bytes are MiB of the fullest rank. Step times are medians of rank 0"
         f" over the measured steps.{intervals}{utilised}</p>"
     )

@@ -15,7 +15,18 @@ from typing import Any
 
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import Chart, Trace
-from zeroexp.report.palette import BLUE, GREEN, GREY, NAVY, ORANGE, PINK, RED, SERIES, YELLOW
+from zeroexp.report.palette import (
+    BLUE,
+    CAUSE_COLOURS,
+    GREEN,
+    GREY,
+    NAVY,
+    ORANGE,
+    PINK,
+    RED,
+    SERIES,
+    YELLOW,
+)
 from zeroexp.report.points import Point
 from zeroexp.report.reading import UNREADABLE
 
@@ -34,10 +45,6 @@ LANES = ("flight", "exposed", "verb", "unit", "phase")  # from below
 COLOURS = {
     **{"data": GREY, "forward": BLUE, "backward": ORANGE, "optimizer": GREEN, "step": PINK},
     **{"gather": NAVY, "reduce": RED, "hand_over": YELLOW, "publish": GREEN, "norm": PINK},
-}
-CAUSES = {
-    **{"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "master": PINK, "pools": NAVY},
-    **{"buckets": RED, "activations": YELLOW, "temporaries": GREY},
 }
 HEIGHT, BETWEEN = 300, 0.04  # pixels of one rank; space between two, as a fraction of all
 MICROSECONDS = 1e-3  # in milliseconds
@@ -171,7 +178,7 @@ def _memory(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace
             "line": {
                 "shape": "hv",
                 "width": 0.5,
-                "color": CAUSES.get(cause, SERIES[index % len(SERIES)]),
+                "color": CAUSE_COLOURS.get(cause, SERIES[index % len(SERIES)]),
             },
             "hovertemplate": "%{y:,.1f} MiB",
         }

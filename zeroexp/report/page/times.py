@@ -9,6 +9,7 @@ from zeroexp.report.palette import part_colour
 from zeroexp.report.points import Point
 from zeroexp.report.spread import interval
 
+LONGEST = 1.8  # times the slowest median
 WORDS = (
     "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is waited "
     "for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the median of the "
@@ -36,7 +37,15 @@ def times(points: Sequence[Point]) -> Chart:
     )
     whole["error_x"] = _whiskers([point for point, _ in done])
     layout = bars_layout("ms per step")
+    layout["xaxis"]["range"] = [0, _reach([point for point, _ in done], whole["x"])]
     return Chart("times", "Time of a step", WORDS, [*data, whole], layout, bars_height(len(rows)))
+
+
+def _reach(points: Sequence[Point], medians: Sequence[float]) -> float:
+    """Return where the axis ends: behind all whiskers, unless they are so long that bars would be too short to read."""
+    ends = [1e3 * found.high for point in points if (found := interval(point))]
+    longest = max(medians, default=1.0)
+    return 1.04 * min(max([*ends, longest]), LONGEST * longest)
 
 
 def _whiskers(points: Sequence[Point]) -> dict[str, object]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured import by_kind
-from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
-from zeroexp.report.palette import RED, part_colour
+from zeroexp.report.measured import by_kind, forms
+from zeroexp.report.page.chart import Chart, bars_height, bars_layout, form_marks, stacked
+from zeroexp.report.palette import part_colour
 from zeroexp.report.points import Point
 from zeroexp.report.theory import table_traffic
 
@@ -16,7 +16,8 @@ KINDS = ("gather", "reduce", "publish", "norm", "loss")
 WORDS = (
     "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
     "Engines that send from C++ are counted by their TCP connections, not by kind. "
-    "The diamond is the stage's table: whole parameters times (N−1)/N for each all-gather and reduce-scatter."
+    "The diamond is what closed forms say of the same run (python -m zeroexp.plan). PyTorch's engines have the square "
+    "of their stage's table: whole parameters times (N−1)/N for each all-gather and reduce-scatter."
 )
 NOTHING = (
     "No point counted what it sent: all ran with one rank, or over a backend that counts nothing."
@@ -42,7 +43,6 @@ def traffic(points: Sequence[Point]) -> Chart:
         for index, kind in enumerate(ordered)
     ]
     tables = [table_traffic(point.run) for point, _ in done]
-    forms = [sum(table.values()) / MIB if table is not None else None for table in tables]
-    data.append(marks("the stage's table", rows, forms, "diamond-open", RED))
+    data += form_marks(rows, forms([s for _, s in done], "sent", tables))
     layout = bars_layout("MiB of the rank that sends most")
     return Chart("traffic", TITLE, WORDS, data, layout, bars_height(len(rows)))
