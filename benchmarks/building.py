@@ -18,7 +18,8 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_all
 from zeroexp.models.build import BuiltModel, build_deferred
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, fake_world
 

@@ -24,9 +24,10 @@ from zeroexp.config import (
 )
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import DTYPES, Options, Sharded
+from zeroexp.sharding.dtypes import DTYPES, Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.build import build_strategy
 from zeroexp.world import World
 

@@ -44,7 +44,7 @@ from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.plan.beside import plan_beside
-from zeroexp.sharding.engine import DTYPES
+from zeroexp.sharding.dtypes import DTYPES
 from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import HasSettings, Strategy
 from zeroexp.strategies.build import build_strategy

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.collectives import take_traffic
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
 from zeroexp.world import World, fake_world

@@ -17,7 +17,8 @@ from zeroexp.comm import meeting
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.meeting import TOKEN_BYTES, Listener, connect
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 

@@ -13,8 +13,9 @@ from torch import nn
 from zeroexp.comm import direct, stitching
 from zeroexp.comm.sizes import mapped_bytes
 from zeroexp.comm.stitching import Stretch, stitch
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.layout import LARGE_PAGES, PAGE_BYTES, cut_elements
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 

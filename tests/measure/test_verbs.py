@@ -13,7 +13,8 @@ from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
 from zeroexp.measure.record import VerbSeconds
 from zeroexp.measure.verbs import meter, named, sum_up
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroexp.config import OptimizerConfig
 from zeroexp.models.build import materialize
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, fake_world
 

@@ -23,12 +23,12 @@ from zeroexp.plan.predict import (
     ScheduleForm,
     UnitForm,
 )
-from zeroexp.sharding.engine import DTYPES, Options, Sharded
-from zeroexp.sharding.options import MIB
+from zeroexp.sharding.dtypes import DTYPES, Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import MIB, Options
 from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pool_assignment import private_units
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.world import World, barrier, fake_world
 
 NUM_BLOCKS = 4

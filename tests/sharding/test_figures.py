@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
 from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.layout import ParameterSpec, lay_out
-from zeroexp.sharding.options import MIB
+from zeroexp.sharding.options import MIB, Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.world import World, fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 

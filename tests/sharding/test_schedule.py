@@ -38,9 +38,11 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Residence, Unit
+from zeroexp.sharding.state import Residence
+from zeroexp.sharding.unit import Unit
 from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.partition import group_parameters, make_units
+from zeroexp.sharding.assemble import make_units
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.partition import group_parameters
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pools import Pool, Private
-from zeroexp.sharding.unit import Dtypes, Residence, Unit
+from zeroexp.sharding.state import Residence
+from zeroexp.sharding.unit import Unit
 from zeroexp.world import World, fake_world
 
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32)
@@ -178,17 +181,17 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
 def test_illegal_transitions_raise(world):
     unit = make(world, "zero3")[1]
     unit.reside_in(Private(unit.full_bytes, CPU))
-    with pytest.raises(RuntimeError, match="unit 0 is freed, must be ready"):
+    with pytest.raises(RuntimeError, match="unit 0 is freed and can not become freed"):
         unit.free(forget=False)
     pending = unit.gather()
     assert pending is not None
-    with pytest.raises(RuntimeError, match="unit 0 is gathering, must be ready"):
+    with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become freed"):
         unit.free(forget=False)
-    with pytest.raises(RuntimeError, match="unit 0 is gathering, must be freed"):
+    with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become gathering"):
         unit.gather()
     pending.wait()
     unit.arrived()
-    with pytest.raises(RuntimeError, match="unit 0 is ready, must be freed"):
+    with pytest.raises(RuntimeError, match="unit 0 is ready and can not become ready"):
         unit.gather()
 
 

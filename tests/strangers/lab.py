@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.oracle import assembled
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.world import World

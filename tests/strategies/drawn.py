@@ -19,8 +19,7 @@ from tests.models_for_tests import MANY_WORDS, MODELS, VOCABULARY, TestModel
 from tests.oracle import PRECISIONS, Outcome, Recipe, Rules, train_on_ranks, train_oracle
 from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel
-from zeroexp.sharding.engine import Options
-from zeroexp.sharding.options import MIB
+from zeroexp.sharding.options import MIB, Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.world import World

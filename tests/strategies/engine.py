@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from tests.oracle import PRECISIONS, Recipe
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import DTYPES, Options, Sharded
+from zeroexp.sharding.dtypes import DTYPES, Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.world import World
 
 

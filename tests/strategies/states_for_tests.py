@@ -13,9 +13,10 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.oracle import Recipe
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2

@@ -21,7 +21,7 @@ from tests.strategies.engine import Ours
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import Options
+from zeroexp.sharding.options import Options
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.world import World
 

@@ -26,7 +26,8 @@ from tests.oracle import (
 from tests.strategies.engine import Ours
 from zeroexp.comm.collectives import Collectives
 from zeroexp.models.build import BuiltModel
-from zeroexp.sharding.engine import Options, Sharded
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.strategies.canonical import whole

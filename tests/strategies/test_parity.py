@@ -31,8 +31,7 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
-from zeroexp.sharding.engine import Options
-from zeroexp.sharding.options import MIB
+from zeroexp.sharding.options import MIB, Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
 from zeroexp.world import World

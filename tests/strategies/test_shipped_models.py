@@ -17,7 +17,7 @@ from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
 from zeroexp.models.build import build_model
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import Options
+from zeroexp.sharding.options import Options
 from zeroexp.world import World
 
 RANKS, STEPS = 2, 2

@@ -25,26 +25,32 @@ The drawing shows what each of two ranks holds after backward (# held, . not hel
     rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
                  O ....####              O ....####              O ....####
 
-Read the files in this order; imports run the same way. The files with a star are the algorithm.
+Read the files with a star first: they are the algorithm. Imports run in the order of this list.
 
-    placement.py *    says where tensors rest and which move joins two placements: the table above    pure
-    layout.py *       cuts parameters into chunks, cuts and spans; by parameter, tensor or buffer     pure
-    bucket.py         decides which gradients are reduced together                                    pure
-    pools.py          holds the memory in which gathered parameters lie
-    guard.py          keeps parameters from being misread: freed ones raise, ones in flight are waited for
-    gradients.py *    takes one chunk's gradients from autograd to the optimizer
-    unit.py *         moves a set of parameters together: the five verbs
-    partition.py      turns a module into units; pool_assignment.py: gives units the memory they gather into
-    saved.py          finds what autograd saved of gathered parameters; views.py: refuses views that outlive them
-    reductions.py     decides in which order gradients are reduced, beside backward
-    schedule.py *     decides when each verb happens; prefetch.py: which unit comes next; calls.py: which call may come
-    hooks.py          tells schedule.py what happens in a module
-    gathered.py       shows every parameter whole; unchanged.py: notices what was changed behind the engine
-    tally.py          sums what ranks tell each other before a step: the norm, and which parameters have a gradient
-    state_dict.py     converts weights and moments to canonical pieces and back
-    options.py        settles what the caller leaves open: bucket size, prefetch depth, when to reduce
-    door.py           refuses what cannot be trained soundly
-    engine.py *       runs microbatch, backward and step: the verbs in their order
+    placement.py *      says where tensors rest and which move joins two placements: the table above      pure
+    layout.py *         cuts parameters into chunks, cuts and spans; by parameter, tensor or buffer       pure
+    bucket.py           decides which gradients are reduced together                                      pure
+    dtypes.py           names the dtypes of parameters, gradients and masters
+    options.py          settles what the caller leaves open: bucket size, prefetch depth, when to reduce
+    partition.py        decides which parameters of a module move together
+    pools.py            holds the memory in which gathered parameters lie
+    guard.py            keeps parameters from being misread: freed ones raise, ones in flight are waited for
+    state.py *          says what memory a rank holds of one chunk: piece, gathered parameters, masters
+    gradients.py        takes one chunk's gradients from autograd to the optimizer
+    unit.py *           moves a set of parameters together: the five verbs
+    assemble.py         makes units; pool_assignment.py: gives them the memory they gather into
+    saved.py            finds what autograd saved of gathered parameters
+    gathers.py *        gathers a unit when it is needed, frees it when it is not
+    prefetch.py         does so ahead, in the order that gather_order.py remembers
+    reductions.py       starts the reductions of gradients in an order that all ranks agree on
+    closing.py          tells the backward that ends the use of units from others
+    schedule.py *       turns what happens in a module into verbs; hooks.py tells it what happens
+    gathered.py         shows every parameter whole
+    tally.py            sums what ranks tell each other before a step: the norm, and who has a gradient
+    same_start.py       lets ranks start with the same settings and weights
+    state_dict.py       converts weights and moments to canonical pieces and back
+    engine.py *         runs microbatch, backward and step: the verbs in their order
+    refusals/           raises where code around the engine would train another model without a word
 
 Bytes move in `zeroexp/comm/`; `zeroexp/plan/predict.py` predicts what a step sends and holds.
 """

@@ -6,29 +6,31 @@ family of its layout. The step below is the whole algorithm; the other files of 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding import door
+from zeroexp.sharding.assemble import make_units, put_in
+from zeroexp.sharding.dtypes import Dtypes, own_dtypes
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.options import Options, settle
-from zeroexp.sharding.partition import group_parameters, make_units, put_in, rows_for
+from zeroexp.sharding.partition import group_parameters, rows_for
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.pool_assignment import assign_memory
+from zeroexp.sharding.refusals import arguments
+from zeroexp.sharding.refusals.changes import ParameterWatch
+from zeroexp.sharding.refusals.methods import OwnMethods
+from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, words_of
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
 from zeroexp.sharding.tally import Tally
-from zeroexp.sharding.unchanged import ParameterWatch
-from zeroexp.sharding.unit import Dtypes, HandedOver, Unit
+from zeroexp.sharding.unit import HandedOver, Unit
 from zeroexp.strategies.base import (
     CanonicalState,
     CanonicalTensor,
@@ -41,8 +43,6 @@ from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues
 from zeroexp.strategies.values import Values, make_places
 from zeroexp.world import World
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Sharded:
@@ -67,9 +67,9 @@ class Sharded:
     ):
         """Build the engine. `values` are what the parameters of a module on meta are to hold."""
         options = options or Options()
-        param_groups = door.groups_of_lists(param_groups, optimizer_factory)
-        door.refuse(module, blocks, param_groups, stage, options, max_grad_norm, values)
-        dtypes = dtypes or door.own_dtypes(module)
+        param_groups = arguments.groups_of_lists(param_groups, optimizer_factory)
+        arguments.refuse(module, blocks, param_groups, stage, options, max_grad_norm, values)
+        dtypes = dtypes or own_dtypes(module)
         stage = rows_for(stage, world.size)
         shards = stage.optimizer is Placement.SHARD and world.size > 1
         if not world.is_fake:  # the trial compares values
@@ -88,8 +88,8 @@ class Sharded:
         self._max_grad_norm = max_grad_norm
         self.wire = Collectives(world, transport=options.transport)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
-        door.agree_on_settings([*settings, door.words_of(module, param_groups)], self.wire)
-        door.agree_on_weights(self.model, self.wire, values)
+        agree_on_settings([*settings, words_of(module, param_groups)], self.wire)
+        agree_on_weights(self.model, self.wire, values)
         self._buffers = Buffers(module, world)
         self.wire.meet()
         settled = settle(options, stage, self.wire.facts, world.size)
@@ -108,14 +108,7 @@ class Sharded:
         if values is not None:
             put_in(values, self.units)
         self.pools = assign_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
-        self._schedule = Schedule(
-            self.units,
-            self.wire,
-            overlap=options.overlap,
-            prefetch=settled.prefetch,
-            keep=options.keep,
-            reduce_each=settled.reduce_each,
-        )
+        self._schedule = Schedule(self.units, self.wire, options, settled)
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
@@ -124,13 +117,7 @@ class Sharded:
         named = {parameter: name for name, parameter in module.named_parameters()}
         names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
         self._python = PythonValues(self.optimizer, names)
-        self.optimizer.zero_grad = self.zero_grad
-        self.optimizer.add_param_group = _refuse_group
-        module.zero_grad = _ZeroGrad(module, self.zero_grad)
-        self.optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        self._is_stepping = self._may_load = False
-        for each in module.modules():
-            each.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
+        self._methods = OwnMethods(module, self.optimizer, self.zero_grad)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -159,13 +146,12 @@ class Sharded:
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
         """Show all parameters whole inside; all ranks enter and leave together, see zeroexp/sharding/gathered.py."""
-        might_load, self._may_load = self._may_load, write or self._may_load
-        try:
-            with gathered(self.units, self._schedule, self.wire, write=write):
-                yield
-        finally:
-            self._may_load = might_load
-        reads_only = not (write or self._may_load or self.wire.world.size == 1)
+        with (
+            self._methods.loading(allowed=write),
+            gathered(self.units, self._schedule, self.wire, write=write),
+        ):
+            yield
+        reads_only = not (write or self._methods.may_load or self.wire.world.size == 1)
         if reads_only and self._parameters.were_written():
             raise written_while_reading()
         if not self._schedule.calls.in_microbatch:
@@ -185,7 +171,7 @@ class Sharded:
             scale = self._clip_scale(tally.norm(), self._max_grad_norm)
         self._update([each for each in handed if tally.has_gradient(each.parameter)], scale)
         for unit in self.units:
-            self._schedule.publish(unit)
+            self._schedule.gathers.publish(unit)
         # A backward of a forward from before this step then raises, as in torch.
         if not self.units[0].is_sharded:
             torch.autograd.graph.increment_version(self._trainable)
@@ -247,7 +233,7 @@ class Sharded:
             self._buffers,
         )
         for unit in self.units:
-            self._schedule.publish(unit)
+            self._schedule.gathers.publish(unit)
         self.drain()
 
     def _has_gradient(self) -> list[bool]:
@@ -266,52 +252,12 @@ class Sharded:
             torch._foreach_mul_([each.gradient for each in handed], scale)
         for each in handed:
             each.master.grad = each.gradient
-        self._is_stepping = True
         try:
-            self.optimizer.step()
+            with self._methods.stepping():
+                self.optimizer.step()
         finally:
-            self._is_stepping = False
             for each in handed:
                 each.master.grad = None
-
-    def _refuse_foreign_step(self, *_: object) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                "optimizer.step() was called directly: strategy.step() reduces, clips, updates and publishes"
-            )
-
-
-def _refuse_loading(
-    engine: weakref.ref[Sharded], module: nn.Module, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Raise where weights are loaded outside of `gathered(write=True)`, since the engine would not see them."""
-    strategy = engine()
-    if strategy is None or strategy._may_load or module not in set(strategy.model.modules()):
-        return
-    raise RuntimeError(
-        "model.load_state_dict() on a model that an engine trains: load inside "
-        "`with strategy.gathered(write=True):`, or use strategy.load_state_dict()"
-    )
-
-
-def _refuse_group(param_group: dict[str, Any]) -> None:
-    raise RuntimeError(
-        "optimizer.add_param_group() on an engine's optimizer, which holds this rank's pieces: build the engine "
-        "again with these param_groups"
-    )
-
-
-class _ZeroGrad:
-    """This callable is `model.zero_grad` of a trained model; a copy of the model gets the plain method again."""
-
-    def __init__(self, module: nn.Module, zero_grad: Callable[[], None]):
-        self._module, self._zero_grad = module, zero_grad
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._zero_grad()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return partial(nn.Module.zero_grad, memo[id(self._module)])
 
 
 def _masters_in_groups(

@@ -26,7 +26,8 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.layout import Span
 from zeroexp.sharding.schedule import Schedule
-from zeroexp.sharding.unit import ChunkTensors, Unit, views_of
+from zeroexp.sharding.state import ChunkTensors
+from zeroexp.sharding.unit import Unit
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def gathered(
     if write:
         schedule.drain()
     else:
-        schedule.await_published()
+        schedule.gathers.await_published()
     for unit in units:
         _pin(unit)
     if write:  # peers may still read pieces that are overwritten below
@@ -63,7 +64,7 @@ def gathered(
             _unpin(unit)
         if write:  # after an error too, since peers can gather no piece before it is offered again
             for unit in units:
-                schedule.publish(unit)
+                schedule.gathers.publish(unit)
     if written and not write:
         raise written_while_reading()
 
@@ -129,7 +130,7 @@ def _take_back(tensors: ChunkTensors) -> bool:
     """Copy values back from parameters that were given other memory (`.data = ...`); tell whether any was."""
     moved = False
     with unguarded():
-        views = views_of(tensors.chunk, _whole(tensors), tensors.shapes)
+        views = tensors.views_of(_whole(tensors))
         for parameter, view in zip(tensors.parameters, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())

@@ -12,47 +12,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.sharding.bucket import Slice
+from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.layout import Chunk, Span
+from zeroexp.sharding.layout import Span
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.state import ChunkTensors
+from zeroexp.world import World
 
 Keep = Callable[[], None]
 
 
 class Gradients:
-    """This object holds all gradients of one chunk.
+    """This object holds all gradients of one chunk under one stage."""
 
-    owned: the spans that the optimizer updates on this rank.
-    in_place: sums lie in the whole gradients, which stay anyway.
-    """
-
-    def __init__(
-        self,
-        chunk: Chunk,
-        parameters: Sequence[nn.Parameter],
-        owned: Sequence[Span],
-        *,
-        rank: int,
-        stage: Stage,
-        dtype: torch.dtype,
-        in_place: bool,
-    ):
-        self._chunk = chunk
-        self._parameters = parameters
-        self._owned = owned
-        self._span_of = {span.member: index for index, span in enumerate(owned)}
-        self._rank = rank
-        self._stage = stage
-        self._dtype = dtype
-        self._in_place = in_place
+    def __init__(self, tensors: ChunkTensors, stage: Stage, dtypes: Dtypes, world: World):
+        self._chunk = tensors.chunk
+        self._parameters = tensors.parameters
+        self._owned = tensors.owned
+        self._span_of = {span.member: index for index, span in enumerate(self._owned)}
+        self._rank = world.rank
+        self._rests = stage.gradients
+        self._dtype = dtypes.reduce
+        # Whether sums lie in the whole gradients, which stay anyway.
+        stays = self._rests is Placement.PARTIAL or world.size == 1
+        self._in_place = stays and dtypes.reduce is dtypes.compute
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by owned span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`
-        self.present: set[int] = set()  # members that got a gradient on this rank since `clear`
+        # For each parameter, whether it got a gradient on this rank since `clear`.
+        self.present = [False] * len(self._parameters)
 
     @property
     def held(self) -> list[Tensor]:
@@ -88,10 +80,10 @@ class Gradients:
 
         return ReducePart(part.chunk, terms), keep
 
-    def owned(self, *, replicated: bool) -> list[Tensor]:
-        """Return the sums of the owned spans; `replicated` ones are cut out of whole sums."""
+    def owned(self) -> list[Tensor]:
+        """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums."""
         assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
-        if replicated:
+        if self._rests is Placement.REPLICATE:
             return [self._sums[span.member][span.start : span.stop] for span in self._owned]
         return [self._sums[index] for index in range(len(self._owned))]
 
@@ -99,7 +91,7 @@ class Gradients:
         self._whole.clear()
         self._sums.clear()
         self._num_reduced = 0
-        self.present.clear()
+        self.present = [False] * len(self._parameters)
         with unguarded():
             for parameter in self._parameters:
                 parameter.grad = None
@@ -122,14 +114,14 @@ class Gradients:
             if parameter.grad is None:
                 numel = place.stop - place.start
                 return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
-            self.present.add(member)
+            self.present[member] = True
             gradient = parameter.grad.reshape(-1).to(self._dtype)
             parameter.grad = None
             return gradient
 
     def _let_go(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
-        if self._stage.gradients is Placement.PARTIAL:
+        if self._rests is Placement.PARTIAL:
             return
         for each in part.ranges:
             if each.start == 0:

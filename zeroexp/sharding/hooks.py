@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroexp.sharding.guard import unguarded
+from zeroexp.sharding.refusals.kept_views import is_view_of_freed
 from zeroexp.sharding.schedule import Schedule, Ticks
 from zeroexp.sharding.unit import Unit
 
@@ -43,7 +44,7 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
             return
         ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
         for tensor in _tensors_in(output):
-            if unit.is_view_of_freed(tensor):
+            if is_view_of_freed(tensor, unit):
                 raise RuntimeError(
                     f"{unit} returns a view of its parameters (shape {list(tensor.shape)}), which are freed when "
                     "its module has run: return a clone, or make it part of a larger unit"

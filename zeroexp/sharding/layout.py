@@ -23,6 +23,7 @@ from itertools import accumulate
 
 from zeroexp.registry import Registry
 
+FROZEN = "frozen"  # the kind of parameters that get no gradient
 ALIGNMENT_BYTES = 64  # alignment of chunks that lie side by side in one memory
 PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 KiB on others
 # A chunk of at least this many pages per rank is cut on page borders, so that a section can be mapped (stitching.py).
@@ -87,6 +88,10 @@ class Chunk:
     def section(self, rank: int) -> slice:
         """Return the elements of the chunk that `rank` owns, padding included."""
         return slice(self.cuts[rank], self.cuts[rank + 1])
+
+    def section_numel(self, rank: int) -> int:
+        """Return the number of elements that `rank` owns, padding included."""
+        return self.cuts[rank + 1] - self.cuts[rank]
 
     def real_section(self, rank: int) -> slice:
         """Return the elements of the chunk that `rank` owns, without padding."""

@@ -1,35 +1,83 @@
-"""Prefetching guesses that units are needed in the order in which the first microbatch gathered them."""
+"""Prefetching gathers units before they are needed, in the order in which the first microbatch gathered them.
+
+    compute         block 0        block 1        block 2
+    all-gather        gather 1 ....  gather 2 ....  gather 3 ...
+
+A wrong guess costs a gather and never a wrong result: the unit is freed when another needs its memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+from zeroexp.comm.base import Pending
+from zeroexp.sharding.gathers import Gathers, MakeRoom
+from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
 
 
-class GatherOrder:
-    """The order of gathers is recorded in the first microbatch and expected of the following ones."""
+class Prefetch(Gathers):
+    """This object gathers units ahead and leaves what moves in flight until it is used."""
 
-    def __init__(self) -> None:
-        self.order: list[Unit] = []
-        self._position = 0
-        self._lost = False
+    def __init__(self, units: Sequence[Unit], *, keep: str, make_room: MakeRoom, depth: int):
+        super().__init__(units, keep=keep, make_room=make_room)
+        self.depth = depth
+        self._arriving: dict[Unit, Pending] = {}  # parameters in flight
 
-    def rewind(self) -> None:
-        if self._lost:
-            self.order = []
-        self._position = 0
-        self._lost = False
+    def make_ready(self, unit: Unit) -> None:
+        if unit in self.sharded and unit not in self.in_use:
+            super().make_ready(unit)
+            for ahead in self.order.after(self.depth):
+                if ahead.can_gather:
+                    self._gather(ahead)
+        self._arrive(unit)
 
-    def record(self, unit: Unit) -> None:
-        """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
-        if self._lost:
+    def publish(self, unit: Unit) -> None:
+        """Start O -> P; the next forward that needs the unit waits for it."""
+        super().publish(unit)
+        if unit in self._arriving:
+            unit.await_on_use(partial(self._arrive, unit))
+        elif self.depth and unit in self.sharded and unit in self.order.first(1 + self.depth):
+            self._gather(unit)  # the next step begins with it
+
+    def await_published(self) -> None:
+        for unit in list(self._arriving):
+            if unit not in self.sharded:
+                self._arrive(unit)
+
+    def drain(self) -> None:
+        for unit in list(self._arriving):
+            self._arrive(unit)
+        for unit in self.sharded - self.in_use:
+            if unit.residence is Residence.READY:
+                self.free(unit, forget=unit.has_private_store)
+
+    def abandon_microbatch(self) -> None:
+        for unit in self.sharded:
+            self._arrive(unit)
+        super().abandon_microbatch()
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.residence is Residence.FREED:  # else it was gathered ahead
+            super()._gather(unit)
+
+    def _await(self, unit: Unit, pending: Pending) -> None:
+        self._arriving[unit] = pending
+
+    def _arrive(self, unit: Unit) -> None:
+        """Wait for the unit if it is in flight."""
+        pending = self._arriving.pop(unit, None)
+        if pending is not None:
+            super()._await(unit, pending)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Free a tenant that was wrongly gathered ahead."""
+        assert unit.store is not None
+        tenant = unit.store.tenant
+        assert isinstance(tenant, Unit)
+        if tenant in self.in_use:
+            super()._make_room(unit)
             return
-        if self._position == len(self.order):
-            self.order.append(unit)
-        self._lost = self.order[self._position] is not unit
-        self._position += not self._lost
-
-    def after(self, depth: int) -> list[Unit]:
-        return [] if self._lost else self.order[self._position : self._position + depth]
-
-    def first(self, depth: int) -> list[Unit]:
-        return [] if self._lost else self.order[:depth]
+        self._arrive(tenant)
+        self.free(tenant, forget=False)

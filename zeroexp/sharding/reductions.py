@@ -43,7 +43,7 @@ class Reductions:
         self._overlap = overlap
         self._reduce_each = reduce_each
         self._most_in_flight = wire.facts.reductions_in_flight if overlap else 0
-        trainable = [unit for unit in units if unit.num_trainable]
+        trainable = [unit for unit in units if unit.trainable]
         self._order = [*reversed(trainable[1:]), *trainable[:1]]
         self._num_in = {u: [len(u.parameters_in(bucket)) for bucket in u.buckets] for u in units}
         self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
@@ -113,7 +113,7 @@ class Reductions:
         any_order: reductions and gathers need not keep one common order.
         Returns whether gathers and gradients came in the same order on all ranks.
         """
-        came = [unit for unit in self._completed if unit.num_trainable]
+        came = [unit for unit in self._completed if unit.trainable]
         names = "\n".join(unit.name for unit in (*came, *gathered))
         if not self._wire.same_everywhere(zlib.crc32(names.encode())):
             return False

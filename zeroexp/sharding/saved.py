@@ -9,13 +9,13 @@ Tensors that are no parameters are saved unchanged.
 
 [Note: raw views] What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these
 hooks, since checkpointing's own hooks come first. Backward uses those views while the unit stays in the memory in which
-it was recomputed (schedule: `Use.recomputed`).
+it was recomputed (gathers.py: `note_recomputed`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -57,6 +57,7 @@ class SavedWeights:
 
     def find_memory(self) -> None:
         """Look again where the units' full parameters lie; called when a unit has moved."""
+        self._chunk_offsets = {unit: list(_offsets_of_chunks(unit)) for unit in self._units}
         self._stores = {
             tensors.full.untyped_storage()._cdata: unit.store
             for unit in self._units
@@ -91,7 +92,7 @@ class SavedWeights:
                 f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
                 "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"
             )
-        return self._counted(_place_of(tensor, unit))
+        return self._counted(self._place_of(tensor, unit))
 
     def _counted(self, place: Place) -> Place:
         if place.unit.is_root:
@@ -101,6 +102,22 @@ class SavedWeights:
     def needs_root(self) -> bool:
         """Tell whether a backward that is still to come has saved weights of the root."""
         return any(place.generation == place.unit.generation for place in self._of_root)
+
+    def _place_of(self, tensor: Tensor, unit: Unit) -> Place:
+        """Return the place of a view of the unit's full parameters."""
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        offsets = self._chunk_offsets[unit]
+        chunk = bisect_right(offsets, offset) - 1
+        return Place(
+            unit,
+            unit.generation,
+            None,
+            chunk,
+            offset - offsets[chunk],
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+        )
 
     def unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, Place):
@@ -121,16 +138,8 @@ class SavedWeights:
         return typed.as_strided(kept.size, kept.stride, start)
 
 
-def _place_of(tensor: Tensor, unit: Unit) -> Place:
-    offset = int(tensor.storage_offset()) * tensor.itemsize
-    chunk = bisect_right(unit.chunk_offsets, offset) - 1
-    return Place(
-        unit,
-        unit.generation,
-        None,
-        chunk,
-        offset - unit.chunk_offsets[chunk],
-        tensor.size(),
-        tensor.stride(),
-        tensor.dtype,
-    )
+def _offsets_of_chunks(unit: Unit) -> Iterator[int]:
+    """Yield at which byte of the unit's memory each chunk begins."""
+    for tensors in unit.chunks:
+        if tensors.full is not None:
+            yield int(tensors.full.storage_offset()) * tensors.full.itemsize

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from zeroexp.sharding.layout import Span
 from zeroexp.sharding.placement import Placement, Stage
-from zeroexp.sharding.unit import ChunkTensors, Unit
+from zeroexp.sharding.state import ChunkTensors
+from zeroexp.sharding.unit import Unit
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import WEIGHT, SavedMoments, empty_moment, fill, moments_of
@@ -39,7 +40,7 @@ def canonical_state(
                 state[member.name] = {
                     WEIGHT: CanonicalTensor(tuple(shape), tensors.piece.dtype, [])
                 }
-        for span, weight in _weights(tensors, stage, world):
+        for span, weight in tensors.weights():
             shape = tuple(tensors.shapes[span.member])
             name = tensors.chunk.members[span.member].name
             entry = state.setdefault(name, {})
@@ -77,7 +78,7 @@ def load_canonical(
         python.load(state)
     saved_moments = SavedMoments(state)
     for tensors in _chunks(units):
-        for span, weight in _weights(tensors, stage, world):
+        for span, weight in tensors.weights():
             name = tensors.chunk.members[span.member].name
             fill(weight.detach().view(-1), state[name][WEIGHT], start=span.start, name=name)
             if not tensors.trainable:
@@ -98,17 +99,6 @@ def _chunks(units: Sequence[Unit]) -> Iterator[ChunkTensors]:
 def _rests_sharded(tensors: ChunkTensors, stage: Stage) -> bool:
     rests = stage.optimizer if tensors.trainable else stage.parameters
     return rests is Placement.SHARD
-
-
-def _weights(tensors: ChunkTensors, stage: Stage, world: World) -> Iterator[tuple[Span, Tensor]]:
-    """Yield each span with its master, or for frozen parameters with the elements that rest on this rank."""
-    if tensors.trainable:
-        yield from zip(tensors.owned, tensors.masters, strict=True)
-        return
-    sharded = _rests_sharded(tensors, stage)
-    flat = tensors.piece if sharded or tensors.full is None else tensors.full
-    for span in tensors.chunk.spans(world.rank) if sharded else tensors.chunk.whole():
-        yield span, flat[span.offset : span.offset + span.numel]
 
 
 def _piece_of(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:

@@ -9,9 +9,10 @@ from typing import Any
 from zeroexp.config import AUTO, Config, StrategyConfig, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.engine import DTYPES, Options, Sharded
+from zeroexp.sharding.dtypes import DTYPES, Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import Stage
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroexp.sharding.unit import Dtypes
+from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.strategies.base import (
     CanonicalState,
     CanonicalTensor,

@@ -37,6 +37,20 @@ class Calls:
         self._last_ended = False
         self.in_microbatch = True
 
+    def expect_microbatch(self, what: str, why: str = "") -> None:
+        if not self.in_microbatch:
+            raise RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")
+
+    def gradient(self, unit: object, *, is_reduced: bool) -> None:
+        """Allow a gradient of `unit` to come or raise RuntimeError. `is_reduced`: those of this microbatch were."""
+        self.expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
+        if is_reduced:
+            raise RuntimeError(
+                f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
+                "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
+                "but the last), and compute penalties on weights after the model's forward"
+            )
+
     def end_microbatch(self, *, last: bool) -> None:
         self.in_microbatch = False
         self._last_ended = last

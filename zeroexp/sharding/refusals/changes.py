@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.unit import Residence, Unit
+from zeroexp.sharding.state import Residence
+from zeroexp.sharding.unit import Unit
 from zeroexp.world import World
 
 
@@ -49,7 +50,13 @@ class ParameterWatch:
         self._alone = world.size == 1 and not any(unit.has_separate_masters for unit in self._units)
         self._versions: list[int] = []
         self.note_versions()
-        self._frozen = [p for unit in self._units for p in unit.frozen_parameters()]
+        self._frozen = [
+            parameter
+            for unit in self._units
+            for tensors in unit.chunks
+            if not tensors.trainable
+            for parameter in tensors.parameters
+        ]
         self._names = {seat.parameter: seat.name for seat in self._seats}
         # Tensors of a fake world may have no address.
         self._addresses = [

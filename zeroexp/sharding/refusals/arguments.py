@@ -1,9 +1,7 @@
-"""The door refuses bad arguments before the engine touches a model, and makes ranks start alike."""
+"""Bad arguments are refused before the engine touches a model."""
 
 from __future__ import annotations
 
-import warnings
-import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,27 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroexp import world as worlds
-from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.guard import is_guarded
 from zeroexp.sharding.options import Options, is_number, refuse_options
 from zeroexp.sharding.placement import Stage
-from zeroexp.sharding.unit import Dtypes
 from zeroexp.strategies.values import Values
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def own_dtypes(module: nn.Module) -> Dtypes:
-    """Return the model's own dtype for all uses; ValueError if its parameters have several."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    if len(dtypes) > 1:
-        words = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ValueError(
-            f"parameters of {words}: say what they are to become with dtypes=Dtypes(...)"
-        )
-    dtype = dtypes.pop() if dtypes else torch.float32
-    return Dtypes(dtype, dtype, dtype)
 
 
 def refuse(
@@ -157,64 +140,3 @@ def groups_of_lists(
             )
         groups.append({**group, "params": params})
     return groups
-
-
-def words_of(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
-    """Return words for the parameter groups, which must be equal on every rank."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    return repr(
-        [
-            {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
-            for group in param_groups
-        ]
-    )
-
-
-def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
-    """Raise ValueError on all ranks if they were given different settings."""
-    if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
-        raise ValueError(
-            "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
-            f"give the same on each; here {settings[0]}, {settings[1]}"
-        )
-
-
-def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None = None) -> None:
-    """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
-
-    Raises ValueError where names, shapes, dtypes or `requires_grad` differ, and where `values` do, since no rank has
-    them all.
-    """
-    if wire.world.size == 1 or wire.world.is_fake:
-        return
-    shapes = [
-        f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
-        for name, p in module.named_parameters()
-    ]
-    if not wire.same_everywhere(zlib.crc32("\n".join(shapes).encode())):
-        raise ValueError(
-            "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
-        )
-    tensors: list[Tensor] = list(module.buffers())
-    if values is None:
-        tensors += module.parameters()
-    elif not wire.same_everywhere(values.fingerprint()):
-        raise ValueError(
-            "ranks would start from different weights: give each the same seed and the same files"
-        )
-    sums = [_bits(tensor) for tensor in tensors]
-    if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
-        return
-    if wire.world.rank == 0:
-        warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
-    for tensor in tensors:
-        whole = tensor.detach().contiguous()
-        worlds.broadcast(whole)
-        tensor.detach().copy_(whole)
-
-
-def _bits(tensor: Tensor) -> int:
-    """Return a sum over the bits of the values; other values almost certainly have another sum."""
-    flat = tensor.detach().reshape(-1)
-    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
-    return int(flat.view(as_integers).sum(dtype=torch.int64)) if flat.numel() else 0

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroexp.sharding.unit import Residence, Unit
+from zeroexp.sharding.state import Residence
+from zeroexp.sharding.unit import Unit
 
 
 class OwnViews:
@@ -60,6 +61,15 @@ class OwnViews:
                     f"forward (shape {list(each.shape)}): clone what is kept of weights, or read them inside "
                     "`with strategy.gathered():`"
                 )
+
+
+def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
+    """Tell whether `tensor` is no parameter and lies in the memory of the unit's freed parameters."""
+    if unit.store is None or unit.residence is not Residence.FREED:
+        return False
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage()._cdata in _storages(unit)
 
 
 def _own_tensors(unit: Unit) -> Iterator[Tensor]:

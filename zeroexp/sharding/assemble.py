@@ -1,0 +1,103 @@
+"""Units are assembled from groups of parameters: each group is cut, its memory allocated, its values moved there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import slot_bytes
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.guard import watch
+from zeroexp.sharding.layout import FROZEN, Chunk, lay_out, pages
+from zeroexp.sharding.partition import Group, specs_of
+from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.state import ChunkTensors, allocate
+from zeroexp.sharding.unit import Unit
+from zeroexp.strategies.values import Read, Values
+
+
+def make_units(
+    groups: Sequence[Group],
+    *,
+    stage: Stage,
+    family: str,
+    owners: str,
+    dtypes: Dtypes,
+    wire: Collectives,
+    bucket_bytes: int | None = None,
+    deferred: bool = False,
+) -> list[Unit]:
+    """Cut every group and move its parameters into their memory, of which the modules' parameters become views.
+
+    If `deferred`, the parameters have no values yet, and `put_in` follows.
+    """
+    world = wire.world
+    specs = [specs_of(group) for group in groups]
+    layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
+    wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
+    units: list[Unit] = []
+    for group, chunks in zip(groups, layout, strict=True):
+        held: list[ChunkTensors] = []
+        for chunk in chunks:
+            held.append(allocate(chunk, group.parameters, stage, dtypes, wire))
+            _move_into(held[-1], deferred=deferred)
+        units.append(Unit(group.name, held, stage, dtypes, wire, bucket_bytes))
+    return units
+
+
+def _move_into(tensors: ChunkTensors, *, deferred: bool) -> None:
+    """Copy what the parameters hold, if anything, to where it rests; whole ones become views of that memory."""
+    watch(tensors.parameters, [member.name for member in tensors.chunk.members])
+    if not deferred:
+        for member, parameter in enumerate(tensors.parameters):
+            tensors.put_in(member, _ranges_of(parameter))
+    if tensors.full is not None:
+        tensors.views = tensors.views_of(tensors.full)
+        for parameter, view in zip(tensors.parameters, tensors.views, strict=True):
+            parameter.data = view
+
+
+def _bytes_to_reserve(
+    layout: Sequence[Sequence[Chunk]],
+    stage: Stage,
+    dtypes: Dtypes,
+    wire: Collectives,
+    bucket_bytes: int | None,
+) -> tuple[int, int]:
+    """Return the bytes of parameters at rest and of the largest reduction of a unit in flight.
+
+    Each tensor at rest lies on pages of its own.
+    """
+    rank = wire.world.rank
+    sharded = stage.parameters is Placement.SHARD
+    rest = 0
+    for chunk in (chunk for chunks in layout for chunk in chunks):
+        numel = chunk.section_numel(rank) if sharded else chunk.padded_numel
+        rest += pages(numel * dtypes.compute.itemsize, chunk.page_bytes)
+    trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
+    return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
+
+
+def put_in(values: Values, units: Sequence[Unit]) -> None:
+    """Fill parameters that had no values yet, one after the other, with what this rank holds of each."""
+    places = {
+        member.name: (tensors, index)
+        for unit in units
+        for tensors in unit.chunks
+        for index, member in enumerate(tensors.chunk.members)
+    }
+    for name, read in values:
+        if name in places:  # no unit holds an empty parameter
+            tensors, member = places.pop(name)
+            tensors.put_in(member, read)
+    if places:
+        raise ValueError(
+            f"values: there are none of {next(iter(places))}; give those of every parameter"
+        )
+
+
+def _ranges_of(parameter: nn.Parameter) -> Read:
+    flat = parameter.detach().reshape(-1)
+    return lambda start, stop: flat[start:stop]

@@ -1,0 +1,35 @@
+"""The order in which units are gathered repeats itself, microbatch after microbatch: prefetching relies on it."""
+
+from __future__ import annotations
+
+from zeroexp.sharding.unit import Unit
+
+
+class GatherOrder:
+    """The order of gathers is recorded in the first microbatch and expected of the following ones."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self._position = 0
+        self._lost = False
+
+    def rewind(self) -> None:
+        if self._lost:
+            self.units = []
+        self._position = 0
+        self._lost = False
+
+    def record(self, unit: Unit) -> None:
+        """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
+        if self._lost:
+            return
+        if self._position == len(self.units):
+            self.units.append(unit)
+        self._lost = self.units[self._position] is not unit
+        self._position += not self._lost
+
+    def after(self, depth: int) -> list[Unit]:
+        return [] if self._lost else self.units[self._position : self._position + depth]
+
+    def first(self, depth: int) -> list[Unit]:
+        return [] if self._lost else self.units[:depth]

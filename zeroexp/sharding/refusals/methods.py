@@ -1,0 +1,88 @@
+"""Methods of model and optimizer that would go past the engine raise, or do what the engine's own do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class OwnMethods:
+    """This object replaces or guards methods of a module and its optimizer for as long as an engine trains them."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, zero_grad: Callable[..., None]):
+        self.may_load = False  # whether weights may be loaded into the module now
+        self._is_stepping = False
+        self._module = module
+        optimizer.zero_grad = zero_grad
+        optimizer.add_param_group = _refuse_group
+        optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        module.zero_grad = _ZeroGrad(module, zero_grad)
+        for each in module.modules():
+            each.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Allow `optimizer.step()` inside, which the engine calls."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    @contextmanager
+    def loading(self, *, allowed: bool) -> Iterator[None]:
+        """Allow `model.load_state_dict()` inside if `allowed`, or if an outer context allows it."""
+        before, self.may_load = self.may_load, allowed or self.may_load
+        try:
+            yield
+        finally:
+            self.may_load = before
+
+    def holds(self, module: nn.Module) -> bool:
+        """Tell whether `module` is part of the trained one, and not of a copy that took its hooks along."""
+        return module in set(self._module.modules())
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "optimizer.step() was called directly: strategy.step() reduces, clips, updates and publishes"
+            )
+
+
+def _refuse_loading(
+    methods: weakref.ref[OwnMethods], module: nn.Module, _state: dict[str, Any], *_: object
+) -> None:
+    """Raise where weights are loaded outside of `gathered(write=True)`, since the engine would not see them."""
+    own = methods()
+    if own is None or own.may_load or not own.holds(module):
+        return
+    raise RuntimeError(
+        "model.load_state_dict() on a model that an engine trains: load inside "
+        "`with strategy.gathered(write=True):`, or use strategy.load_state_dict()"
+    )
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.add_param_group() on an engine's optimizer, which holds this rank's pieces: build the engine "
+        "again with these param_groups"
+    )
+
+
+class _ZeroGrad:
+    """This callable is `model.zero_grad` of a trained model; a copy of the model gets the plain method again."""
+
+    def __init__(self, module: nn.Module, zero_grad: Callable[..., None]):
+        self._module, self._zero_grad = module, zero_grad
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._zero_grad()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return partial(nn.Module.zero_grad, memo[id(self._module)])

@@ -1,0 +1,171 @@
+"""This file says what memory a rank holds of one chunk: its piece, the gathered parameters, the master weights.
+
+Rank 1 of 4 holds this ('#' real memory, '.' not held):
+
+    parameters rest sharded     full  . . . .  (in a pool only while gathered)    piece  # (its quarter)
+    parameters rest replicated  full  # # # #                                     piece  = full[section 1]
+    master of another dtype     one flat tensor over the spans the optimizer owns here
+    master of the same dtype    views of piece / full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.sharding import guard
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.layout import FROZEN, Chunk, Span, aligned
+from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.strategies.values import Read
+
+
+class Residence(Enum):
+    """The residence says what memory the parameters of a unit occupy."""
+
+    FREED = "freed"  # only this rank's piece exists
+    GATHERING = "gathering"  # a collective is writing the full parameters
+    READY = "ready"  # the full parameters can be used
+
+
+# What a unit may become. READY follows FREED where a pool still holds the values; GATHERING follows READY where masters
+# are published into parameters that rest replicated.
+MAY_BECOME = {
+    Residence.FREED: (Residence.GATHERING, Residence.READY),
+    Residence.GATHERING: (Residence.READY,),
+    Residence.READY: (Residence.FREED, Residence.GATHERING),
+}
+
+
+@dataclass
+class ChunkTensors:
+    """This rank holds these tensors of one chunk."""
+
+    chunk: Chunk
+    parameters: list[nn.Parameter]  # the members, in order
+    shapes: list[torch.Size]
+    piece: Tensor  # this rank's section, flat, compute dtype
+    home: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
+    owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
+    masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
+    master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
+    full: Tensor | None = None  # flat and padded; None until the unit has a store
+    views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
+    # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
+    pinned: Tensor | None = None
+    in_place: bool = False  # whether this rank's section of full is the piece itself
+    nothing: Tensor = field(init=False)  # the empty tensor that freed parameters show
+
+    def __post_init__(self) -> None:
+        self.nothing = self.piece.new_empty(0)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
+        return self.chunk.kind != FROZEN
+
+    @property
+    def full_bytes(self) -> int:
+        return self.chunk.padded_numel * self.piece.itemsize
+
+    @property
+    def aligned_bytes(self) -> int:
+        """Bytes of the full chunk in memory where chunks lie side by side."""
+        return aligned(self.full_bytes)
+
+    def lie_in(self, memory: Tensor) -> None:
+        """Let the full parameters lie in `memory`, uint8 of `full_bytes`."""
+        self.full = memory.view(self.piece.dtype)
+        self.views = self.views_of(self.full)
+
+    def views_of(self, full: Tensor) -> list[Tensor]:
+        """Return a view of each parameter, in its shape, of a flat tensor that holds the chunk."""
+        return [
+            full[member.start : member.stop].view(shape)
+            for member, shape in zip(self.chunk.members, self.shapes, strict=True)
+        ]
+
+    def show(self, *, there: bool) -> None:
+        """Point the parameters at the memory that holds their values, or at no memory where they are not there."""
+        if self.pinned is None and not there:
+            for parameter in self.parameters:
+                guard.hide(parameter, self.nothing)
+            return
+        views = self.views if self.pinned is None else self.views_of(self.pinned)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            guard.show(parameter, view)
+
+    def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each owned span with the compute-dtype memory of its elements, flat."""
+        return ((s, self.home[s.offset : s.offset + s.numel]) for s in self.owned)
+
+    def weights(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each owned span with its weights: the master, or what rests here of a frozen parameter."""
+        return zip(self.owned, self.masters, strict=True) if self.trainable else self.own_elements()
+
+    def cast_masters(self) -> None:
+        """Copy masters of another dtype into the parameters they stand for."""
+        if self.master_flat is not None:
+            for master, (_, target) in zip(self.masters, self.own_elements(), strict=True):
+                target.copy_(master.detach().reshape(-1))
+
+    @torch.no_grad()
+    def put_in(self, member: int, read: Read) -> None:
+        """Copy the values of one parameter to where they rest, and to its masters before any rounding."""
+        if self.full is not None:
+            whole = self.chunk.members[member]
+            self.full[whole.start : whole.stop].copy_(read(0, whole.stop - whole.start))
+        for index, (span, place) in enumerate(self.own_elements()):
+            if span.member != member:
+                continue
+            if self.full is None:
+                place.copy_(read(span.start, span.stop))
+            if self.master_flat is not None:
+                self.masters[index].detach().view(-1).copy_(read(span.start, span.stop))
+
+
+def allocate(
+    chunk: Chunk,
+    named: Mapping[str, nn.Parameter],
+    stage: Stage,
+    dtypes: Dtypes,
+    wire: Collectives,
+) -> ChunkTensors:
+    """Make the memory in which one chunk rests, filled with zeros, and its masters."""
+    rank = wire.world.rank
+    parameters = [named[member.name] for member in chunk.members]
+    shapes = [parameter.shape for parameter in parameters]
+    full = None
+    if stage.parameters is Placement.SHARD:
+        piece = wire.empty(chunk.section_numel(rank), dtypes.compute).zero_()
+    else:
+        full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
+        piece = full[chunk.section(rank)]
+    kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
+    if kept is Placement.SHARD or full is None:
+        home, owned = piece, chunk.spans(rank)
+    else:
+        home, owned = full, chunk.whole()
+    tensors = ChunkTensors(chunk, parameters, shapes, piece, home, owned, full=full)
+    if tensors.trainable:
+        _make_masters(tensors, dtypes)
+    return tensors
+
+
+def _make_masters(tensors: ChunkTensors, dtypes: Dtypes) -> None:
+    """Make masters: views of the parameters' own memory where dtypes agree, else memory of their own."""
+    values: Sequence[Tensor] = [elements for _, elements in tensors.own_elements()]
+    if dtypes.master is not dtypes.compute and values:
+        sizes = [span.numel for span in tensors.owned]
+        tensors.master_flat = tensors.piece.new_empty(sum(sizes), dtype=dtypes.master)
+        values = tensors.master_flat.split(sizes)
+    for value, span in zip(values, tensors.owned, strict=True):
+        shape = tensors.shapes[span.member]
+        # A parameter that is owned whole keeps its shape, so that optimizers of matrices work.
+        whole = span.numel == shape.numel()
+        tensors.masters.append(nn.Parameter(value.view(shape) if whole else value))
