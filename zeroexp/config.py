@@ -188,6 +188,8 @@ class ClusterConfig:
         None  # what a rank can compute; None: of the GPU's data sheet, or measured
     )
     device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
+    # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
+    reserved_gib: float | None = None
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
     # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later

@@ -137,14 +137,21 @@ def test_planning_needs_neither_outputs_nor_weights_nor_a_hub(tmp_path):
     assert "smollm2_135m" in done.stdout and list(tmp_path.iterdir()) == []
 
 
-def test_fit_finds_the_fewest_ranks(planned):
-    """ZeRO-2 rests 4 P + 12 P / N bytes: from 8 ranks on it fits 40 GiB; DDP's 16 P never do."""
-    line = "model=llama_7b world_size=2 strategy=ddp,zero2 cluster.device=cuda --fit"
-    _, out, _ = planned(f"{line} cluster.device_memory_gib=40")
-    ddp, zero2 = out.splitlines()[-2:]
-    assert "not up to 4096" in ddp
-    assert zero2.split()[:4] == ["llama_7b", "zero2", "buffer", "8"]
-    code, _, err = planned(line)
+@pytest.mark.slow
+def test_fit_finds_the_fewest_ranks_and_the_largest_batch(planned):
+    """DDP's 16 P bytes never fit. What fits is rehearsed again: one sample more does not."""
+    line = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 strategy=ddp,zero3 cluster.device=cpu --fit"
+    _, out, _ = planned(f"{line} cluster.device_memory_gib=0.0008 data.micro_batch_size=1")
+    ddp, zero3 = out.splitlines()[-2:]
+    assert "not up to 64" in ddp
+    model, stage, layout, ranks, *_, batch, _ = zero3.split()
+    assert (model, stage, layout) == ("mlp_tiny", "zero3", "buffer")
+    line = f"model=mlp_tiny data=vectors data.seq_len=16 world_size={ranks} strategy=zero3 cluster.device=cpu"
+    for samples, verdict in ((int(batch), "yes"), (int(batch) + 1, "no")):
+        words = f"data.micro_batch_size={samples} data.global_batch_size={samples * int(ranks)}"
+        _, out, _ = planned(f"{line} {words} cluster.device_memory_gib=0.0008 --rehearse --json")
+        assert json.loads(out)[0]["fits"] == verdict
+    code, _, err = planned(f"{line} --fit")
     assert code == 2 and err.startswith("zeroexp: cluster.device_memory_gib=null:")
 
 

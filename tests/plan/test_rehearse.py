@@ -34,7 +34,7 @@ from zeroexp.plan.rehearse import (
 )
 from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
-from zeroexp.world import fake_world
+from zeroexp.world import fake_world, joined
 
 CPU = torch.device("cpu")
 NUM_RANKS = 4
@@ -44,7 +44,7 @@ STAGES = ("ddp", "zero1_allreduce", "zero1", "zero2", "zero3")
 LAYOUTS = ("parameter", "tensor", "buffer")
 UNITS = ("model", "block", "module")
 RNG_STATE_BYTES = 5056  # activation checkpointing keeps the CPU generator's state for each block
-FSDP2_BYTES = 64  # tensors of one element are the only ones that differ
+FSDP2_BYTES = 64  # of torch's engines, tensors of one element are the only ones that differ
 
 
 def config_of(*words: str) -> Config:
@@ -155,6 +155,36 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     assert 0 <= peak - before - rehearsed.peak_bytes <= kept
 
 
+def train_alone(config: Config) -> tuple[list[StepRecord], int]:
+    """Train as the only rank of a real group, whose reducer is the real one."""
+    config = prepared(config, None)
+    gc.collect()
+    before = AllocationMeter(CPU).peak_bytes()
+    assert before is not None
+    model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
+    with joined() as world:
+        strategy = build_strategy(config, model, world)
+        instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
+        steps = train(strategy, data, config=config, world=world, instruments=instruments)
+        return list(steps), before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "views"), [("ddp", True), ("ddp", False), ("zero1", True)])
+def test_ddp_is_rehearsed_with_the_peak_of_the_real_reducer(stage, views):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    words = (f"strategy={stage}", "strategy.implementation=torch", "world_size=1")
+    words += () if stage == "zero1" else (f"strategy.gradient_as_bucket_view={views}",)
+    config = config_of(*LLAMA, *words, "data.global_batch_size=2")
+    records, before = train_alone(config)
+    (rehearsed,) = rehearse(config).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    peak = records[UNDISTURBED].peak_bytes
+    assert peak is not None
+    assert 0 <= peak - before - rehearsed.peak_bytes <= FSDP2_BYTES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_model_is_rehearsed_at_three_depths_with_the_numbers_of_its_own(layout):
@@ -170,7 +200,6 @@ def test_a_deep_model_is_rehearsed_at_three_depths_with_the_numbers_of_its_own(l
     ("words", "rank", "told"),
     [
         (("model=moe_tiny", "data=synthetic"), 0, "model.family=moe"),
-        (("strategy=zero1", "strategy.implementation=torch"), 0, "strategy.name=zero1"),
         (("data.global_batch_size=6",), 0, "data.global_batch_size=6"),
         ((), 4, "rank 4"),
     ],

@@ -83,7 +83,7 @@ AT_LEAST = {
 WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
-    *("cluster.device_memory_gib", "cluster.peak_tflops"),
+    *("cluster.device_memory_gib", "cluster.reserved_gib", "cluster.peak_tflops"),
     "cluster.slurm.memory_gb",
 )
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
@@ -109,6 +109,7 @@ AT_MOST = {
     "cluster.heartbeat_s": YEAR_S,
     "cluster.hang_s": YEAR_S,
     "cluster.device_memory_gib": 10**6,
+    "cluster.reserved_gib": 10**6,
     "cluster.slurm.ranks_per_node": 1024,
     "cluster.slurm.cpus_per_rank": 1024,
     "cluster.slurm.max_running": 10**6,

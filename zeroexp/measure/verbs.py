@@ -95,6 +95,11 @@ class VerbMeter:
         if not move.in_flight:
             self._ended.append(move)
 
+    @property
+    def is_issuing(self) -> bool:
+        """Whether this thread issues a move now."""
+        return self._now is not None and self._now.issued is None
+
     @contextmanager
     def waiting(self, move: Move) -> Generator[None]:
         """Time the wait for a move that was issued."""

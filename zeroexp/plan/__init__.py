@@ -5,6 +5,7 @@ transient.py                  what exists for a moment beside the model states
 form.py, place.py             the form of a configured point; the machines that it is planned for
 outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
 rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory
-depth.py                      a deep model, rehearsed at three small depths
+depth.py, ddp_buckets.py      a deep model, rehearsed at three small depths; DistributedDataParallel's buckets
+peak.py                       the peak of a planned point with activations, by a rehearsal
 points.py, table.py           the points of a command line; tables, JSON and CSV
 """

@@ -5,8 +5,10 @@ The words are those of a run, lists and studies too:
     python -m zeroexp.plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
     python -m zeroexp.plan study=compare cluster.device_memory_gib=16
 
+--rehearse  with any of these: the peak with activations, by the real engine on tensors without memory (seconds a point)
 --json      every rank's bytes; --csv: one line for each point
---fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib
+--fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
+            largest micro-batch and the longest sequence
 --explain   one point down to its units and tensors: what makes its peak, and what each setting would change
 
 cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
@@ -34,6 +36,7 @@ FORMS: dict[str, Callable[[Plans], str]] = {
     "--fit": fit,
     "--explain": lambda plans: _explain(plans),
 }
+REHEARSE = "--rehearse"
 ALLOWED = ("-m", "--multirun")
 
 
@@ -56,9 +59,10 @@ def _answer(arguments: Sequence[str]) -> str:
     if "-h" in arguments or "--help" in arguments:
         return str(__doc__).rstrip()
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
+    flags = [flag for flag in flags if flag != REHEARSE]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
-    plans = Plans(words)
+    plans = Plans(words, rehearses=REHEARSE in arguments)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with tempfile.TemporaryDirectory() as folder:
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
@@ -79,7 +83,9 @@ def _explain(plans: Plans) -> str:
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
     for flag in flags:
         if flag not in FORMS:
-            raise ConfigError(f"{flag}: a plan has no such flag; use one of {', '.join(FORMS)}")
+            raise ConfigError(
+                f"{flag}: a plan has no such flag; use one of {', '.join([*FORMS, REHEARSE])}"
+            )
     if len(flags) > 1:
         raise ConfigError(f"{' '.join(flags)}: one form at a time; leave out all but one")
     for word in words:

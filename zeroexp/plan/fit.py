@@ -1,21 +1,33 @@
-"""`--fit`: the fewest ranks at which every strategy of the line fits cluster.device_memory_gib.
+"""`--fit`: the fewest ranks at which every strategy of the line fits, and the largest micro-batch and sequence there.
 
-Model states and what exists for a moment count, activations do not. So a number of ranks that is too small is certainly
-too small; what is left at the number found is what activations may take.
+Each answer is rehearsed (peak.py), so that activations, logits and temporaries count. The closed forms tell where to
+begin: a number of ranks at which model states do not fit is not rehearsed. What can not be rehearsed is answered by
+the closed forms alone, and the line says so.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from textwrap import wrap
 
-from zeroexp.config import ConfigError
+from zeroexp.config import Config, ConfigError, UndefinedCombination
+from zeroexp.models.build import BuiltModel
+from zeroexp.plan.form import form_of
+from zeroexp.plan.outcome import outcome_of
+from zeroexp.plan.peak import peak_of
+from zeroexp.plan.place import place_of
 from zeroexp.plan.points import Planned, Plans
-from zeroexp.plan.remedy import MOST_RANKS, planned, smallest_world, with_world
+from zeroexp.plan.remedy import most_ranks, planned, smallest_world, with_world
 
 GIB, WIDTH = 2**30, 80
+MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
+MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
+MOST_TRIES = 12
 HEAD = (
-    "The fewest ranks, among powers of two, at which model states and what exists for a moment fit "
-    "{limit:g} GiB. Activations are not counted: they must fit what is left, in GiB."
+    "The fewest ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest micro-batch and "
+    "the longest sequence, each alone. Rehearsed: peak and left are GiB of the fullest rank, with activations."
 )
 
 
@@ -26,24 +38,113 @@ def fit(plans: Plans) -> str:
         if each.outcome is not None:
             outcome = each.outcome
             asked.setdefault((outcome.model, outcome.strategy, outcome.implementation), each)
-    limits = {each.point.config.cluster.device_memory_gib for each in asked.values()}
+    limits = {each.outcome.memory_gib for each in asked.values() if each.outcome}
     if None in limits:
         remedy = "set it to the memory of one device"
         raise ConfigError(f"cluster.device_memory_gib=null: --fit needs a limit; {remedy}")
     lines = [line for limit in limits if limit for line in wrap(HEAD.format(limit=limit), WIDTH)]
-    lines += ["", f"{'model':16}{'strategy':17}{'layout':11}{'ranks':>6}{'peak':>10}{'left':>10}"]
+    names = f"{'model':14}{'strategy':16}{'layout':10}"
+    lines += ["", f"{names}{'ranks':>6}{'peak':>8}{'left':>8}{'batch':>7}{'seq_len':>9}"]
+    notes: dict[str, None] = {}
     for (model, strategy, layout), each in asked.items():
-        lines.append(f"{model:16.15}{strategy:17}{layout:11}{_answer(plans, each)}")
-    return "\n".join(lines)
+        print(f"{strategy} {layout}: rehearsing", file=sys.stderr, flush=True)
+        told, note = _answer(plans, each)
+        lines.append(f"{model:14.13}{strategy:16}{layout:10}{told}")
+        if note:
+            notes[note] = None
+    return "\n".join([*lines, *[line for note in notes for line in ("", *wrap(note, WIDTH))]])
 
 
-def _answer(plans: Plans, each: Planned) -> str:
+def _answer(plans: Plans, each: Planned) -> tuple[str, str]:
+    """Return the cells of one line, and a sentence where they need one."""
     config, model = each.point.config, plans.model_of(each)
-    limit = config.cluster.device_memory_gib or 0.0
+    assert each.outcome is not None
+    limit = int((each.outcome.memory_gib or 0.0) * GIB)
     size = smallest_world(config, model, each.device)
-    if size is None:
-        return f"  not up to {MOST_RANKS}"
-    outcome = planned(with_world(config, size), model, each.device)
-    assert outcome is not None
-    peak = outcome.peak.fullest / GIB
-    return f"{size:>6}{peak:>10.2f}{limit - peak:>10.2f}"
+    try:
+        while size is not None and size <= most_ranks(each.device):
+            at = with_world(config, size)
+            peak = _peak(at, model, each.device)
+            if peak <= limit:
+                return _largest_of(at, model, each.device, limit, peak), ""
+            size *= 2
+    except UndefinedCombination as refusal:
+        assert size is not None
+        outcome = planned(with_world(config, size), model, each.device)
+        assert outcome is not None
+        return _cells(size, outcome.peak.fullest, limit), f"Without activations: {refusal}."
+    return f"  not up to {most_ranks(each.device)}", ""
+
+
+def _largest_of(config: Config, model: BuiltModel, device: str, limit: int, peak: int) -> str:
+    def with_batch(samples: int) -> int:
+        data = replace(config.data, micro_batch_size=samples)
+        data.global_batch_size = samples * config.world_size
+        return _peak(replace(config, data=data), model, device)
+
+    def with_length(tokens: int) -> int:
+        data = replace(config.data, seq_len=tokens)
+        return _peak(replace(config, data=data), model, device)
+
+    samples = largest(with_batch, limit, step=1, most=MOST_SAMPLES)
+    tokens = largest(
+        with_length, limit, step=min(TOKENS, config.data.seq_len), most=_longest(model)
+    )
+    return f"{_cells(config.world_size, peak, limit)}{samples or '-':>7}{tokens or '-':>9}"
+
+
+def _cells(size: int, peak: float, limit: int) -> str:
+    return f"{size:>6}{peak / GIB:>8.2f}{(limit - peak) / GIB:>8.2f}"
+
+
+def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> int | None:
+    """Return the largest multiple of `step`, at most `most`, whose peak is within the limit; None if none is.
+
+    The next multiple has been seen to exceed the limit, unless MOST_TRIES were not enough. Peaks are nearly on a line,
+    so the line through the last two known ones tells where to look.
+    """
+    fits: tuple[int, int] | None = None
+    exceeds: tuple[int, int] | None = None
+    guess = min(step, most)
+    for _ in range(MOST_TRIES):
+        found = peak(guess)
+        if found <= limit:
+            fits = max(fits or (0, 0), (guess, found))
+        else:
+            exceeds = min(exceeds or (guess, found), (guess, found))
+        if fits is None or fits[0] >= most:
+            break
+        if exceeds is not None and exceeds[0] - fits[0] <= step:
+            break
+        guess = _next(fits, exceeds, (guess, found), limit, step, most)
+    return None if fits is None else fits[0]
+
+
+def _next(
+    fits: tuple[int, int],
+    exceeds: tuple[int, int] | None,
+    last: tuple[int, int],
+    limit: int,
+    step: int,
+    most: int,
+) -> int:
+    if exceeds is None and last[0] <= step:
+        return min(2 * step, most)
+    other = exceeds or (fits[0] // 2 // step * step or step, 0)
+    if exceeds is None:  # no line yet that leads beyond: go as far as proportion allows
+        guess = fits[0] * limit // max(fits[1], 1)
+        return min(max(guess // step * step, 2 * fits[0]), most)
+    slope = (other[1] - fits[1]) / (other[0] - fits[0])
+    guess = fits[0] + int((limit - fits[1]) / max(slope, 1e-9)) // step * step
+    return min(max(guess, fits[0] + step), other[0] - step)
+
+
+def _longest(model: BuiltModel) -> int:
+    shape = getattr(model.module, "config", None)
+    return int(getattr(shape, "max_position_embeddings", None) or MOST_TOKENS)
+
+
+def _peak(config: Config, model: BuiltModel, device: str) -> int:
+    place = place_of(config, device)
+    form = form_of(config, model, place.transport)
+    return peak_of(config, place, form, outcome_of("", config, form, place)).num_bytes

@@ -14,6 +14,32 @@ from zeroexp.plan.predict import Holding
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm
 from zeroexp.plan.transient import PHASES
 
+
+@dataclass(frozen=True)
+class RankPeak:
+    """The peak of one rehearsed rank, with activations, logits and temporaries."""
+
+    rank: int
+    phase: str
+    num_bytes: int
+    by_kind: dict[str, int]  # largest first
+    by_phase: dict[str, int]
+    largest: list[tuple[int, str, str]]  # bytes, kind, and the operation that made it
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal (peak.py) adds to a planned point."""
+
+    ranks: list[RankPeak]
+    device: str  # whose kernels were rehearsed
+    depths: tuple[int, ...]
+
+    @property
+    def fullest(self) -> RankPeak:
+        return max(self.ranks, key=lambda rank: rank.num_bytes)
+
+
 # What the numbers of torch's engines are, where the stage's name promises something else.
 LABELS = {
     "zero1": "DDP and ZeroRedundancyOptimizer: gradients rest replicated",
@@ -43,19 +69,29 @@ class Outcome:
     sent_inside: float  # the mean over ranks of what stays inside a node
     sent_between: float
     label: str | None = None  # what the engine is, where its name tells less
-    memory_gib: float | None = None  # cluster.device_memory_gib
+    memory_gib: float | None = None  # cluster.device_memory_gib less cluster.reserved_gib
+    rehearsed: Rehearsed | None = None  # with activations, where that was asked for
+    not_rehearsed: str | None = None  # why it was not, where it was asked for
     remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
 
     @property
     def fits(self) -> bool | None:
-        """Whether model states and transients fit; None where no limit is set."""
-        return None if self.memory_gib is None else self.peak.fullest <= self.memory_gib * 2**30
+        """Whether the peak fits, with activations where they were rehearsed; None where no limit is set."""
+        if self.memory_gib is None:
+            return None
+        peak = self.rehearsed.fullest.num_bytes if self.rehearsed else self.peak.fullest
+        return peak <= self.memory_gib * 2**30
 
     @property
     def verdict(self) -> str | None:
-        """yes; tight: model states fit, but perhaps not with transients; no: they do not; None without a limit."""
+        """yes; tight: model states fit, but perhaps not with transients; no: they do not; None without a limit.
+
+        A rehearsed point fits or does not.
+        """
         if self.memory_gib is None:
             return None
+        if self.rehearsed:
+            return "yes" if self.fits else "no"
         if self.total.fullest > self.memory_gib * 2**30:
             return "no"
         return "yes" if self.fits else "tight"
@@ -112,8 +148,15 @@ def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcom
         sent_inside=sent.mean * place.inside(),
         sent_between=sent.mean * (1 - place.inside()),
         label=_label(config, form),
-        memory_gib=config.cluster.device_memory_gib,
+        memory_gib=_available_gib(config),
     )
+
+
+def _available_gib(config: Config) -> float | None:
+    cluster = config.cluster
+    if cluster.device_memory_gib is None:
+        return None
+    return cluster.device_memory_gib - (cluster.reserved_gib or 0.0)
 
 
 def of_ranks(form: AnyForm) -> list[RankOutcome]:

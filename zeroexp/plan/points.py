@@ -42,8 +42,12 @@ class Plans:
 
     has_failures = False
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """`words` are those of the command line: a batch size that stands there is not changed."""
+    def __init__(self, words: Sequence[str], *, rehearses: bool = False) -> None:
+        """`words` are those of the command line: a batch size that stands there is not changed.
+
+        rehearses: whether each point is rehearsed too.
+        """
+        self._rehearses = rehearses
         self._keeps_batch = any(w.lstrip("+").partition("=")[0] == BATCH for w in words)
         self.planned: list[Planned] = []
         self.notes: list[str] = []
@@ -97,7 +101,9 @@ class Plans:
         model = self._model(point.config)
         form = form_of(point.config, model, planned.place.transport)
         outcome = outcome_of(point.name, point.config, form, planned.place)
-        if outcome.fits is False:
+        if self._rehearses:
+            outcome = _rehearsed(point.config, planned.place, form, outcome)
+        if outcome.fits is False and outcome.rehearsed is None:
             outcome = replace(outcome, remedies=remedies(point.config, model, device))
         return replace(planned, outcome=outcome, form=form)
 
@@ -112,3 +118,13 @@ class Plans:
                 return model
         self._models.append((config, on_meta(config)))
         return self._models[-1][1]
+
+
+def _rehearsed(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> Outcome:
+    """Return the outcome with its rehearsal, or with the reason why there is none."""
+    from zeroexp.plan.peak import rehearsed  # the training loop takes a second to import
+
+    try:
+        return replace(outcome, rehearsed=rehearsed(config, place, form, outcome))
+    except ConfigError as error:
+        return replace(outcome, not_rehearsed=str(error))

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
@@ -31,8 +32,9 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
 from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import at_any_depth
-from zeroexp.plan.storages import Peak, Storages
+from zeroexp.plan.storages import MESSAGES, Peak, Storages
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
@@ -41,6 +43,7 @@ from zeroexp.world import fake_world
 DATA_DEPENDENT = ("moe", "mixtral")
 NUM_STEPS, UNDISTURBED = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
+OF_TRANSPORT = (MESSAGES, "buffers")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class RankRehearsal:
         str, dict[str, int]
     ]  # moment -> kind -> model states, as a run's record has them
     traffic: Traffic  # of one step
+    # The peaks of everything but messages and pools, which depend on the transport.
+    peaks_apart: dict[str, Peak] = field(default_factory=dict[str, Peak])
 
     @property
     def peak_phase(self) -> str:
@@ -81,12 +86,18 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config, *, world_size: int | None = None, ranks: Sequence[int] | None = None
+    config: Config,
+    *,
+    world_size: int | None = None,
+    ranks: Sequence[int] | None = None,
+    reads: bool = True,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
     world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
-    the fullest. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
+    have no `held_bytes`, and a third of the time is saved. Raises ConfigError in one line for what can not be
+    rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
     size = config.world_size
@@ -95,7 +106,14 @@ def rehearse(
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
     device = _device(config)
-    found, depths = at_any_depth(config, lambda at: [rehearse_rank(at, r, device) for r in ranks])
+
+    def measure(at: Config, chosen: Sequence[int]) -> list[RankRehearsal]:
+        return [rehearse_rank(at, rank, device, reads=reads) for rank in chosen]
+
+    # One rank tells whether further blocks cost what a line says.
+    found, depths = at_any_depth(
+        config, lambda at: measure(at, ranks), lambda at: measure(at, ranks[:1])
+    )
     return Rehearsal(size, device, found, depths)
 
 
@@ -119,11 +137,6 @@ def prepared(config: Config, world_size: int | None) -> Config:
             f"model.family={config.model.family}: its forward asks which experts the tokens chose, so it needs values "
             "and can not be rehearsed; the closed forms plan it"
         )
-    if config.strategy.implementation == "torch" and config.strategy.name in ("ddp", "zero1"):
-        raise UndefinedCombination(
-            f"strategy.name={config.strategy.name} strategy.implementation=torch: DistributedDataParallel's C++ "
-            "reducer does not run on fake tensors; the closed forms plan it"
-        )
     return config
 
 
@@ -132,15 +145,16 @@ def _device(config: Config) -> str:
     return "cuda" if torch.backends.cuda.is_built() and config.cluster.device != "cpu" else "cpu"
 
 
-def rehearse_rank(config: Config, rank: int, device: str) -> RankRehearsal:
+def rehearse_rank(config: Config, rank: int, device: str, *, reads: bool = True) -> RankRehearsal:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
-    storages = Storages(mode)
+    storages = Storages(mode, num_words(model.module))
     with (
         fake_world(rank, config.world_size, device) as world,
         on_fake_tensors(config.model),
+        buckets_in_python(),
         mode,
         storages,
     ):
@@ -150,18 +164,19 @@ def rehearse_rank(config: Config, rank: int, device: str) -> RankRehearsal:
         watched = _Watched(build_strategy(config, model, world), storages)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())
-        records = list(
-            train(
-                strategy,
-                cast(Data, NoData(config)),
-                config=config,
-                world=world,
-                instruments=instruments,
-            )
-        )
-    held = records[-1].memory_bytes
-    assert held is not None
-    return RankRehearsal(rank, watched.peaks, held, records[UNDISTURBED].traffic)
+        data = cast(Data, NoData(config))
+        steps = train(strategy, data, config=config, world=world, instruments=instruments)
+        records = list(islice(steps, NUM_STEPS if reads else UNDISTURBED + 1))
+        watched.end_undisturbed()
+    held = records[-1].memory_bytes or {}
+    traffic = records[UNDISTURBED].traffic
+    return RankRehearsal(rank, watched.peaks, held, traffic, watched.peaks_apart)
+
+
+def num_words(module: nn.Module) -> int | None:
+    """Return the number of words that the model chooses from at each position; None where it chooses none."""
+    rows = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+    return max(rows, default=None)
 
 
 class NoData:
@@ -195,6 +210,7 @@ class _Watched:
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.peaks: dict[str, Peak] = {}
+        self.peaks_apart: dict[str, Peak] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -204,11 +220,17 @@ class _Watched:
         if self._num_microbatches == 0 and self._step == UNDISTURBED:
             self._storages.forget_phases()
         if self._num_microbatches == 0 and self._step == UNDISTURBED + 1:
-            self.peaks = self._storages.peaks()
+            self.end_undisturbed()
         self._num_microbatches += 1
         self._storages.enter("forward")
         with self._strategy.microbatch(last=last):
             yield
+
+    def end_undisturbed(self) -> None:
+        """Take the peaks, unless they have been taken; what happens from now on counts in none."""
+        if not self.peaks:
+            self.peaks = self._storages.peaks()
+            self.peaks_apart = self._storages.peaks(without=OF_TRANSPORT)
 
     def backward(self, loss: Tensor) -> None:
         self._storages.enter("backward")

@@ -14,7 +14,7 @@ from zeroexp.plan.place import place_of
 from zeroexp.sharding.placement import STAGES
 
 LATER = ("zero1", "zero2", "zero3")
-MOST_RANKS = 4096
+MOST_RANKS, MOST_CPU_RANKS = 4096, 64
 
 
 def remedies(config: Config, model: BuiltModel, device: str) -> list[str]:
@@ -32,10 +32,15 @@ def remedies(config: Config, model: BuiltModel, device: str) -> list[str]:
     return found
 
 
+def most_ranks(device: str) -> int:
+    """Return the largest world size that is tried: CPU ranks share a host, where each pair of ranks counts apart."""
+    return MOST_RANKS if device == "cuda" else MOST_CPU_RANKS
+
+
 def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int = 0) -> int | None:
-    """Return the least power of two, or double of `above`, at which the point fits; None up to MOST_RANKS."""
+    """Return the least power of two, or double of `above`, at which the point fits; None up to `most_ranks`."""
     size = 2 * above or 1
-    while size <= MOST_RANKS:
+    while size <= most_ranks(device):
         if _fits(with_world(config, size), model, device):
             return size
         size *= 2

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+from zeroexp.measure.verbs import meter
+
+ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
+MESSAGES = "messages"  # born while the engine issues a move
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Storage:
 
     born_in: str  # the phase
     made_by: str  # the operation that returned it first
+    is_logits: bool = False  # a number for each word, at each position
     num_bytes: int = 0  # now
     kind: str | None = None  # as the engine names it
     outlives_forward: bool = False
@@ -67,9 +71,11 @@ class _Phase:
 class Storages(TorchDispatchMode):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, num_words: int | None = None) -> None:
+        """num_words: the size of the model's output, by which logits are known from other activations."""
         super().__init__()
         self._mode = mode
+        self._num_words = num_words
         self._all: list[Storage] = []  # by serial number
         self._serials: dict[
             int, int
@@ -107,7 +113,7 @@ class Storages(TorchDispatchMode):
         for tensor in tree_iter(result):
             # DTensor asks for shapes with tensors of its own, which no rank ever holds.
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
-                self._note(tensor.untyped_storage(), func)
+                self._note(tensor, func)
         return result
 
     # -- what the caller tells and asks ------------------------------------------------------------
@@ -133,23 +139,29 @@ class Storages(TorchDispatchMode):
             if serial is not None and self._all[serial].kind is None:
                 self._all[serial].kind = kind
 
-    def peaks(self) -> dict[str, Peak]:
-        """Return the peak of each phase; one that came several times counts where it was highest."""
+    def peaks(self, without: Collection[str] = ()) -> dict[str, Peak]:
+        """Return the peak of each phase; one that came several times counts where it was highest.
+
+        without: kinds that count as nothing.
+        """
         found: dict[str, Peak] = {}
         for phase in self._phases:
-            peak = self._peak_of(phase)
+            peak = self._peak_of(phase, without)
             if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
                 found[phase.name] = peak
         return found
 
     # -- how ---------------------------------------------------------------------------------------
 
-    def _note(self, storage: torch.UntypedStorage, func: Any) -> None:
+    def _note(self, tensor: FakeTensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
         address = storage._cdata
         serial = self._serials.get(address)
         if serial is None:
             serial = len(self._all)
-            self._all.append(Storage(self._phase.name, str(func)))
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
+            kind = MESSAGES if meter.is_issuing else None
+            self._all.append(Storage(self._phase.name, str(func), is_logits, kind=kind))
             self._serials[address] = serial
             self._references[serial] = weakref.ref(storage, lambda _: self._died(address, serial))
         self._change(serial, storage.nbytes())
@@ -170,7 +182,9 @@ class Storages(TorchDispatchMode):
             self._all[serial].num_bytes = num_bytes
             self._phase.changes.append((serial, num_bytes))
 
-    def _peak_of(self, phase: _Phase) -> Peak:
+    def _peak_of(self, phase: _Phase, without: Collection[str]) -> Peak:
+        if without:
+            phase = self._left(phase, without)
         now = dict(phase.before)
         total = most = sum(now.values())
         when = 0
@@ -187,8 +201,15 @@ class Storages(TorchDispatchMode):
         told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
         return Peak(most, {kind: size for kind, size in by_kind.items() if size}, told)
 
+    def _left(self, phase: _Phase, without: Collection[str]) -> _Phase:
+        before = {s: size for s, size in phase.before.items() if self._kind_of(s) not in without}
+        changes = [each for each in phase.changes if self._kind_of(each[0]) not in without]
+        return _Phase(phase.name, before, changes)
+
     def _kind_of(self, serial: int) -> str:
         storage = self._all[serial]
         if storage.kind is not None:
             return storage.kind
+        if storage.is_logits:
+            return LOGITS
         return ACTIVATIONS if storage.outlives_forward else TEMPORARIES

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from textwrap import wrap
 
 from zeroexp.measure.record import KINDS
-from zeroexp.plan.outcome import Outcome
+from zeroexp.plan.outcome import Outcome, RankPeak
 from zeroexp.plan.points import Planned
 from zeroexp.plan.published import compare
 from zeroexp.plan.published_tables import TABLES
@@ -32,6 +32,14 @@ MEANINGS = (
     "peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. sent: per step, "
     "of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
+# Kinds at a rehearsed peak, and the names of their columns.
+REHEARSED = {
+    "states": "states",
+    "activations": "activ",
+    "logits": "logits",
+    "messages": "messages",
+    "temporaries": "temp",
+}
 MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
 
 
@@ -56,6 +64,7 @@ def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
         "",
         *_lines(traffic, outcomes),
         "",
+        *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
         *_foot(planned, outcomes),
         *[line for note in notes for line in _wrapped(note)],
         *_published(planned),
@@ -106,6 +115,10 @@ def _row(planned: Planned) -> dict[str, object]:
     row |= {"sent_bytes": outcome.sent.fullest, "sent_bytes_mean": outcome.sent.mean}
     row |= {f"sent_{kind}_bytes": sent for kind, sent in outcome.sent_by_kind.items()}
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
+    if outcome.rehearsed:
+        peak = outcome.rehearsed.fullest
+        row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}
+        row |= {f"rehearsed_{kind}_bytes": size for kind, size in peak.by_kind.items()}
     return {**row, "fits": outcome.verdict or ""}
 
 
@@ -185,6 +198,40 @@ def _lines(columns: Sequence[Column], outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
+def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the table of peaks with activations."""
+    if not outcomes:
+        return []
+    unit, size = _unit([_peak(o).num_bytes for o in outcomes])
+    kinds = dict.fromkeys(kind for o in outcomes for kind in REHEARSED if _kind(o, kind))
+    columns = [
+        *point,
+        *[Column(REHEARSED[k], lambda o, k=k: _amount(_kind(o, k), size)) for k in kinds],
+        Column("peak", lambda o: _amount(_peak(o).num_bytes, size)),
+        Column("in", lambda o: _peak(o).phase),
+        Column("rank", lambda o: str(_peak(o).rank)),
+    ]
+    devices = dict.fromkeys(f"{o.rehearsed.device} kernels" for o in outcomes if o.rehearsed)
+    told = (
+        f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
+        "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools."
+    )
+    return [*_wrapped(told), "", *_lines(columns, outcomes), ""]
+
+
+def _peak(outcome: Outcome) -> RankPeak:
+    assert outcome.rehearsed is not None
+    return outcome.rehearsed.fullest
+
+
+def _kind(outcome: Outcome, kind: str) -> int:
+    """Return the bytes of one kind at the rehearsed peak; all but the kinds of REHEARSED are states."""
+    by_kind = _peak(outcome).by_kind
+    if kind != "states":
+        return by_kind.get(kind, 0)
+    return sum(num_bytes for name, num_bytes in by_kind.items() if name not in REHEARSED)
+
+
 def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
     skipped: dict[str, list[str]] = {}
     for each in planned:
@@ -199,6 +246,7 @@ def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
     sentences = [
         MEANINGS,
         *labels,
+        *dict.fromkeys(f"not rehearsed: {o.not_rehearsed}." for o in outcomes if o.not_rehearsed),
         *remedies,
         *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],
     ]
@@ -229,6 +277,8 @@ def _published(planned: Sequence[Planned]) -> list[str]:
 
 
 def _remedy(outcome: Outcome) -> str:
+    if outcome.rehearsed:
+        return "--fit finds what does"
     if not outcome.remedies:
         return "no stage and no number of ranks helps: use a smaller model or unit"
     return f"it would with {', or with '.join(outcome.remedies)}"

@@ -61,7 +61,7 @@ class TorchDDP:
         self._max_grad_norm = max_grad_norm
         self._as_views = gradient_as_bucket_view
         self._grads_in_buckets = False
-        if values is None:
+        if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
             module.to(world.device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)

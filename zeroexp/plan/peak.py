@@ -1,0 +1,84 @@
+"""The peak of a planned point with activations, logits and temporaries, by a rehearsal of a few of its ranks.
+
+Rehearsed are the first rank, the one whose closed form is the largest, and the last. Two microbatches are enough: the
+second finds the gradients of the first, and further ones find the same.
+
+[Note: ranks of one host] A rehearsal moves messages as GPUs do. CPU ranks of one host read each other's memory
+instead. There messages and pools are left out of the rehearsed peak, and the closed form of what such ranks share,
+which a test compares with running engines to the byte, takes their place.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from zeroexp.config import Config
+from zeroexp.plan.form import AnyForm
+from zeroexp.plan.outcome import Outcome, RankPeak, Rehearsed
+from zeroexp.plan.place import Place
+from zeroexp.plan.predict import Form
+from zeroexp.plan.rehearse import PHASES, RankRehearsal, rehearse
+from zeroexp.plan.storages import Peak
+
+MOST_MICROBATCHES = 2
+
+
+def rehearsed(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> Rehearsed:
+    """Rehearse a point that has been planned. Raises ConfigError in one line for what can not be rehearsed."""
+    per_rank = outcome.peak.per_rank
+    ranks = {0, per_rank.index(max(per_rank)), config.world_size - 1}
+    return _rehearsed(config, place, form, alike_once(form, ranks))
+
+
+def peak_of(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> RankPeak:
+    """Rehearse the rank alone whose closed form is the largest."""
+    per_rank = outcome.peak.per_rank
+    return _rehearsed(config, place, form, [per_rank.index(max(per_rank))]).fullest
+
+
+def alike_once(form: AnyForm, ranks: set[int]) -> list[int]:
+    """Return the ranks, of those that hold and send as much only the first."""
+    first = {form.like(rank): rank for rank in sorted(ranks, reverse=True)}
+    return sorted(first.values())
+
+
+def _rehearsed(config: Config, place: Place, form: AnyForm, ranks: list[int]) -> Rehearsed:
+    shares = isinstance(form, Form) and form.schedule.facts.shares_memory
+    found = rehearse(_shortened(config, form if shares else None, place), ranks=ranks, reads=False)
+    peaks = [_of_rank(rank, form if shares else None) for rank in found.ranks]
+    return Rehearsed(peaks, found.device, found.depths)
+
+
+def _shortened(config: Config, form: AnyForm | None, place: Place) -> Config:
+    config = deepcopy(config)
+    if place.device == "cpu":
+        config.cluster.device = "cpu"
+    data = config.data
+    step = data.micro_batch_size * config.world_size
+    data.global_batch_size = min(data.global_batch_size, MOST_MICROBATCHES * step)
+    if isinstance(form, Form) and form.schedule.bucket_bytes and config.strategy.bucket_mb is None:
+        config.strategy.bucket_mb = form.schedule.bucket_bytes / 2**20
+    return config
+
+
+def _of_rank(found: RankRehearsal, form: AnyForm | None) -> RankPeak:
+    """Return the peak; `form` is given where messages and pools are its, see [Note: ranks of one host]."""
+    peaks = {phase: found.peaks[phase] for phase in PHASES}
+    if isinstance(form, Form):
+        peaks = {phase: _shared(found.peaks_apart[phase], form, found.rank) for phase in PHASES}
+    phase = max(peaks, key=lambda phase: peaks[phase].num_bytes)
+    peak = peaks[phase]
+    return RankPeak(
+        rank=found.rank,
+        phase=phase,
+        num_bytes=peak.num_bytes,
+        by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
+        by_phase={phase: each.num_bytes for phase, each in peaks.items()},
+        largest=peak.largest,
+    )
+
+
+def _shared(peak: Peak, form: Form, rank: int) -> Peak:
+    shared = form.buffer_bytes("after_backward", rank)
+    named = {name: num_bytes for name, num_bytes in shared.items() if num_bytes}
+    return Peak(peak.num_bytes + sum(named.values()), {**peak.by_kind, **named}, peak.largest)
