@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -52,8 +53,17 @@ def train_on_rank(
     return list(train(strategy, data, config=config, world=world))
 
 
-def train_alone(config: Config) -> list[float]:
+def train_often_and_rarely(
+    world: World, recipe: Recipe, make: Make
+) -> tuple[list[StepRecord], list[StepRecord]]:
+    often, rarely = (train_on_rank(world, recipe, make, every) for every in (1, None))
+    return often, rarely
+
+
+@cache
+def train_alone() -> list[float]:
     """The loss on the held-out samples after each step, in one process that does the obvious thing."""
+    config = make_config()
     module = MODELS["toy"].build().module
     optimizer = optimizer_factory(config.optimizer)(parameter_groups(module, config.optimizer))
     data = Data(samples(), config.data, seed=0)
@@ -84,10 +94,8 @@ def held_out_loss(module: torch.nn.Module) -> float:
 def test_every_engine_validates_as_one_process_and_leaves_nothing_behind(ranks, name):
     """Loss, norm, memory and traffic of each step are those of a run that validates at its end alone."""
     recipe = Recipe()
-    often, rarely = (
-        ranks(train_on_rank, recipe, ENGINES[name].make, every)[0] for every in (1, None)
-    )
-    expected = train_alone(make_config())
+    often, rarely = ranks(train_often_and_rarely, recipe, ENGINES[name].make)[0]
+    expected = train_alone()
     assert [r.validation_loss for r in often] == pytest.approx(expected, rel=ROUNDING)
     assert [r.validation_loss for r in rarely] == [None, None, often[-1].validation_loss]
     for with_it, without in zip(often, rarely, strict=True):
@@ -100,7 +108,7 @@ def test_every_engine_validates_as_one_process_and_leaves_nothing_behind(ranks, 
 def test_three_ranks_of_which_some_have_no_sample_left(ranks, name):
     recipe = Recipe(world_size=3)
     (first, *others) = ranks(train_on_rank, recipe, ENGINES[name].make, 2, world_size=3)
-    expected = train_alone(make_config())
+    expected = train_alone()
     assert [r.validation_loss for r in first] == [
         None,
         pytest.approx(expected[1], rel=ROUNDING),
@@ -113,8 +121,7 @@ def test_three_ranks_of_which_some_have_no_sample_left(ranks, name):
 def test_dropout_is_off_and_draws_nothing(ranks):
     """The losses of training depend on each random number, the two validations on none."""
     recipe, make = Recipe(model="dropout"), ENGINES["zero3_buffer"].make
-    often = ranks(train_on_rank, recipe, make, 1)[0]
-    rarely = ranks(train_on_rank, recipe, make, None)[0]
+    often, rarely = ranks(train_often_and_rarely, recipe, make)[0]
     assert [r.loss for r in often] == [r.loss for r in rarely]
     assert often[-1].validation_loss == rarely[-1].validation_loss
 

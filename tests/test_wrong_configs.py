@@ -218,6 +218,11 @@ WRONG = {
     "study.must_equal=[optimiser]": ("study.must_equal=optimiser:", "did you mean optimizer?"),
     "study.must_equal=[data.seq]": ("data.seq:", "no such key"),
     "study.loss_agreement=nan": ("study.loss_agreement=nan:", "use a finite one"),
+    "+model.published.hidden_size=3": (
+        "model.published.hidden_size=3:",
+        "set model.hf_config.hidden_size instead",
+    ),
+    "train.seed=4294967296": ("train.seed=4294967296:", "use at most 4294967295"),
     "model.published=???": ("model.published=???:", "give it one"),
     "+model.hf_config.rms_norm_eps=nan": ("model.hf_config.rms_norm_eps=nan:", "finite"),
     "cluster.dry_run=true": ("cluster.dry_run=true:", "use cluster=slurm"),

@@ -29,6 +29,11 @@ def adopted(config: Config) -> Config:
 
 
 def _refuse_without_effect(model: ModelConfig) -> None:
+    if model.published:
+        key, value = next(iter(model.published.items()))
+        remedy = f"set model.hf_config.{key} instead, with a + before it where it is new"
+        told = "holds the config.json of model.path and nothing else"
+        raise ConfigError(f"model.published.{key}={value}: {told}; {remedy}")
     if model.init not in INITS:
         raise ConfigError(f"model.init={model.init}: unknown word; use weights, random or null")
     if model.family != FAMILY:
@@ -37,7 +42,7 @@ def _refuse_without_effect(model: ModelConfig) -> None:
                 told = f"no effect with model={model.name}; use model=hf, or leave it null"
                 raise ConfigError(f"model.{key}={value}: {told}")
     elif model.path is None:
-        if model.published or "model_type" in model.hf_config:
+        if "model_type" in model.hf_config:
             return
         remedy = "set it to a folder with config.json, or to a hub id"
         raise ConfigError(f"model.path=null: model={model.name} needs a model; {remedy}")

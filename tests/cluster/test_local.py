@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -148,6 +149,20 @@ def test_too_few_gpus_is_one_line_and_starts_nobody(local, tmp_path):
     cause = cause_of(run(local, job))
     assert "cluster.device=cuda: world_size=64 needs 64 GPUs" in cause["message"]
     assert not list(job.folder.glob("rank*"))
+
+
+def test_a_limit_of_open_files_is_told_in_one_line_and_the_next_run_is_fine(local, tmp_path):
+    limits = resource.prlimit(local.server, resource.RLIMIT_NOFILE)
+    now = len(os.listdir(f"/proc/{local.server}/fd"))
+    resource.prlimit(local.server, resource.RLIMIT_NOFILE, (now + 6, limits[1]))
+    try:
+        cause = cause_of(run(local, make_job(tmp_path / "hang", world_size=8)))
+    finally:
+        resource.prlimit(local.server, resource.RLIMIT_NOFILE, limits)
+    assert cause["rank"] is None and cause["exception"] == "CannotStart"
+    assert " of 8 can not be started: Too many open files; raise the limit" in cause["message"]
+    assert not any(is_alive(pid) for pid in pids(tmp_path / "hang"))
+    assert run(local, make_job(tmp_path / "say_who")).status == "done"
 
 
 def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path):

@@ -54,7 +54,7 @@ TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3
     ("num_on_first", "expected", "overlap"),
     [
         pytest.param(2, TWO_HOSTS, True, id="two_hosts-True"),
-        pytest.param(2, TWO_HOSTS, False, id="two_hosts-False"),
+        pytest.param(2, TWO_HOSTS, False, id="two_hosts-False", marks=pytest.mark.slow),
         pytest.param(3, ONE_HOST, False, id="one_host-False"),
         # Nearly tests/strategies/test_contract.py at three ranks.
         pytest.param(3, ONE_HOST, True, id="one_host-True", marks=pytest.mark.slow),

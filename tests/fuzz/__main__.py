@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.fuzz.agreed import HEAD, LIST, agreed, by_key
+from tests.fuzz.agreed import LIST, agree, agreed
 from tests.fuzz.line import Tried, attempt
 from tests.fuzz.words import lines, single
 
@@ -21,15 +21,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true", help="run what is accepted")
     parser.add_argument("--write", action="store_true", help="write accepted.txt from every word")
+    parser.add_argument("--key", default="", help="only single words whose key begins so")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args()
-    drawn = [[word] for word in single()] if asked.write else lines(asked.lines, asked.seed)
+    drawn = lines(asked.lines, asked.seed)
+    if asked.write or asked.key:
+        drawn = [[word] for word in single() if word.startswith(asked.key)]
     tried = list(_shown(_all(drawn, asked.real, asked.jobs), len(drawn)))
     wrong = [each for each in tried if each.wrong]
     accepted = [each for each in tried if each.accepted]
     print(f"{len(tried)} lines: {len(accepted)} accepted, {len(wrong)} wrong")
     if asked.write:
-        LIST.write_text(HEAD + by_key(each.line[0] for each in accepted))
+        agree({word for (word,) in drawn}, {each.line[0] for each in accepted})
         return int(bool(wrong))
     alone = {each.line[0] for each in accepted if len(each.line) == 1}
     new = sorted(alone - agreed())

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.fuzz.words import single
+
 LIST = Path(__file__).with_name("accepted.txt")
 HEAD = "# Words that the command line accepts alone, by key, of those in words.py; a reader has agreed with each.\n"
 
@@ -18,6 +20,12 @@ def by_key(words: Iterable[str]) -> str:
         key, equals, value = word.partition("=")
         found[key + equals].append(value)
     return "".join(f"{key}{found[key]!r}\n" for key in found)
+
+
+def agree(tried: set[str], accepted: set[str]) -> None:
+    """Write the list again: of the words that were tried those that were accepted, of all others those it had."""
+    kept = (agreed() - tried) | accepted
+    LIST.write_text(HEAD + by_key(word for word in single() if word in kept))
 
 
 def agreed() -> set[str]:

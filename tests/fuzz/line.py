@@ -32,6 +32,8 @@ BASE = (
     ),
     *("train.steps=1", "train.warmup_steps=0", "tracking=files", "cluster.device=cpu"),
 )
+# Keys of Slurm have a meaning only there; a dry run needs none.
+ON_SLURM = ("cluster=slurm", "cluster.dry_run=true")
 PATIENCE_SECONDS = 300.0  # of a machine with much other work
 ACCEPTED, TRACEBACK = 77, 99
 
@@ -79,6 +81,8 @@ def command(words: Sequence[str]) -> list[str]:
     """The line with what it leaves open, so that what is accepted is a second's work."""
     given = split(words)
     own = {word.lstrip("+~").partition("=")[0] for word in given}
+    if any(key.startswith("cluster.slurm.") for key in own) and not {"cluster", "--rerun"} & own:
+        given = [*(word for word in ON_SLURM if word.partition("=")[0] not in own), *given]
     if "--rerun" in given or any(word.partition("=")[0] in own for word in BASE[:2]):
         base = [word for word in BASE[2:] if word.partition("=")[0] not in own]
         return given if "--rerun" in given else [*base, *given]

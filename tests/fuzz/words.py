@@ -12,10 +12,11 @@ from zeroexp.check.single import WORDS
 from zeroexp.config import Config
 
 LONG = "x" * 300
-INTS = "-1 0 1 2 3 1000 1000000000 1000000000000 1e20 99999999999999999999 1.5 nan inf"
+INTS = "-1 0 1 2 3 1000 1000000000 4294967295 4294967296 1000000000000 1e20 99999999999999999999 1.5 nan inf"
 FLOATS = "-1 -0.0 0 1e-300 1e-8 0.5 1 2 1e9 1e300 nan inf -inf"
 # Of Hydra and OmegaConf, for every key.
 FOR_ALL = ("null", "", "abc", "[1]", "{a: 1}", "???", "${nope}", "'")
+PORTS = ("60001-63000", "1-65535", "0-1", "2-1", "1-65536", "60001-", "-60001", "a-b", "1-2-3")
 TEXTS = (*("3", "a/b", "../x", "..", "ümläut", "a b", "~x", "$HOME", "a=b", "-x"), LONG)
 LISTS = ("[]", "[1,2]", "[0]", "[-1]", "[a]", "[[1]]", "[0.9,0.99]", "[nan,0.9]", "[1,null]", "3")
 DICTS = ("{}", "{mem: 3}", "{a: {b: 1}}", "{1: 2}", "3")
@@ -31,6 +32,7 @@ SHAPE = {
         *("initializer_range", "rope_parameters", "use_cache", "pretraining_tp", "pad_token_id"),
         *("bos_token_id", "layers", "_name_or_path", "quantization_config"),
     ),
+    "model.published": ("hidden_size",),
     "model.mlp": ("width", "depth"),
     "model.moe": ("top_k", "num_experts", "experts"),
     "cluster.slurm.sbatch": ("reservation", "time"),
@@ -126,6 +128,8 @@ def values(key: str, kind: Any) -> list[str]:
         found += TEXTS
     if told.startswith("list"):
         found += LISTS
+    if key == "cluster.slurm.ports":
+        found += PORTS
     if told.startswith("dict"):
         found += DICTS
     return list(dict.fromkeys([*found, *FOR_ALL]))

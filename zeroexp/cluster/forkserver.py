@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -81,26 +82,62 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     if device is None:
         failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
         return "failed"
-    # Ranks meet in a file: unlike a free port, nobody can take it between its choice and its use.
-    with tempfile.TemporaryDirectory(prefix="zeroexp-") as meeting:
-        server, rendezvous = os.getpid(), f"file://{meeting}/ranks"
-        ranks: list[Rank] = []
+    ranks: list[Rank] = []
+    with contextlib.ExitStack() as meeting:
+        try:
+            _start(ranks, request, meeting, control.close, lambda: code.main(folder, device=device))
+            limits = Limits(request.timeout_seconds, request.hang_seconds)
+            return supervise(ranks, folder, control, limits)
+        except CannotStart as error:
+            told = str(error)
+        finally:
+            end(ranks)
+    failure.write_unranked(folder, "CannotStart", told)  # now there is a file to be had for it
+    return "failed"
+
+
+class CannotStart(Exception):
+    """The system gave no process, file or folder for a rank."""
+
+
+REMEDIES = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or use fewer ranks",
+    errno.ENOMEM: "use a smaller model or fewer ranks",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer ranks",
+    errno.ENFILE: "close files of other programs",
+}
+
+
+def _start(
+    ranks: list[Rank],
+    request: Request,
+    meeting: contextlib.ExitStack,
+    in_child: Callable[[], None],
+    run: Callable[[], None],
+) -> None:
+    """Fork all ranks and put them into the list. They meet in a file in a folder that `meeting` removes.
+
+    Unlike a free port, nobody can take a file between its choice and its use. Raises CannotStart; the list then holds
+    those that were started.
+    """
+    server = os.getpid()
+    try:
+        where = meeting.enter_context(tempfile.TemporaryDirectory(prefix="zeroexp-"))
         for rank in range(request.world_size):
             place = Place(rank, request.world_size, local_rank=rank)
             descriptor, numbers = advance.create()
             pid = os.fork()
             if pid == 0:
-                control.close()
+                in_child()
                 os.environ[advance.DESCRIPTOR] = str(descriptor)
-                _be_rank(server, place, rendezvous, lambda: code.main(folder, device=device))
+                _be_rank(server, place, f"file://{where}/ranks", run)
             os.setpgid(pid, pid)  # the child does it too; the first call counts
-            os.close(descriptor)
+            os.close(descriptor)  # whose place the next one takes, so that no rank is lost here
             ranks.append(Rank(rank, pid, os.pidfd_open(pid), numbers))
-        try:
-            limits = Limits(request.timeout_seconds, request.hang_seconds)
-            return supervise(ranks, folder, control, limits)
-        finally:
-            end(ranks)
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "set TMPDIR to a folder that can be written")
+        told = f"rank {len(ranks)} of {request.world_size} can not be started"
+        raise CannotStart(f"{told}: {error.strerror or error}; {remedy}") from error
 
 
 def _device(request: Request) -> str | None:

@@ -1,0 +1,18 @@
+"""Every combination of several parameters of a test: some before every change, and the rest in `make test-all`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def crossed(names: str, *values: Iterable[Any], quick: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Like pytest.mark.parametrize for each name of "a, b" with its values; `quick(a, b)` says which are not slow."""
+    combinations = [
+        pytest.param(*each, marks=() if quick(*each) else pytest.mark.slow)
+        for each in itertools.product(*values)
+    ]
+    return pytest.mark.parametrize(names.split(", "), combinations)
