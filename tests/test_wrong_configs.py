@@ -238,6 +238,7 @@ WRONG = {
         "optimizer.decay_norms_and_biases=true:",
         "set optimizer.weight_decay",
     ),
+    "train.profile_ranks=[0]": ("train.profile_ranks=[0]:", "set train.profile_steps"),
     "checkpoint.keep=5": ("checkpoint.keep=5:", "set checkpoint.every"),
     "tracking=files tracking.experiment=mine": ("tracking.experiment=mine:", "tracking=mlflow"),
     "+model.mlp.width=64": ("model.mlp.width=64:", "model.family=llama reads model.hf_config"),

@@ -71,6 +71,11 @@ def _names(splits: str, file: Path, root: Path) -> bool:
 
 
 def cache_root() -> Path:
-    """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ZEROEXP_CACHE") or Path(home) / "zeroexp")
+    """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder. Raises ConfigError for a user without a home."""
+    if told := os.environ.get("ZEROEXP_CACHE"):
+        return Path(told)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
+    except RuntimeError as error:
+        problem = "not set, and this user has no home"
+        raise ConfigError(f"ZEROEXP_CACHE: {problem}; set it to a folder that is yours") from error

@@ -162,6 +162,12 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     assert isinstance(reason, str) and "false failed" in reason
 
 
+def test_a_cache_that_takes_no_file_costs_the_count_alone(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1/mine")
+    reason = count_cpu_allocations()
+    assert reason is not None and "/proc/1/mine" in reason and "set XDG_CACHE_HOME" in reason
+
+
 COMPILE = "from zeroexp.measure.memory import compile_allocator; print(compile_allocator())"
 
 

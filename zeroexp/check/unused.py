@@ -15,6 +15,7 @@ from zeroexp.config import (
     OptimizerConfig,
     SlurmConfig,
     TrackingConfig,
+    TrainConfig,
 )
 
 # The dict of ModelConfig that a family reads; every family that is not listed reads hf_config.
@@ -57,6 +58,12 @@ def checkpoint(config: Config) -> None:
         _unless_default(config, "checkpoint.keep", CheckpointConfig, why, "set checkpoint.every")
 
 
+def profiled_ranks(config: Config) -> None:
+    if not config.train.profile_steps:
+        key, why = "train.profile_ranks", "train.profile_steps=[]"
+        _unless_default(config, key, TrainConfig, why, "set train.profile_steps")
+
+
 def tracking(config: Config) -> None:
     if not config.tracking.mlflow:
         for key in ("tracking.uri", "tracking.experiment"):
@@ -85,4 +92,4 @@ def _unless_default(config: Config, key: str, schema: type, why: str, remedy: st
         undefined(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
 
 
-RULES = (shape, optimizer, checkpoint, tracking, slurms_own)
+RULES = (shape, optimizer, checkpoint, profiled_ranks, tracking, slurms_own)

@@ -138,6 +138,14 @@ def compile_allocator() -> Path | str:
     It is compiled once per user, torch version and source. Several processes may call this at once. It creates no
     thread, so that the process may fork afterwards.
     """
+    try:
+        return _compiled_allocator()
+    except (OSError, RuntimeError) as error:  # a cache that takes no file, or a user without a home
+        remedy = "set XDG_CACHE_HOME to a folder that is yours"
+        return f"peak memory on the CPU is not counted: {error}; {remedy}"
+
+
+def _compiled_allocator() -> Path | str:
     library = _cache_folder() / f"allocator-{_fingerprint()}.so"
     if library.exists():
         return library
