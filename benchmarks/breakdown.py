@@ -27,7 +27,7 @@ from zeroexp import world as worlds
 from zeroexp.comm import direct
 from zeroexp.comm.bell import Bell
 from zeroexp.comm.shared_memory import Arena, SharedChannel
-from zeroexp.sharding import tally
+from zeroexp.sharding import gradient_norm
 from zeroexp.sharding.engine import Sharded
 
 # Part -> where its functions are found.
@@ -35,7 +35,7 @@ PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "forward": [(Training, "_loss")],
     "backward": [(Limit, "backward"), (Sharded, "backward")],
     "optimizer": [(Limit, "step"), (Sharded, "_update")],
-    "norm": [(tally, "sum_squares")],
+    "norm": [(gradient_norm, "sum_squares")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],

@@ -25,8 +25,8 @@ from zeroexp.plan.predict import (
 )
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.grouping import stage_for_world
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.partition import rows_for
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.world import World, barrier, fake_world
@@ -106,7 +106,7 @@ def form_of(
         for unit in strategy.units
     ]
     world_size = strategy.wire.world.size
-    return Form(units, rows_for(STAGES[stage], world_size), world_size, schedule, **forms)
+    return Form(units, stage_for_world(STAGES[stage], world_size), world_size, schedule, **forms)
 
 
 def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> Traffic:

@@ -26,9 +26,9 @@ def make_pool(num_bytes: int) -> Pool:
 
 def test_a_pool_has_one_tenant_at_a_time():
     pool = make_pool(64)
-    assert pool.free
+    assert pool.is_free
     pool.lease("block 0")
-    assert not pool.free
+    assert not pool.is_free
     pool.lease("block 0")  # the tenant may ask again
     with pytest.raises(RuntimeError, match="leased to block 0, block 2 can not have it"):
         pool.lease("block 2")
@@ -52,12 +52,12 @@ def test_a_file_of_a_pool_is_closed_with_it():
 def test_values_are_remembered_until_they_are_forgotten(make):
     store = make(64)
     store.lease("block 0")
-    store.holds = "block 0"
+    store.valid_for = "block 0"
     store.release(forget=False)
-    assert (store.free, store.holds) == (True, "block 0")
+    assert (store.is_free, store.valid_for) == (True, "block 0")
     store.lease("block 0")
     store.release(forget=True)
-    assert (store.free, store.holds) == (True, None)
+    assert (store.is_free, store.valid_for) == (True, None)
 
 
 def test_a_pool_keeps_its_memory():
@@ -72,7 +72,7 @@ def test_private_memory_is_given_back_and_comes_back_under_the_same_views():
     view = store.memory[:40].view(torch.float32)
     storage = store.memory.untyped_storage()._cdata
     store.lease("root")
-    store.holds = "root"
+    store.valid_for = "root"
     store.release(forget=False)
     assert storage_bytes(store) == 640, "values that are still wanted stay"
     store.release(forget=True)

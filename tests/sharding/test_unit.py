@@ -14,7 +14,7 @@ from torch import nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.partition import group_parameters
+from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pools import Pool, Private
 from zeroexp.sharding.state import Residence
@@ -50,7 +50,7 @@ def arrive(unit: Unit) -> None:
     pending = unit.gather()
     if pending is not None:
         pending.wait()
-        unit.arrived()
+        unit.show_gathered()
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
@@ -70,7 +70,7 @@ def weight(unit: Unit) -> nn.Parameter:
 @pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
 def test_a_freed_unit_holds_its_piece_alone(world, family):
     for unit in make(world, "zero3", family=family)[1:]:
-        unit.reside_in(Private(unit.full_bytes, CPU))
+        unit.use_store(Private(unit.full_bytes, CPU))
         states = unit.states()
         assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.chunks)
         assert bytes_of(states["buffers"]) == 0
@@ -79,7 +79,7 @@ def test_a_freed_unit_holds_its_piece_alone(world, family):
 
 def test_private_memory_comes_and_goes_with_the_parameters(world):
     unit = make(world, "zero3")[1]
-    unit.reside_in(Private(unit.full_bytes, CPU))
+    unit.use_store(Private(unit.full_bytes, CPU))
     arrive(unit)
     assert bytes_of(unit.states()["buffers"]) == unit.full_bytes == 128  # 80 bytes, aligned to 64
     unit.free(forget=True)
@@ -88,7 +88,7 @@ def test_private_memory_comes_and_goes_with_the_parameters(world):
 
 def test_reading_a_freed_parameter_raises(world):
     unit = make(world, "zero3")[1]
-    unit.reside_in(Private(unit.full_bytes, CPU))
+    unit.use_store(Private(unit.full_bytes, CPU))
     arrive(unit)
     x = torch.ones(2, 3)
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
@@ -101,7 +101,7 @@ def test_reading_a_freed_parameter_raises(world):
 def test_own_section_survives_being_freed(world):
     unit = make(world, "zero3")[1]
     mine = unit.chunks[0].piece.clone()
-    unit.reside_in(Private(unit.full_bytes, CPU))
+    unit.use_store(Private(unit.full_bytes, CPU))
     for _ in range(2):
         arrive(unit)
         flat = torch.cat([p.detach().reshape(-1) for p in unit.trainable_parameters()])
@@ -116,8 +116,8 @@ def test_units_take_turns_in_a_pool_at_the_same_place(world):
     one, two = make(world, "zero3")[1:]
     pool = Pool()
     pool.allocate(one.full_bytes, CPU)
-    one.reside_in(pool)
-    two.reside_in(pool)
+    one.use_store(pool)
+    two.use_store(pool)
     arrive(one)
     place = weight(one).data_ptr()
     assert not two.can_gather
@@ -135,8 +135,8 @@ def test_a_unit_that_returns_first_needs_no_gather(world):
     one, two = make(world, "zero3")[1:]
     pool = Pool()
     pool.allocate(one.full_bytes, CPU)
-    one.reside_in(pool)
-    two.reside_in(pool)
+    one.use_store(pool)
+    two.use_store(pool)
     arrive(one)
     one.free(forget=False)
     assert one.gather() is None
@@ -150,18 +150,18 @@ def test_forgetting_leaves_another_units_values_alone(world):
     one, two = make(world, "zero3")[1:]
     pool = Pool()
     pool.allocate(one.full_bytes, CPU)
-    one.reside_in(pool)
-    two.reside_in(pool)
+    one.use_store(pool)
+    two.use_store(pool)
     arrive(two)
     two.free(forget=False)
     one.forget()
-    assert pool.holds is two
+    assert pool.valid_for is two
 
 
 def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world, "zero3")[1]
-    unit.reside_in(Private(unit.full_bytes, CPU))
+    unit.use_store(Private(unit.full_bytes, CPU))
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -180,7 +180,7 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
 
 def test_illegal_transitions_raise(world):
     unit = make(world, "zero3")[1]
-    unit.reside_in(Private(unit.full_bytes, CPU))
+    unit.use_store(Private(unit.full_bytes, CPU))
     with pytest.raises(RuntimeError, match="unit 0 is freed and can not become freed"):
         unit.free(forget=False)
     pending = unit.gather()
@@ -190,7 +190,7 @@ def test_illegal_transitions_raise(world):
     with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become gathering"):
         unit.gather()
     pending.wait()
-    unit.arrived()
+    unit.show_gathered()
     with pytest.raises(RuntimeError, match="unit 0 is ready and can not become ready"):
         unit.gather()
 
@@ -258,7 +258,7 @@ def test_publishing_casts_masters_into_the_parameters(world):
     with torch.no_grad():
         master.fill_(3.0)
     unit.publish().wait()
-    unit.arrived()
+    unit.show_gathered()
     assert weight(unit).reshape(-1)[:10].tolist() == [3.0] * 10
 
 

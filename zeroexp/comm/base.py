@@ -115,7 +115,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def issued(self) -> int | None:
+    def issued_checksum(self) -> int | None:
         """A checksum below 2**32 of the collectives issued so far; None where ranks may issue different gathers."""
         ...
 

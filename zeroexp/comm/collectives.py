@@ -114,8 +114,8 @@ class Collectives:
         return open_memory(num_bytes)
 
     @property
-    def issued(self) -> int | None:
-        return self._transport.issued
+    def issued_checksum(self) -> int | None:
+        return self._transport.issued_checksum
 
     def quiesce(self) -> None:
         with meter.issuing("quiesce", "parameters"):

@@ -38,7 +38,9 @@ _engines = itertools.count()
 class Direct:
     """Every rank hands each peer what that peer needs, over the best channel between the two."""
 
-    issued = None  # no comparison is needed: a gather receives the unit that it names, or waits
+    issued_checksum = (
+        None  # no comparison is needed: a gather receives the unit that it names, or waits
+    )
 
     def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank

@@ -37,7 +37,7 @@ class Native:
         self._journal = Journal(world)
 
     @property
-    def issued(self) -> int:
+    def issued_checksum(self) -> int:
         return self._journal.checksum
 
     def meet(self) -> None:

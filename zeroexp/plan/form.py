@@ -13,9 +13,9 @@ from zeroexp.optim import parameter_groups
 from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
+from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.layout import PAGE_BYTES, lay_out
-from zeroexp.sharding.options import settle
-from zeroexp.sharding.partition import group_parameters, rows_for, specs_of
+from zeroexp.sharding.options import settle_options
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.strategies.build import options_of, stage_of
 
@@ -51,8 +51,8 @@ def _ours(config: Config, model: BuiltModel, transport: str) -> Form:
     strategy, world_size = config.strategy, config.world_size
     if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         strategy.bucket_mb = None
-    options, stage = options_of(strategy), rows_for(stage_of(strategy), world_size)
-    settled = settle(options, stage, TRANSPORTS[transport], world_size)
+    options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
+    settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     layout = lay_out(
         options.family,

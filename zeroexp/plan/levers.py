@@ -14,7 +14,7 @@ from zeroexp.config import Config, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.outcome import Outcome
 from zeroexp.plan.remedy import planned, with_stage, with_world
-from zeroexp.sharding.partition import group_parameters
+from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.placement import STAGES
 
 MIB, WIDTH = 2**20, 80

@@ -32,7 +32,7 @@ Read the files with a star first: they are the algorithm. Imports run in the ord
     bucket.py           decides which gradients are reduced together                                      pure
     dtypes.py           names the dtypes of parameters, gradients and masters
     options.py          settles what the caller leaves open: bucket size, prefetch depth, when to reduce
-    partition.py        decides which parameters of a module move together
+    grouping.py         decides which parameters of a module move together
     pools.py            holds the memory in which gathered parameters lie
     guard.py            keeps parameters from being misread: freed ones raise, ones in flight are waited for
     state.py *          says what memory a rank holds of one chunk: piece, gathered parameters, masters
@@ -46,7 +46,7 @@ Read the files with a star first: they are the algorithm. Imports run in the ord
     closing.py          tells the backward that ends the use of units from others
     schedule.py *       turns what happens in a module into verbs; hooks.py tells it what happens
     gathered.py         shows every parameter whole
-    tally.py            sums what ranks tell each other before a step: the norm, and who has a gradient
+    gradient_norm.py    sums over ranks, before a step: the norm, and who has a gradient
     same_start.py       lets ranks start with the same settings and weights
     state_dict.py       converts weights and moments to canonical pieces and back
     engine.py *         runs microbatch, backward and step: the verbs in their order

@@ -9,9 +9,9 @@ from torch import nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
 from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import watch
 from zeroexp.sharding.layout import FROZEN, Chunk, lay_out, pages
-from zeroexp.sharding.partition import Group, specs_of
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors, allocate
 from zeroexp.sharding.unit import Unit
@@ -31,7 +31,7 @@ def make_units(
 ) -> list[Unit]:
     """Cut every group and move its parameters into their memory, of which the modules' parameters become views.
 
-    If `deferred`, the parameters have no values yet, and `put_in` follows.
+    If `deferred`, the parameters have no values yet, and `load_values` follows.
     """
     world = wire.world
     specs = [specs_of(group) for group in groups]
@@ -52,7 +52,7 @@ def _move_into(tensors: ChunkTensors, *, deferred: bool) -> None:
     watch(tensors.parameters, [member.name for member in tensors.chunk.members])
     if not deferred:
         for member, parameter in enumerate(tensors.parameters):
-            tensors.put_in(member, _ranges_of(parameter))
+            tensors.write_parameter(member, _ranges_of(parameter))
     if tensors.full is not None:
         tensors.views = tensors.views_of(tensors.full)
         for parameter, view in zip(tensors.parameters, tensors.views, strict=True):
@@ -80,7 +80,7 @@ def _bytes_to_reserve(
     return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 
 
-def put_in(values: Values, units: Sequence[Unit]) -> None:
+def load_values(values: Values, units: Sequence[Unit]) -> None:
     """Fill parameters that had no values yet, one after the other, with what this rank holds of each."""
     places = {
         member.name: (tensors, index)
@@ -91,7 +91,7 @@ def put_in(values: Values, units: Sequence[Unit]) -> None:
     for name, read in values:
         if name in places:  # no unit holds an empty parameter
             tensors, member = places.pop(name)
-            tensors.put_in(member, read)
+            tensors.write_parameter(member, read)
     if places:
         raise ValueError(
             f"values: there are none of {next(iter(places))}; give those of every parameter"

@@ -34,7 +34,7 @@ class ClosingBackward:
             if handle is not None:
                 handle.remove()
 
-    def runs_now(self) -> bool:
+    def is_current(self) -> bool:
         """Tell whether the backward that runs now is the one that closes units, and not one inside it."""
         self._note()
         return self.is_open and self._task == current_task()

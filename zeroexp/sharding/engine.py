@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.assemble import make_units, put_in
+from zeroexp.sharding.assemble import load_values, make_units
 from zeroexp.sharding.dtypes import Dtypes, own_dtypes
 from zeroexp.sharding.gathered import gathered, written_while_reading
+from zeroexp.sharding.gradient_norm import GradientNorm
+from zeroexp.sharding.grouping import group_parameters, stage_for_world
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.layout import LAYOUTS
-from zeroexp.sharding.options import Options, settle
-from zeroexp.sharding.partition import group_parameters, rows_for
+from zeroexp.sharding.options import Options, settle_options
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.pool_assignment import assign_memory
 from zeroexp.sharding.refusals import arguments
 from zeroexp.sharding.refusals.changes import ParameterWatch
 from zeroexp.sharding.refusals.methods import OwnMethods
-from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, words_of
+from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, describe_param_groups
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, load_canonical
-from zeroexp.sharding.tally import Tally
-from zeroexp.sharding.unit import HandedOver, Unit
+from zeroexp.sharding.unit import MasterGradient, Unit
 from zeroexp.strategies.base import (
     CanonicalState,
     CanonicalTensor,
@@ -70,7 +70,7 @@ class Sharded:
         param_groups = arguments.groups_of_lists(param_groups, optimizer_factory)
         arguments.refuse(module, blocks, param_groups, stage, options, max_grad_norm, values)
         dtypes = dtypes or own_dtypes(module)
-        stage = rows_for(stage, world.size)
+        stage = stage_for_world(stage, world.size)
         shards = stage.optimizer is Placement.SHARD and world.size > 1
         if not world.is_fake:  # the trial compares values
             refuse_unless_elementwise(
@@ -88,12 +88,12 @@ class Sharded:
         self._max_grad_norm = max_grad_norm
         self.wire = Collectives(world, transport=options.transport)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
-        agree_on_settings([*settings, words_of(module, param_groups)], self.wire)
+        agree_on_settings([*settings, describe_param_groups(module, param_groups)], self.wire)
         agree_on_weights(self.model, self.wire, values)
         self._buffers = Buffers(module, world)
         self.wire.meet()
-        settled = settle(options, stage, self.wire.facts, world.size)
-        self.settings = settled.told(options, stage, self.wire.facts, self.wire.page_bytes)
+        settled = settle_options(options, stage, self.wire.facts, world.size)
+        self.settings = settled.as_record(options, stage, self.wire.facts, self.wire.page_bytes)
         groups = group_parameters(module, blocks, options.unit)
         self.units = make_units(
             groups,
@@ -106,7 +106,7 @@ class Sharded:
             deferred=values is not None,
         )
         if values is not None:
-            put_in(values, self.units)
+            load_values(values, self.units)
         self.pools = assign_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
         self._schedule = Schedule(self.units, self.wire, options, settled)
         for unit, group in zip(self.units, groups, strict=True):
@@ -125,7 +125,7 @@ class Sharded:
         try:
             self._parameters.refuse_changes()
             for unit in self.units:
-                unit.take_gradients(taken=False)
+                unit.mark_gradients_taken(taken=False)
             with self._schedule.watch_what_is_saved():
                 yield
             self._schedule.end_microbatch()
@@ -135,13 +135,13 @@ class Sharded:
             self._schedule.abandon_microbatch()
             raise
         for unit in self.units:
-            unit.take_gradients(taken=True)
+            unit.mark_gradients_taken(taken=True)
 
     def backward(self, loss: Tensor) -> None:
         with self._schedule.closing_backward(loss):
             loss.backward()
         for unit in self.units:
-            unit.take_gradients(taken=True)
+            unit.mark_gradients_taken(taken=True)
 
     @contextmanager
     def gathered(self, *, write: bool = False) -> Iterator[None]:
@@ -163,13 +163,13 @@ class Sharded:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
-        tally = Tally(self._trainable, handed, self._stage, self.wire, self._has_gradient())
-        tally.expect_same_gathers()
+        sums = GradientNorm(self._trainable, handed, self._stage, self.wire, self._has_gradient())
+        sums.expect_same_gathers()
         scale = None
         # Without clipping the sum of the norm may arrive during the update.
         if self._max_grad_norm is not None:
-            scale = self._clip_scale(tally.norm(), self._max_grad_norm)
-        self._update([each for each in handed if tally.has_gradient(each.parameter)], scale)
+            scale = self._clip_scale(sums.norm(), self._max_grad_norm)
+        self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
         for unit in self.units:
             self._schedule.gathers.publish(unit)
         # A backward of a forward from before this step then raises, as in torch.
@@ -179,7 +179,7 @@ class Sharded:
         self._buffers.share()
         if drain:
             self.drain()
-        return tally.norm()
+        return sums.norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
@@ -246,7 +246,7 @@ class Sharded:
         on_host = norm.device.type == "cpu" and not self.wire.world.is_fake
         return None if on_host and float(scale) == 1.0 else scale
 
-    def _update(self, handed: Sequence[HandedOver], scale: Tensor | None) -> None:
+    def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""
         if scale is not None and handed:
             torch._foreach_mul_([each.gradient for each in handed], scale)

@@ -58,7 +58,7 @@ def gathered(
         written = not wire.same_everywhere(int(written)) or written
         if write:
             for unit in units:
-                _take_over(unit, wire.world.rank)
+                _copy_shown_to_weights(unit, wire.world.rank)
     finally:
         for unit in units:
             _unpin(unit)
@@ -102,7 +102,7 @@ def _unpin(unit: Unit) -> None:
 def _was_written(unit: Unit, rank: int) -> bool:
     """Tell whether this rank's part of the weights was changed through the parameters that are shown."""
     for tensors in unit.chunks:
-        if _take_back(tensors):
+        if _restore_moved(tensors):
             return True
         if tensors.pinned is not None:
             shown = tensors.pinned[tensors.chunk.real_section(rank)]
@@ -115,7 +115,7 @@ def _was_written(unit: Unit, rank: int) -> bool:
     return False
 
 
-def _take_over(unit: Unit, rank: int) -> None:
+def _copy_shown_to_weights(unit: Unit, rank: int) -> None:
     """Copy what was written into the shown parameters into the weights; the caller publishes them."""
     for tensors in unit.chunks:
         for master, span in zip(tensors.masters, tensors.owned, strict=False):
@@ -126,7 +126,7 @@ def _take_over(unit: Unit, rank: int) -> None:
             tensors.piece[: len(shown)].copy_(shown)
 
 
-def _take_back(tensors: ChunkTensors) -> bool:
+def _restore_moved(tensors: ChunkTensors) -> bool:
     """Copy values back from parameters that were given other memory (`.data = ...`); tell whether any was."""
     moved = False
     with unguarded():

@@ -20,7 +20,7 @@ NO_TASK = -1  # autograd's task id where no backward runs
 
 
 @dataclass(frozen=True)
-class MakeRoom:
+class Eviction:
     """What the schedule does for a unit whose memory another unit uses."""
 
     release: Callable[
@@ -32,14 +32,14 @@ class MakeRoom:
 class Gathers:
     """This object gathers and frees the units of one engine, each when it is needed."""
 
-    def __init__(self, units: Sequence[Unit], *, keep: str, make_room: MakeRoom):
+    def __init__(self, units: Sequence[Unit], *, keep: str, eviction: Eviction):
         """`keep` says which units stay gathered between forward and backward: none | last (the root) | all."""
         self.sharded = {unit for unit in units if unit.is_sharded}
         self.in_use: set[Unit] = set()  # sharded units whose parameters are in use
         self.order = GatherOrder()
         self.depth = 0  # units gathered ahead
         self._keep = keep
-        self._make_room_by = make_room
+        self._eviction = eviction
         # Units of whose memory autograd holds views, see saved.py [Note: raw views].
         self._recomputed: set[Unit] = set()
 
@@ -74,12 +74,12 @@ class Gathers:
         self.in_use.discard(unit)
         unit.free(forget=forget)
 
-    def may_let_go(self, root: Unit) -> bool:
+    def may_free_until_used(self, root: Unit) -> bool:
         return self._keep != "all" and root in self.in_use and bool(root.chunks)
 
-    def let_go(self, root: Unit, gather_again: Callable[[], None]) -> None:
+    def free_until_used(self, root: Unit, gather_again: Callable[[], None]) -> None:
         self.in_use.discard(root)
-        root.let_go(gather_again)
+        root.free_until_used(gather_again)
 
     def abandon_microbatch(self) -> None:
         """Free everything after an exception."""
@@ -95,7 +95,7 @@ class Gathers:
         if unit in self.sharded:
             unit.forget()
         elif pending is not None:
-            self._await(unit, pending)
+            self._started(unit, pending)
 
     def await_published(self) -> None:
         """Return when all parameters that rest replicated are there."""
@@ -109,21 +109,21 @@ class Gathers:
 
     def _gather(self, unit: Unit) -> None:
         if not unit.can_gather:
-            self._make_room(unit)
+            self._evict_tenant(unit)
         pending = unit.gather()
         if pending is not None:
-            self._await(unit, pending)
+            self._started(unit, pending)
 
-    def _await(self, unit: Unit, pending: Pending) -> None:
+    def _started(self, unit: Unit, pending: Pending) -> None:
         pending.wait()
-        unit.arrived()
+        unit.show_gathered()
 
-    def _make_room(self, unit: Unit) -> None:
+    def _evict_tenant(self, unit: Unit) -> None:
         """Release the tenant of the unit's memory if it can be; else give `unit` memory of its own."""
         assert unit.store is not None
         tenant = unit.store.tenant
         assert isinstance(tenant, Unit)
-        if self._make_room_by.release(tenant):
+        if self._eviction.release(tenant):
             return
         if unit in self._recomputed:
             raise RuntimeError(
@@ -133,7 +133,7 @@ class Gathers:
         # Recomputation always runs units inside the one whose backward asks for it, so it gets no warning.
         if current_task() == NO_TASK:
             warnings.warn(f"{unit} runs inside {tenant}: it gets memory of its own", stacklevel=2)
-        self._make_room_by.give_own_memory(unit)
+        self._eviction.give_own_memory(unit)
 
 
 def current_task() -> int:

@@ -59,9 +59,9 @@ class Gradients:
         terms = self._gradients_in(part)
         windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
         if not accumulate:
-            self._make_room(part, [index for index, _ in windows])
+            self._allocate_sums(part, [index for index, _ in windows])
         out = [_part(self._sums[index], *window) for index, window in windows]
-        self._let_go(part)
+        self._drop_reduced(part)
         return ReducePart(part.chunk, terms, out, accumulate)
 
     def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
@@ -69,7 +69,7 @@ class Gradients:
         accumulate = self._accumulates(part)
         terms = self._gradients_in(part)
         whole = {each.member: self._whole[each.member] for each in part.ranges}
-        self._let_go(part)
+        self._drop_reduced(part)
 
         def keep() -> None:
             for each, term in zip(part.ranges, terms, strict=True):
@@ -119,7 +119,7 @@ class Gradients:
             parameter.grad = None
             return gradient
 
-    def _let_go(self, part: Slice) -> None:
+    def _drop_reduced(self, part: Slice) -> None:
         """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
         if self._rests is Placement.PARTIAL:
             return
@@ -127,7 +127,7 @@ class Gradients:
             if each.start == 0:
                 del self._whole[each.member]
 
-    def _make_room(self, part: Slice, indices: Sequence[int]) -> None:
+    def _allocate_sums(self, part: Slice, indices: Sequence[int]) -> None:
         if self._in_place:
             for index in indices:
                 span = self._owned[index]

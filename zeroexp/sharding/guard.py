@@ -131,7 +131,7 @@ def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None] | None) -> 
     _set_class(parameter, guard)
 
 
-def take_gradient(parameter: nn.Parameter, *, taken: bool) -> None:
+def mark_gradient_taken(parameter: nn.Parameter, *, taken: bool) -> None:
     """Mark `.grad` as taken by the engine or not."""
     guard = _guard_of(parameter)
     guard.gradient_taken = taken

@@ -37,14 +37,16 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledOptions:
     """The options that may stay open, with the values they got."""
 
     prefetch: int
     reduce_each: str
     bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
 
-    def told(self, options: Options, stage: Stage, facts: Facts, page_bytes: int) -> dict[str, Any]:
+    def as_record(
+        self, options: Options, stage: Stage, facts: Facts, page_bytes: int
+    ) -> dict[str, Any]:
         """Return what a run writes down of its engine; None: not applicable."""
         sharded = stage.parameters is Placement.SHARD
         return {
@@ -57,12 +59,12 @@ class Settled:
         }
 
 
-def settle(options: Options, stage: Stage, facts: Facts, world_size: int) -> Settled:
+def settle_options(options: Options, stage: Stage, facts: Facts, world_size: int) -> SettledOptions:
     """Give each open option the value that is best for this stage over this transport."""
     bucket_bytes = facts.bucket_bytes if world_size > 1 else None
     if options.bucket_mb is not None:
         bucket_bytes = int(options.bucket_mb * MIB)
-    return Settled(
+    return SettledOptions(
         prefetch=_prefetch(options, facts),
         reduce_each=options.reduce_each or stage.reduce_each,
         bucket_bytes=bucket_bytes,

@@ -36,9 +36,9 @@ def assign_memory(
         else:
             pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
         for unit in tenants:
-            unit.reside_in(pool)
+            unit.use_store(pool)
     for unit in alone:
-        unit.reside_in(Private(unit.full_bytes, wire.world.device))
+        unit.use_store(Private(unit.full_bytes, wire.world.device))
     return pools
 
 

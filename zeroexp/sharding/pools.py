@@ -20,7 +20,7 @@ from torch import Tensor
 
 class Store(Protocol):
     memory: Tensor  # flat, uint8
-    holds: object | None  # the unit whose valid values lie here
+    valid_for: object | None  # the unit whose valid values lie here
     tenant: object | None  # the unit that may write and read here now
     # Descriptor of the file behind the memory, if any; tenants map it beside their own pieces (stitching.py).
     file: int | None
@@ -28,7 +28,7 @@ class Store(Protocol):
     def lease(self, tenant: object) -> None: ...
     def release(self, *, forget: bool) -> None: ...
     @property
-    def free(self) -> bool: ...
+    def is_free(self) -> bool: ...
 
 
 class Pool:
@@ -36,7 +36,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.holds: object | None = None
+        self.valid_for: object | None = None
         self.tenant: object | None = None
         self.file: int | None = None
 
@@ -49,7 +49,7 @@ class Pool:
         weakref.finalize(self, os.close, file)
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         return self.tenant is None
 
     def lease(self, tenant: object) -> None:
@@ -60,7 +60,7 @@ class Pool:
     def release(self, *, forget: bool) -> None:
         self.tenant = None
         if forget:
-            self.holds = None
+            self.valid_for = None
 
 
 class Private:
@@ -71,22 +71,22 @@ class Private:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.holds: object | None = None
+        self.valid_for: object | None = None
         self.tenant: object | None = None
         self.file: int | None = None
         self._num_bytes = num_bytes
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         return self.tenant is None
 
     def lease(self, tenant: object) -> None:
         self.tenant = tenant
-        if self.holds is None:
+        if self.valid_for is None:
             self.memory.untyped_storage().resize_(self._num_bytes)
 
     def release(self, *, forget: bool) -> None:
         self.tenant = None
         if forget:
-            self.holds = None
+            self.valid_for = None
             self.memory.untyped_storage().resize_(0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from zeroexp.comm.base import Pending
-from zeroexp.sharding.gathers import Gathers, MakeRoom
+from zeroexp.sharding.gathers import Eviction, Gathers
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
 
@@ -20,8 +20,8 @@ from zeroexp.sharding.unit import Unit
 class Prefetch(Gathers):
     """This object gathers units ahead and leaves what moves in flight until it is used."""
 
-    def __init__(self, units: Sequence[Unit], *, keep: str, make_room: MakeRoom, depth: int):
-        super().__init__(units, keep=keep, make_room=make_room)
+    def __init__(self, units: Sequence[Unit], *, keep: str, eviction: Eviction, depth: int):
+        super().__init__(units, keep=keep, eviction=eviction)
         self.depth = depth
         self._arriving: dict[Unit, Pending] = {}  # parameters in flight
 
@@ -31,53 +31,53 @@ class Prefetch(Gathers):
             for ahead in self.order.after(self.depth):
                 if ahead.can_gather:
                     self._gather(ahead)
-        self._arrive(unit)
+        self._wait_gathered(unit)
 
     def publish(self, unit: Unit) -> None:
         """Start O -> P; the next forward that needs the unit waits for it."""
         super().publish(unit)
         if unit in self._arriving:
-            unit.await_on_use(partial(self._arrive, unit))
+            unit.await_on_use(partial(self._wait_gathered, unit))
         elif self.depth and unit in self.sharded and unit in self.order.first(1 + self.depth):
             self._gather(unit)  # the next step begins with it
 
     def await_published(self) -> None:
         for unit in list(self._arriving):
             if unit not in self.sharded:
-                self._arrive(unit)
+                self._wait_gathered(unit)
 
     def drain(self) -> None:
         for unit in list(self._arriving):
-            self._arrive(unit)
+            self._wait_gathered(unit)
         for unit in self.sharded - self.in_use:
             if unit.residence is Residence.READY:
                 self.free(unit, forget=unit.has_private_store)
 
     def abandon_microbatch(self) -> None:
         for unit in self.sharded:
-            self._arrive(unit)
+            self._wait_gathered(unit)
         super().abandon_microbatch()
 
     def _gather(self, unit: Unit) -> None:
         if unit.residence is Residence.FREED:  # else it was gathered ahead
             super()._gather(unit)
 
-    def _await(self, unit: Unit, pending: Pending) -> None:
+    def _started(self, unit: Unit, pending: Pending) -> None:
         self._arriving[unit] = pending
 
-    def _arrive(self, unit: Unit) -> None:
+    def _wait_gathered(self, unit: Unit) -> None:
         """Wait for the unit if it is in flight."""
         pending = self._arriving.pop(unit, None)
         if pending is not None:
-            super()._await(unit, pending)
+            super()._started(unit, pending)
 
-    def _make_room(self, unit: Unit) -> None:
+    def _evict_tenant(self, unit: Unit) -> None:
         """Free a tenant that was wrongly gathered ahead."""
         assert unit.store is not None
         tenant = unit.store.tenant
         assert isinstance(tenant, Unit)
         if tenant in self.in_use:
-            super()._make_room(unit)
+            super()._evict_tenant(unit)
             return
-        self._arrive(tenant)
+        self._wait_gathered(tenant)
         self.free(tenant, forget=False)

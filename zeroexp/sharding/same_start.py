@@ -15,7 +15,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.strategies.values import Values
 
 
-def words_of(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
+def describe_param_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
     """Return words for the parameter groups, which must be equal on every rank."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return repr(

@@ -28,7 +28,7 @@ from zeroexp.sharding.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class Place:
+class SavedView:
     """A place describes a view of a unit's full parameters: which elements, in which shape."""
 
     unit: Unit
@@ -52,7 +52,7 @@ class SavedWeights:
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters()}
         self._stores: dict[int, Store] = {}
         # Autograd drops a place once the node that saved it has had its backward. Only the root's are counted.
-        self._of_root: WeakSet[Place] = WeakSet()
+        self._of_root: WeakSet[SavedView] = WeakSet()
         self.find_memory()
 
     def find_memory(self) -> None:
@@ -76,7 +76,9 @@ class SavedWeights:
             return tensor
         if isinstance(tensor, nn.Parameter):
             unit = self._unit_of.get(tensor)
-            return tensor if unit is None else self._counted(Place(unit, unit.generation, tensor))
+            return (
+                tensor if unit is None else self._counted(SavedView(unit, unit.generation, tensor))
+            )
         try:
             store = self._stores.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError) as error:
@@ -92,9 +94,9 @@ class SavedWeights:
                 f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
                 "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"
             )
-        return self._counted(self._place_of(tensor, unit))
+        return self._counted(self._saved_view(tensor, unit))
 
-    def _counted(self, place: Place) -> Place:
+    def _counted(self, place: SavedView) -> SavedView:
         if place.unit.is_root:
             self._of_root.add(place)
         return place
@@ -103,12 +105,12 @@ class SavedWeights:
         """Tell whether a backward that is still to come has saved weights of the root."""
         return any(place.generation == place.unit.generation for place in self._of_root)
 
-    def _place_of(self, tensor: Tensor, unit: Unit) -> Place:
+    def _saved_view(self, tensor: Tensor, unit: Unit) -> SavedView:
         """Return the place of a view of the unit's full parameters."""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         offsets = self._chunk_offsets[unit]
         chunk = bisect_right(offsets, offset) - 1
-        return Place(
+        return SavedView(
             unit,
             unit.generation,
             None,
@@ -120,7 +122,7 @@ class SavedWeights:
         )
 
     def unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, Place):
+        if not isinstance(kept, SavedView):
             return kept
         unit = kept.unit
         if unit.generation != kept.generation:

@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.closing import ClosingBackward
-from zeroexp.sharding.gathers import NO_TASK, Gathers, MakeRoom, current_task
-from zeroexp.sharding.options import Options, Settled
+from zeroexp.sharding.gathers import NO_TASK, Eviction, Gathers, current_task
+from zeroexp.sharding.options import Options, SettledOptions
 from zeroexp.sharding.pools import Private
 from zeroexp.sharding.prefetch import Prefetch
 from zeroexp.sharding.reductions import Reductions
@@ -46,7 +46,7 @@ Ticks = tuple[int, int, int]
 
 
 @dataclass
-class Use:
+class UnitProgress:
     """This record tells how far a unit has come in this microbatch."""
 
     first: int | None = None  # tick at which the unit's first forward began
@@ -64,22 +64,22 @@ class Schedule:
     """The schedule turns what happens in a pass into moves of units; hooks call its methods."""
 
     def __init__(
-        self, units: Sequence[Unit], wire: Collectives, options: Options, settled: Settled
+        self, units: Sequence[Unit], wire: Collectives, options: Options, settled: SettledOptions
     ):
         self._units = list(units)  # the root first, then in order of definition
         self._device = wire.world.device
-        self._uses = {unit: Use() for unit in units}
+        self._uses = {unit: UnitProgress() for unit in units}
         self._tick = 0
         self._microbatch = 0  # number of microbatches so far
         self._last = False  # whether this microbatch is the last of its step
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
-        make_room = MakeRoom(self._release_if_passed, self._give_own_memory)
+        eviction = Eviction(self._release_if_passed, self._give_own_memory)
         if options.overlap:
             depth = settled.prefetch
-            self.gathers = Prefetch(units, keep=options.keep, make_room=make_room, depth=depth)
+            self.gathers = Prefetch(units, keep=options.keep, eviction=eviction, depth=depth)
         else:
-            self.gathers = Gathers(units, keep=options.keep, make_room=make_room)
+            self.gathers = Gathers(units, keep=options.keep, eviction=eviction)
         self._reductions = Reductions(
             units, wire, overlap=options.overlap, reduce_each=settled.reduce_each
         )
@@ -103,7 +103,7 @@ class Schedule:
         self._reductions.begin_microbatch(last=last)
         for unit in self._units:
             self._silent[unit] = self._uses[unit].missing
-            self._uses[unit] = Use(missing=set(unit.trainable_parameters()))
+            self._uses[unit] = UnitProgress(missing=set(unit.trainable_parameters()))
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
@@ -145,7 +145,7 @@ class Schedule:
                 f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
                 "inside the same `with strategy.microbatch(last=...):`"
             )
-        closes = self._closing.runs_now()
+        closes = self._closing.is_current()
         for other, use in self._uses.items():
             if use.first is not None and use.first > ended:
                 # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
@@ -166,7 +166,7 @@ class Schedule:
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         use = self._uses[unit]
         self.calls.gradient(unit, is_reduced=self._reductions.is_complete(unit))
-        if not self._closing.runs_now():
+        if not self._closing.is_current():
             self._count_inner(unit, parameter)
             return
         use.missing.discard(parameter)
@@ -193,7 +193,7 @@ class Schedule:
         """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
         self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         self.gathers.abandon_microbatch()
-        self._uses = {unit: Use() for unit in self._units}
+        self._uses = {unit: UnitProgress() for unit in self._units}
 
     # -- after the step ---------------------------------------------------------------------------
 
@@ -231,12 +231,12 @@ class Schedule:
         The embedding's gradient comes last, when most memory is in use, and needs no weights.
         """
         root = self._units[0]
-        if not self._is_idle(root) or not self.gathers.may_let_go(root):
+        if not self._is_idle(root) or not self.gathers.may_free_until_used(root):
             return
         if root.is_pinned or self.saved.needs_root() or self._views.others_hold(root):
             return
         self._uses[root].in_backward = False
-        self.gathers.let_go(root, partial(self._make_ready_for_backward, root))
+        self.gathers.free_until_used(root, partial(self._make_ready_for_backward, root))
 
     def _count_inner(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Count a gradient of a backward that does not close units; free the unit when all have come."""
@@ -263,7 +263,7 @@ class Schedule:
         return passed
 
     def _give_own_memory(self, unit: Unit) -> None:
-        with self._views.moving(unit):
-            unit.reside_in(Private(unit.full_bytes, self._device))
+        with self._views.recount_after_move(unit):
+            unit.use_store(Private(unit.full_bytes, self._device))
         self.saved.find_memory()
         self.num_private += 1

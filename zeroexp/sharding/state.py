@@ -50,7 +50,7 @@ class ChunkTensors:
     parameters: list[nn.Parameter]  # the members, in order
     shapes: list[torch.Size]
     piece: Tensor  # this rank's section, flat, compute dtype
-    home: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
+    owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
@@ -59,10 +59,10 @@ class ChunkTensors:
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
     in_place: bool = False  # whether this rank's section of full is the piece itself
-    nothing: Tensor = field(init=False)  # the empty tensor that freed parameters show
+    empty: Tensor = field(init=False)  # the empty tensor that freed parameters show
 
     def __post_init__(self) -> None:
-        self.nothing = self.piece.new_empty(0)
+        self.empty = self.piece.new_empty(0)
 
     @property
     def trainable(self) -> bool:
@@ -78,7 +78,7 @@ class ChunkTensors:
         """Bytes of the full chunk in memory where chunks lie side by side."""
         return aligned(self.full_bytes)
 
-    def lie_in(self, memory: Tensor) -> None:
+    def place_in(self, memory: Tensor) -> None:
         """Let the full parameters lie in `memory`, uint8 of `full_bytes`."""
         self.full = memory.view(self.piece.dtype)
         self.views = self.views_of(self.full)
@@ -94,7 +94,7 @@ class ChunkTensors:
         """Point the parameters at the memory that holds their values, or at no memory where they are not there."""
         if self.pinned is None and not there:
             for parameter in self.parameters:
-                guard.hide(parameter, self.nothing)
+                guard.hide(parameter, self.empty)
             return
         views = self.views if self.pinned is None else self.views_of(self.pinned)
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -102,7 +102,7 @@ class ChunkTensors:
 
     def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield each owned span with the compute-dtype memory of its elements, flat."""
-        return ((s, self.home[s.offset : s.offset + s.numel]) for s in self.owned)
+        return ((s, self.owned_memory[s.offset : s.offset + s.numel]) for s in self.owned)
 
     def weights(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield each owned span with its weights: the master, or what rests here of a frozen parameter."""
@@ -115,7 +115,7 @@ class ChunkTensors:
                 target.copy_(master.detach().reshape(-1))
 
     @torch.no_grad()
-    def put_in(self, member: int, read: Read) -> None:
+    def write_parameter(self, member: int, read: Read) -> None:
         """Copy the values of one parameter to where they rest, and to its masters before any rounding."""
         if self.full is not None:
             whole = self.chunk.members[member]
@@ -148,10 +148,10 @@ def allocate(
         piece = full[chunk.section(rank)]
     kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
     if kept is Placement.SHARD or full is None:
-        home, owned = piece, chunk.spans(rank)
+        owned_memory, owned = piece, chunk.spans(rank)
     else:
-        home, owned = full, chunk.whole()
-    tensors = ChunkTensors(chunk, parameters, shapes, piece, home, owned, full=full)
+        owned_memory, owned = full, chunk.whole()
+    tensors = ChunkTensors(chunk, parameters, shapes, piece, owned_memory, owned, full=full)
     if tensors.trainable:
         _make_masters(tensors, dtypes)
     return tensors

@@ -29,7 +29,7 @@ from zeroexp.sharding.state import MAY_BECOME, ChunkTensors, Residence
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class MasterGradient:
     """The optimizer is given one of these for each span that this rank updates."""
 
     parameter: nn.Parameter
@@ -71,23 +71,23 @@ class Unit:
     # -- gather: P -> replicate, before forward and before backward ------------------------------
 
     def gather(self) -> Pending | None:
-        """Start P -> replicate. Returns None if nothing has to move; else wait for the result and call `arrived`."""
+        """Start P -> replicate. Wait for what it returns, then call `show_gathered`; None: nothing moves."""
         assert self._stage.gather is Move.ALL_GATHER and self.store is not None
         self.store.lease(self)
-        if self.store.holds is self or not self.chunks:
-            self.arrived()
+        if self.store.valid_for is self or not self.chunks:
+            self.show_gathered()
             return None
-        self.store.holds = None
+        self.store.valid_for = None
         self._become(Residence.GATHERING)
         return self._wire.all_gather(self.gather_parts(), "gather", self._offer, str(self))
 
-    def arrived(self) -> None:
+    def show_gathered(self) -> None:
         """Show the full parameters to the module, now that they are in place."""
         self._become(Residence.READY)
         if self.store is None:
             self.await_on_use(None)
         else:
-            self.store.holds = self
+            self.store.valid_for = self
             self.show()
 
     # -- free: replicate -> P, after forward and after backward ----------------------------------
@@ -99,7 +99,7 @@ class Unit:
         self.store.release(forget=forget)
         self.show()
 
-    def let_go(self, gather_again: Callable[[], None]) -> None:
+    def free_until_used(self, gather_again: Callable[[], None]) -> None:
         """Give the memory back before the last gradients come; whoever uses a parameter gathers the unit again.
 
         The parameters keep their shapes, with which autograd compares those of gradients. `show` ends this.
@@ -111,7 +111,7 @@ class Unit:
 
     def forget(self) -> None:
         """Drop what a pool still holds of this unit, which is out of date because the weights changed."""
-        if self.store is not None and self.store.holds is self:
+        if self.store is not None and self.store.valid_for is self:
             self.store.release(forget=True)
 
     # -- reduce: partial -> G, when gradients are ready ------------------------------------------
@@ -128,14 +128,14 @@ class Unit:
         return self._reduce(self._stage.hand_over, bucket)
 
     @named("hand_over")
-    def hand_over(self) -> list[HandedOver]:
+    def hand_over(self) -> list[MasterGradient]:
         """Carry out G -> O: return each master weight with its gradient, in the master's dtype."""
-        handed: list[HandedOver] = []
+        handed: list[MasterGradient] = []
         for tensors, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(tensors.owned, tensors.masters, gradients.owned(), strict=True)
             for span, master, gradient in owned:
                 gradient = gradient.to(master.dtype).view_as(master)
-                handed.append(HandedOver(tensors.parameters[span.member], master, gradient))
+                handed.append(MasterGradient(tensors.parameters[span.member], master, gradient))
         return handed
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
@@ -156,7 +156,7 @@ class Unit:
     def zero_grad(self) -> None:
         for gradients in self._gradients:
             gradients.clear()
-        self.take_gradients(taken=False)
+        self.mark_gradients_taken(taken=False)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Unit:
     @property
     def can_gather(self) -> bool:
         """Whether the unit is freed and no other unit uses the memory it gathers into."""
-        return self.residence is Residence.FREED and self.store is not None and self.store.free
+        return self.residence is Residence.FREED and self.store is not None and self.store.is_free
 
     @property
     def is_pinned(self) -> bool:
@@ -241,7 +241,7 @@ class Unit:
 
     # -- where it lies ---------------------------------------------------------------------------
 
-    def reside_in(self, store: Store) -> None:
+    def use_store(self, store: Store) -> None:
         """Make views of the full parameters in `store`, where they lie from now on, and free the unit."""
         self.store = store
         memory = store.memory if store.file is None else self._map_beside(store.file)
@@ -250,7 +250,7 @@ class Unit:
             chunk, itemsize = tensors.chunk, tensors.piece.itemsize
             on_pages = chunk.lies_on_pages(self._wire.world.rank, itemsize)
             tensors.in_place = store.file is not None and on_pages
-            tensors.lie_in(memory[start : start + tensors.full_bytes])
+            tensors.place_in(memory[start : start + tensors.full_bytes])
             whole = pages(tensors.full_bytes, chunk.page_bytes)
             start += tensors.aligned_bytes if store.file is None else whole
         self._parts = []
@@ -297,10 +297,10 @@ class Unit:
         for parameter in self.parameters():
             guard.await_on_use(parameter, arrive)
 
-    def take_gradients(self, *, taken: bool) -> None:
+    def mark_gradients_taken(self, *, taken: bool) -> None:
         """Mark `.grad` of the parameters as taken by the engine or not; reading a taken one raises."""
         for parameter in self.trainable_parameters():
-            guard.take_gradient(parameter, taken=taken)
+            guard.mark_gradient_taken(parameter, taken=taken)
 
     # -- how --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from zeroexp.world import World
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _ParameterSlot:
     """A seat is where a module holds a parameter."""
 
     held: dict[str, nn.Parameter | None]
@@ -35,7 +35,7 @@ class ParameterWatch:
         self._units = list(units)
         modules = list(module.named_modules())
         self._seats = [
-            _Seat(each._parameters, key, parameter, f"{name}.{key}" if name else key)
+            _ParameterSlot(each._parameters, key, parameter, f"{name}.{key}" if name else key)
             for name, each in modules
             for key, parameter in each._parameters.items()
         ]

@@ -27,7 +27,7 @@ class OwnViews:
         self._own = {s: _num_uses(s) for unit in self._units for s in _storages(unit)}
 
     @contextmanager
-    def moving(self, unit: Unit) -> Iterator[None]:
+    def recount_after_move(self, unit: Unit) -> Iterator[None]:
         """Correct the counts for a freed unit that gets other memory inside this context."""
         before = {s: _num_uses(s) for s in _storages(unit)}
         yield
@@ -43,7 +43,11 @@ class OwnViews:
     def refuse_others(self) -> None:
         """Raise RuntimeError if a view of parameters that are freed now is still alive."""
         for unit in self._units:
-            if unit.residence is not Residence.FREED or unit.store is None or not unit.store.free:
+            if (
+                unit.residence is not Residence.FREED
+                or unit.store is None
+                or not unit.store.is_free
+            ):
                 continue
             for storage in _storages(unit):
                 uses = _num_uses(storage)

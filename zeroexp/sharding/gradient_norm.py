@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, terms_of, were_equal
 from zeroexp.sharding.placement import Move, Placement, Stage
-from zeroexp.sharding.unit import HandedOver
+from zeroexp.sharding.unit import MasterGradient
 
 
-class Tally:
-    """A tally is the sum of one step; it starts at once, and the methods that need its result wait for it."""
+class GradientNorm:
+    """This is the sum of one step; it starts at once, and the methods that need its result wait for it."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        handed: Sequence[HandedOver],
+        handed: Sequence[MasterGradient],
         stage: Stage,
         wire: Collectives,
         has_gradient: Sequence[bool],
@@ -42,11 +42,11 @@ class Tally:
         self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
         self._all_here = all(has_gradient)
         self._is_fake = wire.world.is_fake
-        issued = wire.issued if stage.gather is Move.ALL_GATHER else None
+        issued = wire.issued_checksum if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
         checks = [] if issued is None else terms_of(issued)
-        self._told = [0.0, *has_gradient, *checks]
-        self._sums = torch.tensor(self._told, dtype=torch.float64).to(wire.world.device)
+        self._contributed = [0.0, *has_gradient, *checks]
+        self._sums = torch.tensor(self._contributed, dtype=torch.float64).to(wire.world.device)
         # Where every rank holds whole gradients, only rank 0 contributes their squares.
         if stage.optimizer is Placement.SHARD or wire.world.rank == 0:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
@@ -62,24 +62,24 @@ class Tally:
         """Tell whether any rank has a gradient for the parameter."""
         if self._all_here:
             return True
-        return self._heard()[self._index[parameter]] > 0
+        return self._summed_values()[self._index[parameter]] > 0
 
     def expect_same_gathers(self) -> None:
         """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
         if not self._compares:
             return
-        if not were_equal(self._heard()[-len(terms_of(0)) :]):
+        if not were_equal(self._summed_values()[-len(terms_of(0)) :]):
             raise RuntimeError(
                 "the ranks do not do the same: at some time they used their blocks in different orders, so that "
                 "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
                 "or use zero2"
             )
 
-    def _heard(self) -> list[float]:
+    def _summed_values(self) -> list[float]:
         if not self._counts:
             self._summed.wait()
             # Ranks that do not exist tell nothing, and what this rank told is known without reading a tensor.
-            self._counts = self._told if self._is_fake else self._sums.tolist()
+            self._counts = self._contributed if self._is_fake else self._sums.tolist()
         return self._counts
 
 

@@ -4,7 +4,7 @@ Every parameter is claimed once, by identity. Tied weights are one parameter. A 
 that lies outside all of them, belongs to the root unit, whose parameters are there for the whole pass.
 
 [Note: world of one] The piece of a single rank is the whole: parameters that rest sharded over one rank rest
-replicated, and nothing is gathered or copied. Only `rows_for` decides this.
+replicated, and nothing is gathered or copied. Only `stage_for_world` decides this.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ class Group:
     parameters: Named
 
 
-def rows_for(stage: Stage, world_size: int) -> Stage:
+def stage_for_world(stage: Stage, world_size: int) -> Stage:
     """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
     return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
 
 
 def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> list[Group]:
     """Return the root's group, then those of modules that move on their own, in the order of their definition."""
-    names = {"model": [], "block": list(blocks), "module": list(_owners(module, blocks))}[unit]
+    names = {
+        "model": [],
+        "block": list(blocks),
+        "module": list(_parameter_modules(module, blocks)),
+    }[unit]
     claims: dict[nn.Parameter, set[str]] = {}
     for full_name, parameter in module.named_parameters(remove_duplicate=False):
         claims.setdefault(parameter, set()).add(_home_of(full_name, names))
@@ -60,7 +64,7 @@ def specs_of(group: Group) -> list[ParameterSpec]:
     ]
 
 
-def _owners(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
+def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     """Yield the modules that hold parameters directly; a module that holds a list inside a block owns all within.
 
     Such a list holds experts or adapters. Its holder decides in its forward which of them run, and whether a router
