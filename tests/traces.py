@@ -31,6 +31,13 @@ def write_trace(folder: Path, rank: int, step: int, began_at: float) -> None:
         span("backend", "c10d::allreduce_", 0, 10),
         *(held(0, 0), held(1000, 8), held(6000, 0)),
     ]
-    other = {"rank": rank, "world_size": 2, "step": step, "began_at": began_at, "peak": None}
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+    other = {
+        "format": 1,
+        "rank": rank,
+        "world_size": 2,
+        "step": step,
+        "began_at": began_at,
+        "peak": None,
+    }
+    text = json.dumps({"otherData": other, "displayTimeUnit": "ms", "traceEvents": events})
     (folder / f"trace.{rank}.{step}.json").write_text(text)

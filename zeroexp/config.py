@@ -211,6 +211,7 @@ class TrackingConfig:
     mlflow: bool = True
     uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
     experiment: str = "zeroexp"
+    system_s: float | None = None  # seconds between samples of each node's CPU, memory, network
 
 
 @dataclass

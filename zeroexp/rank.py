@@ -39,6 +39,7 @@ from zeroexp.measure.memory import (
 from zeroexp.measure.peak_flops import peak_flops
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
+from zeroexp.measure.system import sampled
 from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.flops import flops_per_sample
@@ -102,7 +103,9 @@ def _run(folder: Path, device: str | None) -> int:
         if uncounted := count_cpu_allocations():
             print(uncounted)
     advance.enter(0, advance.MEETING)
-    with worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
+    first_of_node = worlds.place_from_environment(os.environ).local_rank == 0
+    samples = sampled(folder, config.tracking.system_s if first_of_node else None)
+    with samples, worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
         return 0 if _train(config, world, folder, stop) else SAVED
 
 

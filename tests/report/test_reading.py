@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.run_folders import write_run
+from tests.traces import write_trace
 from zeroexp.config import ConfigError
 from zeroexp.report import exports, page
 from zeroexp.report.points import points_of
@@ -60,6 +61,26 @@ def test_a_later_version_may_say_more(tmp_path: Path) -> None:
     )
     (run,), problems = read_runs([tmp_path / "sweep"])
     assert problems == [] and run.summary and len(records_of(run)) == len(lines)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "records.jsonl", "trace.0.9.json"])
+def test_a_file_of_a_later_format_is_one_line_with_the_remedy(tmp_path: Path, name: str) -> None:
+    folder, other = write_run(tmp_path / "sweep/new"), write_run(tmp_path / "sweep/old")
+    write_trace(folder, rank=0, step=9, began_at=1.0)
+    assert read_runs([tmp_path / "sweep"])[1] == []
+    path = folder / name
+    text = path.read_text()
+    assert '"format": 1' in text
+    path.write_text(text.replace('"format": 1', '"format": 2'))
+    runs, (line,) = read_runs([tmp_path / "sweep"])
+    gone = name == "summary.json"
+    assert [run.folder for run in runs] == ([other] if gone else [folder, other])
+    assert line == (
+        f"{folder}: {'left out, ' if gone else ''}{name} has format 2, and this zeroexp reads 1; "
+        "use the version that wrote it"
+    )
+    text = page.render(points_of(runs), [line])
+    assert ("zero3 · buffer" in text) and (name != "trace.0.9.json" or "No step was traced" in text)
 
 
 def test_an_earlier_version_may_say_less(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.run_folders import PARAMETER_BYTES, record, write_run
 from zeroexp.measure.record import Spread
+from zeroexp.measure.system import sampled
 from zeroexp.tracking import entries
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
@@ -135,7 +138,53 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
         "git_commit": "0123abc",
         "git_dirty": "false",
         "host": "laptop",
+        "mlflow.source.git.commit": "0123abc",
+        "mlflow.source.name": "python -m zeroexp -m study=compare",
+        "mlflow.runColor": "#d55e00",
     }
+
+
+def test_mlflow_itself_is_told_of_code_colour_and_data(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    made = entries.tags(run, "done")
+    assert made["mlflow.source.git.commit"] == "0123abc"
+    assert made["mlflow.source.name"] == "python -m zeroexp -m study=compare"
+    torchs = entries.tags(read_run(write_run(tmp_path / "b", "zero3", "torch")), "done")
+    assert (made["mlflow.runColor"], torchs["mlflow.runColor"]) == ("#d55e00", "#eebf99")
+    assert run.summary is not None and entries.dataset(run) is None
+    known = replace(run, summary=replace(run.summary, data_source="topics of Python, PSF"))
+    told = entries.dataset(known)
+    assert told is not None
+    name, digest, kind, source = told
+    assert (name, kind, len(digest)) == (run.config["data.name"], run.config["data.kind"], 36)
+    assert json.loads(source)["source"] == "topics of Python, PSF"
+    other = entries.dataset(replace(known, config={**run.config, "data.seq_len": "7"}))
+    assert other is not None and other[1] != digest
+
+
+def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
+    with sampled(tmp_path, 0.05, "node-3"):
+        time.sleep(0.12)
+    lines = [
+        json.loads(line) for line in (tmp_path / "system.node-3.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) >= 2 and all(0 < row["system_memory_usage_percentage"] < 100 for row in lines)
+    assert all(0 <= row["cpu_utilization_percentage"] <= 100 for row in lines)
+    with (tmp_path / "system.node-3.jsonl").open("a") as torn:
+        torn.write('{"written_at": 1')
+    made = entries.system_entries(tmp_path)
+    keys = {entry.key for entry in made}
+    assert "system/node-3/cpu_utilization_percentage" in keys
+    assert "system/node-3/network_receive_megabytes" in keys
+    assert [e.step for e in made if e.key.endswith("cpu_utilization_percentage")] == [
+        *range(len(lines))
+    ]
+
+
+def test_nobody_samples_unless_asked(tmp_path: Path) -> None:
+    with sampled(tmp_path, None):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tag_tells_which_data(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -27,8 +28,8 @@ from zeroexp.tracking.mlflow import METRICS_PER_CALL, MlflowTracker, store_uri
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 NUM_STEPS = 23
-# Per step: loss, grad_norm, lr, step time, tokens/s and three phases.
-METRICS_PER_STEP = 8
+# Per step: loss, grad_norm, lr, step time, tokens/s, three phases, peak, waiting and bytes sent.
+METRICS_PER_STEP = 11
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,54 @@ def test_a_run_has_its_params_metrics_tags_times_and_files(
         *("config.yaml", "environment.json", "state.json", "records.jsonl", "summary.json", "logs")
     }
     assert (files / "logs" / "rank1.log").read_text() == "rank 1 of 2: ready\n"
+
+
+def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    assert tracker.log_page(sweep) is None
+    sweep.mkdir(parents=True, exist_ok=True)
+    for text in ("first", "second"):
+        (sweep / "report.html").write_text(text)
+        address = tracker.log_page(sweep)
+    runs = "select run_uuid, status, artifact_uri from runs where name = ?"
+    ((run_id, state, place),) = ask(outputs, runs, f"{sweep.name}: report")
+    assert state == "FINISHED"
+    assert Path(place.removeprefix("file://"), "report.html").read_text() == "second"
+    assert address is not None and address.endswith(f"/runs/{run_id}/artifacts/report.html")
+    keys = {key for (key,) in ask(outputs, "select key from tags where run_uuid = ?", run_id)}
+    assert "report_of" in keys and "sweep" not in keys
+    assert sweep not in tracker.close_stale(outputs)
+
+
+def test_instruments_samples_and_data_are_kept(
+    tracker: MlflowTracker, outputs: Path, sweep: Path
+) -> None:
+    folder = write_run(sweep / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "data_source": "topics, PSF"}))
+    for name in ("trace.0.5.json", "profile.0.5.txt", "hashes.1.jsonl"):
+        (folder / name).write_text("{}")
+    (folder / "system.node.jsonl").write_text(
+        '{"written_at": 7.0, "cpu_utilization_percentage": 50}\n'
+    )
+    for _ in range(2):  # sent twice, it is there once
+        run_id = tracker.log_run(folder)
+    assert run_id is not None
+    place = tag_of_run(outputs, "artifact_uri", run_id)
+    kept = {path.name for path in Path(place.removeprefix("file://")).iterdir()}
+    assert {"trace.0.5.json", "profile.0.5.txt", "hashes.1.jsonl", "system.node.jsonl"} <= kept
+    key = "system/node/cpu_utilization_percentage"
+    told = "select value, timestamp, step from metrics where run_uuid = ? and key = ?"
+    assert ask(outputs, told, run_id, key) == [(50.0, 7000, 0)]
+    data = "select name, dataset_source from datasets join inputs on source_id = dataset_uuid"
+    ((name, source),) = ask(outputs, f"{data} where destination_id = ?", run_id)
+    assert name == "offline" and json.loads(source)["source"] == "topics, PSF"
+
+
+def tag_of_run(outputs: Path, column: str, run_id: str) -> str:
+    ((found,),) = ask(outputs, f"select {column} from runs where run_uuid = ?", run_id)
+    return found
 
 
 def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sweep: Path) -> None:
@@ -275,7 +324,7 @@ def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) 
     saved = ask(
         tmp_path, "select count(*) from experiment_tags where key like ?", f"{views.TAG_PREFIX}%"
     )
-    assert saved == [(4 * num_sweeps,)]
+    assert saved == [(len(views.of_sweep("a")) * num_sweeps,)]
 
 
 def test_views_are_saved_once_however_often_they_are_written(
@@ -285,7 +334,8 @@ def test_views_are_saved_once_however_often_they_are_written(
     links = tracker.write_views(sweep.name)
     assert tracker.write_views(sweep.name) == links
     assert [title for title, _ in links] == [
-        *("table", "memory × step time", "memory by kind", "scaling over world size")
+        *("table", "memory × step time", "memory by kind", "speed", "loss"),
+        "scaling over world size",
     ]
     assert all(url.startswith("http://127.0.0.1:5000/#/experiments/") for _, url in links)
     query = "select key from experiment_tags where key like ?"

@@ -84,6 +84,7 @@ WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
     *("cluster.device_memory_gib", "cluster.reserved_gib", "cluster.peak_tflops"),
+    "tracking.system_s",
     "cluster.slurm.memory_gb",
 )
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.

@@ -60,7 +60,8 @@ class Uploads:
         self._worker.wait(STILL_SECONDS)
 
     def conclude(self, folder: Path) -> None:
-        """Print the addresses of the runs, or the error and the command that sends the sweep's folder again."""
+        """Send the sweep's page and print the addresses, or the error and the command that sends the folder again."""
+        self._worker.do(lambda: self._send_page(folder))
         if not self._worker.wait(END_SECONDS, again=True) and not self.failed:
             where = self._tracker.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
@@ -74,6 +75,10 @@ class Uploads:
         print(f"\nMLflow: {self._tracker.ui_command()}")
         for title, url in self._views:
             print(f"  {title}: {url}")
+
+    def _send_page(self, folder: Path) -> None:
+        if (address := self._tracker.log_page(folder)) is not None:
+            self._views.append(("report", address))
 
     def _open(self, outputs: Path, sweep: str) -> None:
         """Close the runs that earlier, killed sweeps left open, and write the views of this sweep."""

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.strategies.base import Strategy
 
 NUM_SIGNS = 8
@@ -134,7 +135,7 @@ class StepHashes:
     def write(self, folder: Path, rank: int) -> None:
         """Append the rows to hashes.<rank>.jsonl in the run's folder."""
         with (folder / f"hashes.{rank}.jsonl").open("a") as file:
-            file.writelines(json.dumps(asdict(row)) + "\n" for row in self.rows)
+            file.writelines(json.dumps({KEY: FORMAT, **asdict(row)}) + "\n" for row in self.rows)
 
     def _begin_microbatch(self, _module: nn.Module, _inputs: Any) -> None:
         self._microbatch += 1

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from zeroexp.config import TrainConfig
+from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.hashes import StepHashes
 from zeroexp.measure.profiler import profiled
 from zeroexp.measure.record import Peak
@@ -72,14 +73,15 @@ class Instruments:
         if trace is None or step not in self.settings.trace_steps:
             return
         content = {
-            "traceEvents": events_of(trace, self.world.rank),
-            "displayTimeUnit": "ms",
             "otherData": {
+                KEY: FORMAT,
                 **{"rank": self.world.rank, "world_size": self.world.size, "step": step},
                 "began_at": time.time() - (time.perf_counter() - trace.began),
                 **self.labels,
                 "peak": None if peak is None else asdict(peak),
             },
+            "displayTimeUnit": "ms",
+            "traceEvents": events_of(trace, self.world.rank),
         }
         (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(json.dumps(content))
         if self.world.device.type == "cuda":

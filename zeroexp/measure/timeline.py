@@ -2,7 +2,7 @@
 
 The file is JSON in the trace-event format, which Perfetto and chrome://tracing open as it is:
 
-    {"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}
+    {"otherData": {...}, "displayTimeUnit": "ms", "traceEvents": [...]}
 
 `ts` and `dur` are microseconds; ts 0 is the beginning of this rank's step. `pid` is the rank. Events by `ph`:
 
@@ -20,8 +20,8 @@ The file is JSON in the trace-event format, which Perfetto and chrome://tracing 
     "C"   memory over time: name "memory", args {cause: bytes} with every cause of record.CAUSES that the step has, in
           their order, to be stacked; their sum is all that torch's allocator and shared memory hold
 
-`otherData` holds {"rank", "world_size", "step", "began_at": Unix seconds of ts 0, by which ranks are aligned,
-"strategy", "implementation", "peak": the Peak of record.py or null}.
+`otherData` holds {"format" (measure/formats.py), "rank", "world_size", "step", "began_at": Unix seconds of ts 0, by
+which ranks are aligned, "strategy", "implementation", "peak": the Peak of record.py or null}.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zeroexp import config as configs
 from zeroexp.config import Config, ConfigError
+from zeroexp.measure.formats import KEY, NewerFormat, check
 from zeroexp.measure.hashes import SUMMED, Hash
 
 TORCH = (
@@ -91,7 +92,12 @@ def _rows(run: Path) -> Iterator[tuple[int, int, Hash]]:
         rank = int(path.name.split(".")[1])
         for index, line in enumerate(path.read_text().splitlines()):
             try:
-                yield rank, index, Hash(**json.loads(line))
+                row = json.loads(line)
+                check(row, path.name)
+                row.pop(KEY, None)
+                yield rank, index, Hash(**row)
+            except NewerFormat as error:
+                raise ConfigError(f"{run}: {error}") from error
             except (ValueError, TypeError) as error:
                 raise ConfigError(
                     f"{path}: line {index + 1} is torn; run {run.name} again"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from yaml import YAMLError
 
 from zeroexp.config import ConfigError
+from zeroexp.measure.formats import KEY, NewerFormat, check
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.tracking.files import read_records
+from zeroexp.tracking.files import RECORDS, read_records
 from zeroexp.tracking.run import Run, read_run
 
 # Torn files, and files of other versions, end in one of these.
+HEAD = 100  # characters of a file that tell its format
+FORMAT_AT = re.compile(rf'(?:{{"otherData": )?{{"{KEY}": (\d+)')
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 
 
@@ -47,9 +52,25 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
     for config in configs:
         try:
             runs.append(_checked(read_run(config.parent)))
+            problems += _newer_files(config.parent)
+        except NewerFormat as error:
+            problems.append(f"{config.parent}: left out, {error}")
         except UNREADABLE as error:
             problems.append(_left_out(config.parent, error))
     return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name)), problems
+
+
+def _newer_files(folder: Path) -> list[str]:
+    """Return a line for records and timelines of a later version: they are left out, and the run's results are not."""
+    problems: list[str] = []
+    for path in [folder / RECORDS, *sorted(folder.glob("trace.*.*.json"))]:
+        with suppress(OSError), path.open(errors="replace") as file:
+            found = FORMAT_AT.match(file.read(HEAD))
+            try:
+                check({KEY: int(found[1]) if found else 1}, path.name)
+            except NewerFormat as error:
+                problems.append(f"{folder}: {error}")
+    return problems
 
 
 def _checked(run: Run) -> Run:

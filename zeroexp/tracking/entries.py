@@ -6,7 +6,9 @@ rows. Names contain the units, since MLflow has none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -14,9 +16,11 @@ from typing import NamedTuple
 from zeroexp.config import AUTO
 from zeroexp.measure.record import KINDS, RunSummary, StepRecord
 from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
+from zeroexp.tracking.json_files import loads
 from zeroexp.tracking.run import Run
 
 MIB = 2**20
+DIGEST_LENGTH = 36  # of a data set: MLflow takes no more
 KIND_NAMES = {
     "parameters": "params",
     "gradients": "grads",
@@ -29,6 +33,7 @@ FILES = (
     "environment.json",
     "state.json",
     "failure.json",
+    "load.json",
     "slurm.json",
     "attempts.json",
     ENGINE,
@@ -36,6 +41,17 @@ FILES = (
     SUMMARY,
     "logs",
 )
+# What instruments leave where they were asked for: timelines, torch's profiles and snapshots, hashes, samples of nodes.
+PATTERNS = ("trace.*.json", "profile.*", "memory.*.pickle", "hashes.*.jsonl", "system.*.jsonl")
+# An engine keeps its colour in every chart of every sweep: Okabe and Ito's for the strategy, paler by implementation.
+COLOURS = {
+    "ddp": (0x8A, 0x8A, 0x8A),
+    "zero1": (0x00, 0x72, 0xB2),
+    "zero1_allreduce": (0xCC, 0x79, 0xA7),
+    "zero2": (0x00, 0x9E, 0x73),
+    "zero3": (0xD5, 0x5E, 0x00),
+}
+PALER = {"buffer": 0.0, "tensor": 0.2, "parameter": 0.4, "torch": 0.6}  # share of white
 MACHINE = {"git.commit": "git_commit", "git.dirty": "git_dirty", "host": "host", "device": "device"}
 FINISHED, FAILED, KILLED, RUNNING = "FINISHED", "FAILED", "KILLED", "RUNNING"
 MLFLOW_STATUS = {
@@ -133,13 +149,56 @@ def tags(run: Run, status: str) -> dict[str, str]:
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **({"peak_flops": run.summary.peak_flops_name} if run.summary and run.summary.mfu else {}),
         **known,
+        **_of_mlflow(run),
         # These are tags, since another attempt may find other links, and MLflow writes a param only once.
         **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
     }
 
 
+def _of_mlflow(run: Run) -> dict[str, str]:
+    """Return the tags that MLflow itself shows: where the code came from, and the run's colour in charts."""
+    told = {
+        "mlflow.source.git.commit": run.environment.get("git.commit"),
+        "mlflow.source.name": run.environment.get("command"),
+        "mlflow.runColor": _colour(run),
+    }
+    return {key: value for key, value in told.items() if value and value != "null"}
+
+
+def _colour(run: Run) -> str | None:
+    """Return #rrggbb; None for a strategy or implementation that somebody added, which MLflow colours itself."""
+    colour, white = COLOURS.get(run.strategy), PALER.get(run.implementation)
+    if colour is None or white is None:
+        return None
+    return "#" + "".join(f"{round(part + white * (255 - part)):02x}" for part in colour)
+
+
+def dataset(run: Run) -> tuple[str, str, str, str] | None:
+    """Return name, digest, kind and source of the data that the run trained on; None until it is known."""
+    if run.summary is None or not run.summary.data_source:
+        return None
+    settings = {key: value for key, value in run.config.items() if key.startswith("data.")}
+    source = json.dumps({"source": run.summary.data_source, **settings}, sort_keys=True)
+    digest = sha256(source.encode()).hexdigest()[:DIGEST_LENGTH]
+    return settings.get("data.name", "data"), digest, settings.get("data.kind", "data"), source
+
+
+def system_entries(folder: Path) -> list[Entry]:
+    """Return what nodes were busy with, under the names of MLflow's own system metrics, without a torn last line."""
+    made: list[Entry] = []
+    for path in sorted(folder.glob("system.*.jsonl")):
+        node = path.name.removeprefix("system.").removesuffix(".jsonl")
+        for number, line in enumerate(path.read_text().split("\n")[:-1]):
+            row = loads(line)
+            at = _timestamp(row.pop("written_at"))
+            made += [Entry(f"system/{node}/{name}", n, at, number) for name, n in row.items()]
+    return made
+
+
 def artifacts(folder: Path) -> list[Path]:
-    return [folder / name for name in FILES if (folder / name).exists()]
+    """Return the files and folders of a run that MLflow keeps."""
+    named = [folder / name for name in FILES if (folder / name).exists()]
+    return named + [path for pattern in PATTERNS for path in sorted(folder.glob(pattern))]
 
 
 def began(run: Run) -> float:

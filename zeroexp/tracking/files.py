@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from zeroexp.measure.formats import FORMAT, KEY, check
 from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
 from zeroexp.measure.times import times_from_json, verbs_from_json
 from zeroexp.tracking import attempt
@@ -44,7 +45,7 @@ class RecordWriter:
     def write(self, record: StepRecord) -> None:
         attempt.check(self._folder)
         at = self._written_at.get(record.step) or time.time()
-        self._file.write(dumps({**asdict(record), "written_at": at}) + "\n")
+        self._file.write(dumps({KEY: FORMAT, **asdict(record), "written_at": at}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -108,17 +109,21 @@ def write_engine(folder: Path, settings: dict[str, Any]) -> None:
 def write_summary(folder: Path, summary: RunSummary) -> None:
     """Write the summary. Raises Superseded if a later attempt of the run has begun."""
     attempt.check(folder)
-    write_json(folder / SUMMARY, asdict(summary))
+    write_json(folder / SUMMARY, {KEY: FORMAT, **asdict(summary)})
 
 
 def read_summary(folder: Path) -> RunSummary | None:
-    """Read the summary; None if the run has not finished."""
+    """Read the summary; None if the run has not finished. Raises NewerFormat for one of a later version."""
     content = read_json(folder / SUMMARY)
-    return None if content is None else _summary(content)
+    if content is None:
+        return None
+    check(content, SUMMARY)
+    return _summary(content)
 
 
 def step_record(row: dict[str, Any]) -> StepRecord:
-    """Make a StepRecord from one parsed line of records.jsonl."""
+    """Make a StepRecord from one parsed line of records.jsonl. Raises NewerFormat for one of a later version."""
+    check(row, RECORDS)
     return StepRecord(
         **{
             **_known(StepRecord, row),

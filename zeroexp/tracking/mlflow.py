@@ -29,7 +29,7 @@ from zeroexp.network import answers, without_password
 from zeroexp.tracking import entries, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.link import LINK, Link, attempt_of
-from zeroexp.tracking.run import read_run
+from zeroexp.tracking.run import Run, read_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -44,6 +44,8 @@ VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # a server's limit
 UI_PORT = 5000
+PAGE = "report.html"  # of a sweep's folder, see report/page
+PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 # MLflow's own limits are minutes: 7 retries of 120 s. Whatever a store does not accept now is sent later.
 CLIENT_DEFAULTS = {
@@ -111,8 +113,32 @@ class MlflowTracker:
             run_id, summary, entries.params(run), {**entries.tags(run, status), **(tags or {})}
         )
         if entries.MLFLOW_STATUS[status] != entries.RUNNING:
+            self._send(run_id, entries.system_entries(folder))
+            self._note_data(run_id, run)
             self._close(folder, run_id, entries.MLFLOW_STATUS[status], ended)
         return run_id
+
+    def log_page(self, sweep: Path) -> str | None:
+        """Send the page of a sweep, as the artifact of a run of its own that no view of points shows.
+
+        Return the address at which MLflow shows it; None without a page. Sent again, it replaces the old one.
+        """
+        page = sweep / PAGE
+        if not page.exists():
+            return None
+        link = Link.read(sweep)
+        if link is None or not self._has(link):
+            experiment_id, title = self._experiment_id, f"{sweep.name}: report"
+            with self._store() as client:
+                tags = {PAGE_OF: sweep.name, "status": "done"}
+                made = client.create_run(experiment_id, tags=tags, run_name=title)
+            link = Link(self.shown, experiment_id, made.info.run_id, 0, closed=True)
+            link.write(sweep)
+        with self._store() as client:
+            client.log_artifact(link.run_id, str(page))
+            client.set_terminated(link.run_id, entries.FINISHED)
+        place = f"experiments/{link.experiment_id}/runs/{link.run_id}/artifacts/{PAGE}"
+        return f"{self._base}/#/{place}"
 
     def log_steps(self, run_id: str, records: Sequence[tuple[float, StepRecord]]) -> None:
         """Send those of the steps (Unix seconds of writing, record) that this object has not sent yet."""
@@ -139,8 +165,24 @@ class MlflowTracker:
                 client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
             for tag in views.outdated(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
-        base = self.shown if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
-        return [(view.title, view.url(base, experiment_id)) for view in saved]
+        return [(view.title, view.url(self._base, experiment_id)) for view in saved]
+
+    @property
+    def _base(self) -> str:
+        """The address of the server, or of the one that `ui_command` starts."""
+        return self.shown if self.uri.startswith(SERVERS) else f"http://127.0.0.1:{UI_PORT}"
+
+    def _note_data(self, run_id: str, run: Run) -> None:
+        """Record what the run trained on as MLflow's data set of it; doing so again changes nothing."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if (known := entries.dataset(run)) is None:
+            return
+        context = [InputTag("mlflow.data.context", "training")]
+        name, digest, kind, source = known
+        made = DatasetInput(Dataset(name, digest, kind, source), context)
+        with self._store() as client:
+            client.log_inputs(run_id, datasets=[made])
 
     def ui_command(self) -> str:
         """Return the command that shows the runs; for a running server, its address."""

@@ -1,4 +1,4 @@
-"""The saved views of a sweep in the MLflow UI: its table, memory × step time, memory by kind, scaling. Pure.
+"""The saved views of a sweep in the MLflow UI: table, memory, speed, loss, scaling. Pure.
 
 MLflow keeps a saved view as an experiment tag `mlflow.sharedViewState.<key>`: a JSON envelope around the deflated state
 of its page (columns, filter, grouping, chart cards). The format is that of MLflow 3.
@@ -36,6 +36,7 @@ COLUMNS = (
     "metrics.`traffic/sent_mib_per_step`",
     "tags.`status`",
 )
+WIDEST = {"strategy": 170}  # pixels, where values are longer than the header
 Chart = dict[str, Any]
 
 
@@ -131,6 +132,18 @@ def of_sweep(sweep: str) -> list[View]:
         ),
         View(
             sweep,
+            "speed",
+            [
+                _bar(metric)
+                for metric in (
+                    *("tokens_per_s_mean", "mfu_percent", "time/step_ms_median"),
+                    *("time/exposed_ms", "traffic/sent_mib_per_step"),
+                )
+            ],
+        ),
+        View(sweep, "loss", [_line("loss", "step"), _line("grad_norm", "step")]),
+        View(
+            sweep,
             "scaling over world size",
             [
                 _line("scaling/step_ms"),
@@ -174,7 +187,7 @@ def _slug(title: str) -> str:
 def _width(column: str) -> int:
     """Return a width in pixels that shows the whole header."""
     name = column.split("`")[1]
-    return max(90, 7 * len(name) + 24)
+    return max(WIDEST.get(name, 90), 7 * len(name) + 24)
 
 
 def _card(kind: str, title: str, **settings: Any) -> Chart:
@@ -191,10 +204,10 @@ def _bar(metric: str) -> Chart:
     return _card("BAR", metric, metricKey=metric)
 
 
-def _line(metric: str) -> Chart:
+def _line(metric: str, over: str = "world size") -> Chart:
     return _card(
         "LINE",
-        f"{metric} over world size",
+        f"{metric} over {over}",
         metricKey=metric,
         selectedMetricKeys=[metric],
         xAxisKey="step",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroexp.measure.formats import check
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import Chart, Trace
 from zeroexp.report.palette import (
@@ -85,6 +86,7 @@ def read_traces(folder: Path) -> list[Traced]:
 def _read(path: Path) -> Traced:
     content = json.loads(path.read_text())
     other, events = content["otherData"], content["traceEvents"]
+    check(other, path.name)
     return Traced(
         rank=int(other["rank"]),
         step=int(other["step"]),

@@ -1,0 +1,97 @@
+"""What a node is busy with while a run goes on: one line in system.<node>.jsonl every `tracking.system_s` seconds.
+
+The first rank of each node reads it from /proc in a thread of its own, which takes a fraction of a millisecond. Names
+are those of MLflow's own system metrics, so that its page shows them where its users look.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MEGABYTE = 1e6
+
+
+@contextmanager
+def sampled(folder: Path, seconds: float | None, node: str | None = None) -> Generator[None]:
+    """Sample this node inside, and once at the end; `seconds` None samples nothing."""
+    if seconds is None:
+        yield
+        return
+    over = threading.Event()
+    path = folder / f"system.{node or socket.gethostname()}.jsonl"
+    thread = threading.Thread(target=_sample, args=(path, seconds, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _sample(path: Path, seconds: float, over: threading.Event) -> None:
+    before, ended = _counters(), False
+    with path.open("a", buffering=1) as lines:
+        while not ended:
+            ended = over.wait(seconds)
+            now = _counters()
+            lines.write(json.dumps({"written_at": time.time(), **_reading(before, now)}) + "\n")
+            before = now
+
+
+def _reading(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of the time between two readings of the counters."""
+    total = now["cpu"] - before["cpu"]
+    memory = _memory()
+    used = memory["MemTotal"] - memory["MemAvailable"]
+    return {
+        "cpu_utilization_percentage": 100 * (now["busy"] - before["busy"]) / total
+        if total
+        else 0.0,
+        "system_memory_usage_megabytes": used / MEGABYTE,
+        "system_memory_usage_percentage": 100 * used / memory["MemTotal"],
+        "network_receive_megabytes": (now["received"] - before["received"]) / MEGABYTE,
+        "network_transmit_megabytes": (now["sent"] - before["sent"]) / MEGABYTE,
+        **_gpu(),
+    }
+
+
+def _counters() -> dict[str, float]:
+    """Return what only grows: ticks of all cores, those that were busy, and bytes of all links."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]  # idle, and idle while a disk works
+    links = [
+        line.partition(":")[2].split()
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]
+    ]
+    return {
+        "cpu": float(sum(ticks)),
+        "busy": float(sum(ticks) - idle),
+        "received": float(sum(int(link[0]) for link in links)),
+        "sent": float(sum(int(link[8]) for link in links)),
+    }
+
+
+def _memory() -> dict[str, int]:
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
+
+
+def _gpu() -> dict[str, Any]:
+    """Return the memory of this rank's GPU, all processes together; empty without one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    used = total - free
+    return {
+        "gpu_0_memory_usage_megabytes": used / MEGABYTE,
+        "gpu_0_memory_usage_percentage": 100 * used / total,
+    }
