@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroexp.sharding import tensor_functions as functions
+
 # The engine's own code runs under this context, since it knows what it reads.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
@@ -57,16 +59,16 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with unguarded():
-            sets_itself = func is _SET_DATA and args[1] is args[0]
-            told_by_shape = func in _NEEDS_SHAPE and _guard_of(args[0]).freed
-            if func not in _HARMLESS and not sets_itself and not told_by_shape:
+            sets_itself = func is functions.SET_DATA and args[1] is args[0]
+            told_by_shape = func in functions.NEEDS_SHAPE and _guard_of(args[0]).freed
+            if func not in functions.HARMLESS and not sets_itself and not told_by_shape:
                 for parameter in _guarded_among([*args, *kwargs.values()]):
                     _before_use(parameter, func)
-            elif func in _OF_SHAPE and _guard_of(args[0]).freed:
-                return _OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
-            elif func in _LIKE and _guard_of(args[0]).freed:
+            elif func in functions.OF_SHAPE and _guard_of(args[0]).freed:
+                return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
+            elif func in functions.LIKE and _guard_of(args[0]).freed:
                 return func(_like(args[0]), *args[1:], **kwargs)
-            elif func in _CONVERSIONS and _guard_of(args[0]).freed:
+            elif func in functions.CONVERSIONS and _guard_of(args[0]).freed:
                 return _unchanged(args[0], func(*args, **kwargs))
             elif sets_itself:
                 return None
@@ -163,7 +165,7 @@ def _guarded_among(values: Sequence[Any]) -> Iterator[GuardedParameter]:
 
 def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:
     guard = _guard_of(parameter)
-    if func in _OF_GRADIENT:
+    if func in functions.OF_GRADIENT:
         if guard.gradient_taken:
             raise RuntimeError(
                 f"the gradient of {guard.name} was reduced and taken by the engine: clip with max_grad_norm, "
@@ -200,134 +202,3 @@ def _unchanged(parameter: GuardedParameter, converted: Tensor) -> GuardedParamet
         f"parameter {_guard_of(parameter).name} can not become {converted.dtype} on {converted.device} in an "
         "engine: convert the model before the engine is built, or choose dtypes=Dtypes(...)"
     )
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(shape[i + 1 :].numel() for i in range(len(shape)))
-
-
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
-
-
-def _setter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__set__
-
-
-def _deleter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__delete__
-
-
-def _numel(shape: torch.Size) -> int:
-    return shape.numel()
-
-
-def _size(shape: torch.Size, dim: int | None = None) -> torch.Size | int:
-    return shape if dim is None else shape[dim]
-
-
-def _length(shape: torch.Size) -> int:
-    if not shape:
-        raise TypeError("len() of a 0-d tensor")
-    return shape[0]
-
-
-_OF_SHAPE: dict[Any, Callable[..., Any]] = {
-    _getter("shape"): lambda shape: shape,
-    _getter("ndim"): len,
-    torch.Tensor.size: _size,
-    torch.Tensor.dim: len,
-    torch.Tensor.ndimension: len,
-    torch.Tensor.numel: _numel,
-    torch.Tensor.nelement: _numel,
-    torch.numel: _numel,
-    torch.Tensor.__len__: _length,
-    torch.Tensor.stride: lambda shape, dim=None: (
-        _contiguous_strides(shape) if dim is None else _contiguous_strides(shape)[dim]
-    ),
-    torch.Tensor.is_contiguous: lambda shape, memory_format=None: True,
-}
-
-_LIKE = {
-    *(
-        torch.zeros_like,
-        torch.ones_like,
-        torch.empty_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-    ),
-    *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
-}
-
-_CONVERSIONS = {
-    *(
-        torch.Tensor.to,
-        torch.Tensor.cpu,
-        torch.Tensor.cuda,
-        torch.Tensor.float,
-        torch.Tensor.double,
-    ),
-    *(torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type_as),
-}
-
-_SET_DATA = _setter("data")
-
-_OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
-
-# A freed parameter can answer these. One in flight waits for its values first: who asks for a shape may go past the
-# guard for the values next, as torch.vmap does.
-_NEEDS_SHAPE = {*_OF_SHAPE, *_LIKE, *_CONVERSIONS}
-
-# These functions need neither values nor gradient.
-_HARMLESS = {
-    *(
-        _getter(name)
-        for name in (
-            *(
-                "dtype",
-                "device",
-                "layout",
-                "requires_grad",
-                "is_leaf",
-                "grad_fn",
-                "itemsize",
-                "_version",
-            ),
-            *(
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_quantized",
-                "is_mps",
-                "is_xpu",
-                "names",
-            ),
-            *(
-                "_backward_hooks",
-                "_post_accumulate_grad_hooks",
-                "retains_grad",
-                "output_nr",
-                "is_nested",
-            ),
-            *("is_mkldnn", "is_sparse_csr", "is_maia", "is_ipu", "is_xla", "is_vulkan", "is_mtia"),
-        )
-        if hasattr(torch.Tensor, name)
-    ),
-    _setter("requires_grad"),
-    _setter("_backward_hooks"),
-    _setter("_post_accumulate_grad_hooks"),
-    torch.Tensor.requires_grad_,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_signed,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch._has_compatible_shallow_copy_type,  # `model.to(...)` calls it
-    torch.Tensor.element_size,
-    torch.Tensor.get_device,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.__hash__,
-}

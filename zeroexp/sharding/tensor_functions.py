@@ -1,0 +1,96 @@
+"""These tables say what functions of torch read of a tensor: its shape, its gradient, nothing, or else its values.
+
+guard.py asks them when a parameter is used whose values are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+def _deleter(name: str) -> Any:
+    return getattr(Tensor, name).__delete__
+
+
+def _contiguous_stride(shape: torch.Size, dim: int | None = None) -> tuple[int, ...] | int:
+    strides = tuple(shape[i + 1 :].numel() for i in range(len(shape)))
+    return strides if dim is None else strides[dim]
+
+
+def _size(shape: torch.Size, dim: int | None = None) -> torch.Size | int:
+    return shape if dim is None else shape[dim]
+
+
+def _numel(shape: torch.Size) -> int:
+    return shape.numel()
+
+
+def _length(shape: torch.Size) -> int:
+    if not shape:
+        raise TypeError("len() of a 0-d tensor")
+    return shape[0]
+
+
+# Each of these answers from the shape alone, by the function beside it.
+OF_SHAPE: dict[Any, Callable[..., Any]] = {
+    _getter("shape"): lambda shape: shape,
+    _getter("ndim"): len,
+    Tensor.size: _size,
+    Tensor.dim: len,
+    Tensor.ndimension: len,
+    Tensor.numel: _numel,
+    Tensor.nelement: _numel,
+    torch.numel: _numel,
+    Tensor.__len__: _length,
+    Tensor.stride: _contiguous_stride,
+    Tensor.is_contiguous: lambda shape, memory_format=None: True,
+}
+
+# These make another tensor of the same shape, or of the same dtype and device.
+_TORCH_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like"
+_TENSOR_LIKE = "new_zeros new_ones new_empty new_full"
+LIKE = {getattr(torch, name) for name in _TORCH_LIKE.split()}
+LIKE |= {getattr(Tensor, name) for name in _TENSOR_LIKE.split()}
+
+# `model.to(...)` and its like call these on every parameter.
+_CONVERSIONS = "to cpu cuda float double half bfloat16 type_as"
+CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS.split()}
+
+SET_DATA = _setter("data")
+
+OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
+
+# A freed parameter can answer these. One in flight waits for its values first: who asks for a shape may go past the
+# guard for the values next, as torch.vmap does.
+NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
+
+# These need neither values nor gradient.
+_PROPERTIES = """
+    dtype device layout names itemsize requires_grad retains_grad is_leaf grad_fn output_nr _version
+    _backward_hooks _post_accumulate_grad_hooks is_nested is_sparse is_sparse_csr is_quantized is_mkldnn
+    is_cuda is_cpu is_meta is_mps is_xpu is_maia is_ipu is_xla is_vulkan is_mtia
+"""
+_METHODS = """
+    requires_grad_ is_floating_point is_complex is_signed element_size get_device
+    register_hook register_post_accumulate_grad_hook __hash__
+"""
+HARMLESS = {
+    *(_getter(name) for name in _PROPERTIES.split() if hasattr(Tensor, name)),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *map(_setter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch._has_compatible_shallow_copy_type,  # `model.to(...)` calls it
+}
