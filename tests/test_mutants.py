@@ -1,0 +1,27 @@
+"""The bugs that `make mutants` puts in must still find their places, or they would test nothing."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUGS = tomllib.loads((ROOT / "tests/mutation/by_hand.toml").read_text())["bug"]
+TARGETS = tomllib.loads((ROOT / "tests/mutation/targets.toml").read_text())["tests"]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
+def test_a_bug_by_hand_has_one_place(bug: dict[str, str]) -> None:
+    assert (ROOT / bug["file"]).read_text().count(bug["before"]) == 1
+
+
+def test_files_that_get_bugs_are_there() -> None:
+    assert [name for name in TARGETS if not (ROOT / name).is_file()] == []
+
+
+def test_every_file_of_the_heart_gets_bugs() -> None:
+    files = {str(p.relative_to(ROOT)) for p in ROOT.glob("zeroexp/sharding/**/*.py")}
+    named = {name for name in files if not name.endswith("__init__.py")}
+    assert named - TARGETS.keys() == set()
