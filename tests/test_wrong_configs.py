@@ -216,6 +216,8 @@ WRONG = {
     "repeats=0": ("repeats=0:", "use at least 1"),
     "repeats=101": ("repeats=101:", "use at most 100"),
     "study.must_equal=[optimiser]": ("study.must_equal=optimiser:", "did you mean optimizer?"),
+    "study.must_equal=[[1]]": ("study.must_equal=[[1]]:", "use one such as [a,b]"),
+    "model.freeze=[[1]]": ("model.freeze=[[1]]:", "use one such as [a,b]"),
     "study.must_equal=[data.seq]": ("data.seq:", "no such key"),
     "study.loss_agreement=nan": ("study.loss_agreement=nan:", "use a finite one"),
     "+model.published.hidden_size=3": (
@@ -408,6 +410,7 @@ UNWRITABLE = {
     "outputs=text.txt/mine": ("outputs=text.txt/mine:", "Not a directory"),
     "-m outputs=text.txt,fine": ("outputs=text.txt:", "File exists"),
     "outputs=/proc/mine": ("outputs=/proc/mine:", "choose a folder"),
+    "outputs=link": ("outputs=link:", "a link to /no/such/disk, which is not there"),
     "outputs=/dev/full": ("outputs=/dev/full:", "choose a folder"),
 }
 
@@ -415,6 +418,7 @@ UNWRITABLE = {
 @pytest.mark.parametrize("line", UNWRITABLE)
 def test_a_folder_that_takes_no_results_is_refused(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "link").symlink_to("/no/such/disk")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["zeroexp", *line.split()])
     assert zeroexp.main() == zeroexp.REFUSED

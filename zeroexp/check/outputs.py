@@ -21,5 +21,8 @@ def require_writable(named: str, folder: str | Path, remedy: str) -> None:
             file.write(bytes(ENOUGH_BYTES))
     except OSError as error:
         where = "" if error.filename is None else f": {error.filename}"
-        problem = f"no folder that can be written ({error.strerror}{where})"
+        why = f"{error.strerror}{where}"
+        if Path(folder).is_symlink() and not Path(folder).exists():
+            why = f"a link to {Path(folder).readlink()}, which is not there"
+        problem = f"no folder that can be written ({why})"
         raise ConfigError(f"{named}: {problem}; {remedy}") from error

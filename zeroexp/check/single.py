@@ -128,6 +128,11 @@ MOST_OF_SHAPE = {
 MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
+LISTS_OF_WORDS = (
+    *("model.freeze", "model.blocks", "data.labels", "study.must_equal"),
+    *("cluster.slurm.setup", "cluster.slurm.srun"),
+)
+
 # The name of a folder contains no path separator, and file systems accept it.
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
 
@@ -168,6 +173,14 @@ def names(config: Config) -> None:
     if config.outputs.startswith("~") or "$" in config.outputs:
         problem = "would be a folder of that name here: no shell has replaced its ~ or $"
         wrong("outputs", config.outputs, problem, "use outputs=$HOME/...")
+
+
+def lists(config: Config) -> None:
+    """Require plain lists, since OmegaConf takes a list in a list for a word."""
+    for key in LISTS_OF_WORDS:
+        value = value_of(config, key)
+        if any(item is None or isinstance(item, list | dict) for item in value or ()):
+            wrong(key, value, "no list of words", "use one such as [a,b]")
 
 
 def words(config: Config) -> None:
@@ -278,6 +291,6 @@ def study(config: Config) -> None:
 
 
 RULES = (
-    *(given, names, words, ranges, shapes, betas, world_sizes, bucket, repeats, watched),
+    *(given, names, lists, words, ranges, shapes, betas, world_sizes, bucket, repeats, watched),
     *(range_of_ports, study),
 )
