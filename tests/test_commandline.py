@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,7 @@ from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.verbs import VERBS
 
+HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
 TINY = ["model=tiny", "data=synthetic", "tracking=files", "world_size=1"]
 
 
@@ -43,6 +46,15 @@ def test_every_key_and_group_has_help(monkeypatch, capsys):
     assert "bf16_master" in told and "precision.autocast" in told
     assert say(monkeypatch, "--help", "train.stepz") == zeroexp.REFUSED
     assert "did you mean train.steps" in capsys.readouterr().err
+
+
+def test_python_without_docstrings_is_refused(tmp_path):
+    """transformers would blame the model."""
+    command = [sys.executable, "-OO", "-m", "zeroexp", *TINY]
+    done = subprocess.run(command, cwd=tmp_path, env=HERE, capture_output=True, text=True)
+    (told,) = done.stderr.splitlines()
+    assert done.returncode == zeroexp.REFUSED and told.startswith("zeroexp: PYTHONOPTIMIZE=2: ")
+    assert "unset it" in told and not list(tmp_path.iterdir())
 
 
 def test_version_is_ours(monkeypatch, capsys):

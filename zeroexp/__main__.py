@@ -27,6 +27,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
+WITHOUT_DOCSTRINGS = "PYTHONOPTIMIZE=2: transformers reads the docstrings that this removes; unset it, and leave out -OO"
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
 BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
@@ -42,6 +43,9 @@ def main() -> int:
     output.keep_going()
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
+        return REFUSED
+    if sys.flags.optimize > 1:
+        print(f"zeroexp: {WITHOUT_DOCSTRINGS}", file=sys.stderr)
         return REFUSED
     interruption.listen()
     with Sweep(arguments) as sweep:

@@ -15,6 +15,8 @@ from zeroexp.tracking import failure
 
 def prepare(folder: Path) -> None:
     """Everything is imported above."""
+    if folder.name == "sleep_in_prepare":
+        time.sleep(1000)
 
 
 def main(folder: Path, *, device: str) -> None:

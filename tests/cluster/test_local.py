@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import rank_code
+from tests.warm import Warm, start_servers_with
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster, environment
@@ -174,6 +175,19 @@ def test_a_lost_server_fails_its_job_and_is_replaced(tmp_path):
         again = local.run(healthy, on_record=lambda record: None, on_event=events.append)
     assert again.status == "done"
     assert len(events) == 1 and "starting another" in events[0]
+
+
+def test_a_server_that_hangs_before_there_are_ranks_is_told_and_replaced(tmp_path, monkeypatch):
+    start_servers_with(monkeypatch, Warm)
+    doomed, healthy = make_job(tmp_path / "sleep_in_prepare"), make_job(tmp_path / "say_who")
+    config = doomed.config
+    config.cluster.hang_s = 1
+    configs.save(config, doomed.folder / "config.yaml")
+    with LocalCluster(Config().cluster, rank_main=RANK_MAIN) as local:
+        cause = cause_of(run(local, doomed))
+        assert (cause["rank"], cause["exception"]) == (None, "Hang")
+        assert "prepares the ranks has done nothing for 1 s" in cause["message"]
+        assert run(local, healthy).status == "done"
 
 
 def test_a_server_that_can_not_start_fails_its_job(tmp_path):

@@ -1,7 +1,7 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
     sweep  ── {"folder", "world_size", "device", ...} ──▶  server  ── fork ──▶  rank 0 .. N-1
-           ◀────────────────── {"ended"} ─────────────────           ◀─ pidfds ──
+           ◀────────── {"prepared"}, then {"ended"} ──────           ◀─ pidfds ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
 as if it had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the
@@ -77,6 +77,8 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
         failure.write_unranked(folder, type(error).__name__, str(error))
         return "failed"
+    with contextlib.suppress(BrokenPipeError):
+        control.send(json.dumps({"prepared": True}).encode())
     gc.freeze()  # otherwise a rank's first collection copies the pages of all imported objects
     device = _device(request)
     if device is None:

@@ -86,7 +86,7 @@ class Watched:
         done = (numbers[advance.NUM_STEPS], numbers[advance.NUM_PHASES], numbers[advance.NUM_MOVES])
         self._seconds = self._seconds + seconds if done == self._done else 0.0
         self._done = done
-        phase, kernel = advance.PHASES[numbers[advance.PHASE]], _in_kernel(self._pid)
+        phase, kernel = advance.PHASES[numbers[advance.PHASE]], in_kernel(self._pid)
         if phase in (advance.BEFORE, advance.BUILDING):
             self._seconds = min(self._seconds, self._idle.look(seconds))
         sight = Sight(self._rank, self._host, self._pid, done, phase, self._seconds, state, kernel)
@@ -163,7 +163,8 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-def _in_kernel(pid: int) -> str:
+def in_kernel(pid: int) -> str:
+    """Return the kernel's function in which this process sleeps."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text().strip("0") or "no wait"
     except OSError:

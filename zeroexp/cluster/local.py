@@ -8,10 +8,13 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from zeroexp.cluster.hang import LOOK_SECONDS, in_kernel
+from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.config import ClusterConfig
@@ -75,16 +78,48 @@ class LocalCluster:
             timeout_seconds=config.cluster.timeout_s,
             hang_seconds=config.cluster.hang_s,
         )
-        answer = None
-        while answer is None:
+        answer: dict[str, Any] | None = None
+        preparing = _Preparing(self._server.pid, config.cluster.hang_s)
+        while answer is None or "prepared" in answer:
             answer = self._server.receive(POLL_SECONDS)
+            if answer:
+                preparing.over = True
+            elif preparing.stands_still():
+                self._server.kill()
+                answer = dict[str, Any](ended="failed", hung=preparing.told())
             for line in records.new_lines():
                 on_record(loads(line))
             for line in complaints.new():
                 on_event(line)
         if "lost" in answer:
             failure.write_unranked(job.folder, "ServerLost", answer["lost"])
+        if "hung" in answer:
+            failure.write_unranked(job.folder, "Hang", answer["hung"])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+
+
+class _Preparing:
+    """Looks whether the server does anything while it imports and compiles what ranks need, before there are any."""
+
+    def __init__(self, pid: int, hang_seconds: float | None) -> None:
+        self.over = hang_seconds is None
+        self._pid, self._most, self._idle = pid, hang_seconds or 0.0, Idle(pid)
+        self._looked = time.monotonic()
+
+    def stands_still(self) -> bool:
+        pause, passed = min(LOOK_SECONDS, self._most / 4), time.monotonic() - self._looked
+        if self.over or passed < pause:
+            return False
+        self._looked += passed
+        # Where this process itself was stopped, the server is not to blame.
+        return self._idle.look(min(passed, 2 * pause)) >= self._most
+
+    def told(self) -> str:
+        kernel = in_kernel(self._pid)
+        return (
+            f"the process {self._pid} that prepares the ranks has done nothing for {self._most:.0f} s;"
+            f" it waits ({kernel}), as for a disk that does not answer (cluster.hang_s)"
+        )
 
 
 class _Server:
@@ -120,6 +155,10 @@ class _Server:
         except ConnectionResetError:  # it died before it read the request
             packet = b""
         return json.loads(packet) if packet else self._died()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """Close the socket, upon which the server kills its ranks and ends."""
