@@ -27,7 +27,9 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
-WITHOUT_DOCSTRINGS = "PYTHONOPTIMIZE=2: transformers reads the docstrings that this removes; unset it, and leave out -OO"
+WITHOUT_DOCSTRINGS = (
+    "PYTHONOPTIMIZE=2: transformers reads the docstrings that it removes; unset it, leave out -OO"
+)
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
 BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
