@@ -57,3 +57,12 @@ def test_records_that_no_longer_fit(disk: Path) -> None:
     assert "No space left on device" in job.state["reason"], job.state
     assert json.loads((job.folder / "failure.json").read_text())["rank"] == 0
     assert len(read_records(job.folder)) > 5
+
+
+@pytest.mark.slow
+def test_a_store_beside_the_runs_that_takes_the_last_byte(disk: Path) -> None:
+    """No reason can be written down then, not even by who starts the ranks: one line says what is wrong."""
+    (disk / "of_somebody_else").write_bytes(bytes((1 << 20) - (200 << 10)))
+    done, _ = run(disk, "train.steps=200", "tracking=mlflow")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert "No space left on device" in done.stderr.splitlines()[-1]

@@ -62,10 +62,13 @@ def serve(control: socket.socket, code: RankCode) -> None:
     """Answer requests until the other side closes the socket."""
     while packet := control.recv(PACKET_BYTES):
         request = Request(**json.loads(packet))
-        ended = _run(request, control, code)
+        try:
+            answer = {"ended": _run(request, control, code)}
+        except OSError as error:  # as a disk without room for the reason of an end
+            answer = {"ended": "failed", "lost": f"its end can not be written down: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
-            control.send(json.dumps({"ended": ended}).encode())
+            control.send(json.dumps(answer).encode())
 
 
 def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
