@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -55,6 +56,21 @@ def test_python_without_docstrings_is_refused(tmp_path):
     (told,) = done.stderr.splitlines()
     assert done.returncode == zeroexp.REFUSED and told.startswith("zeroexp: PYTHONOPTIMIZE=2: ")
     assert "unset it" in told and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_while_it_imports_is_silent(tmp_path):
+    """Python tells each import that is done; ours of Hydra are then under way."""
+    command = [sys.executable, "-X", "importtime", "-m", "zeroexp", *TINY]
+    told: list[str] = []
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=HERE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        for line in run.stderr or ():
+            told.append(line)
+            if line.split("|")[-1].strip() == "antlr4.Token":
+                run.send_signal(signal.SIGINT)
+    assert run.returncode in (-signal.SIGINT, zeroexp.INTERRUPTED)
+    assert len(told) > 50 and all(line.startswith("import time:") for line in told), told[-1]
 
 
 def test_version_is_ours(monkeypatch, capsys):
