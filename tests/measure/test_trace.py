@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,39 @@ def test_the_peak_of_a_step_is_arithmetic(world, tmp_path):
     assert records[0].peak is not None
     in_warmup = records[0].peak.bytes_by_cause
     assert {**in_warmup, "other": 0} == {**held, "other": 0}
+
+
+def test_the_history_of_a_gpu_becomes_a_log(monkeypatch):
+    """Fakes in the form that torch documents, since no GPU is here: _snapshot's TraceEntry."""
+    calls: list[Any] = []
+    now = time.time()
+
+    def entry(action: str, addr: int, size: int, after: float) -> dict[str, Any]:
+        frames = [{"name": "f", "filename": "a.py", "line": 3}]
+        times = {"time_us": int(1e6 * (now + after)), "frames": frames}
+        return {"action": action, "addr": addr, "size": size, "stream": 0, **times}
+
+    history = [
+        entry("segment_alloc", 1, 2_097_152, 0.0),
+        entry("alloc", 1, 1000, 0.1),
+        entry("free_requested", 1, 1000, 0.2),
+        entry("free_completed", 1, 1000, 0.3),
+        entry("free_completed", 9, 600, 0.4),  # from before
+    ]
+    snapshot = {"device_traces": [[], history], "segments": []}
+    memory = torch.cuda.memory
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"requested_bytes.all.current": 700})
+    monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **k: calls.append(a))
+    monkeypatch.setattr(memory, "_snapshot", lambda _: snapshot)
+    with logged(torch.device("cuda", 1)) as log:
+        pass
+    assert log is not None and calls == [("all",), (None,)], "nothing is recorded afterwards"
+    assert log.base_bytes == 700 and log.snapshot is snapshot
+    (block,) = log.blocks
+    assert (block.num_bytes, block.address, block.operator) == (1000, 1, "f (a.py:3)")
+    assert block.ended - block.began == pytest.approx(0.2, abs=1e-4)
+    assert block.began == pytest.approx(time.perf_counter() + 0.1, abs=5)
+    assert [(address, num_bytes) for _, address, num_bytes in log.freed] == [(9, 600)]
 
 
 def test_buckets_that_ddp_lays_out_anew_are_never_counted_below_zero():

@@ -17,6 +17,7 @@ from zeroexp.config import ConfigError
 from zeroexp.measure.record import Peak
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
+from zeroexp.report.headline import cards
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -56,6 +57,16 @@ def test_memory_and_traffic_stand_beside_the_closed_form_of_the_run(sweep: Path)
     for name in ("memory", "traffic"):
         older = bars(drawn[name])["the stage's table"]
         assert list(older) == [point.name for point in others]
+
+
+def test_the_first_numbers_compare_what_can_be_compared(sweep: Path) -> None:
+    made = {card.label: card for card in cards(points(sweep))}
+    assert made["least memory"].value == f"{2 * P:.1f} MiB"
+    assert made["least memory"].words.startswith("zero3 · buffer · ranks 2, 0.50 of")
+    assert made["least sent"].words == "ddp · buffer · ranks 2, like all others", (
+        "one rank sends none"
+    )
+    assert made["losses"].value == "equal"
 
 
 def test_the_peak_is_told_by_cause(sweep: Path) -> None:
@@ -177,7 +188,25 @@ def test_a_name_in_a_chart_cannot_end_its_script(tmp_path: Path) -> None:
         config.write_text(config.read_text().replace("  path: null", f"  path: {path}", 1))
     text = page.render(points(tmp_path / "sweep"))
     assert "</script><b>" not in text
-    assert "zero3 · buffer · path </script><b>" in bars(charts(text)["memory"])["parameters"]
+    name = "zero3 · buffer · path &lt;/script><b>".replace("<b>", "&lt;b>")
+    assert name in bars(charts(text)["memory"])["parameters"], "plotly would take a tag for its own"
+
+
+def test_a_loss_that_is_no_number_leaves_every_chart_whole(tmp_path: Path) -> None:
+    for name in ("ddp", "zero3"):
+        folder = write_run(tmp_path / "sweep" / name, name)
+        lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+        for line in lines[5:] if name == "zero3" else []:
+            line["loss"] = "NaN"
+        (folder / "records.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    summary = tmp_path / "sweep/zero3/summary.json"
+    told = json.loads(summary.read_text())
+    summary.write_text(json.dumps({**told, "final_loss": "NaN", "diverged_at": 5}))
+    text = page.render(points(tmp_path / "sweep"))
+    assert "NaN" not in json.dumps(charts(text))
+    losses = {t["name"]: t["y"] for t in charts(text)["losses"]["data"] if t["yaxis"] == "y"}
+    assert losses["zero3 · buffer"][4] is not None and losses["zero3 · buffer"][5:] == [None] * 18
+    assert "zero3 · buffer diverged at step 5" in text and "<strong>not alike</strong>" in text
 
 
 def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:

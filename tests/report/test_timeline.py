@@ -39,7 +39,7 @@ def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> Non
 
 def test_memory_rises_with_the_gather_and_falls_behind_it(run: Path) -> None:
     (chart,) = timelines(points_of(read_runs([run])[0]))
-    pools = [t for t in chart.data if t["type"] == "scatter" and t["name"] == "pools"]
+    pools = [t for t in chart.data if t["type"] == "scatter" and t["name"] == "held: pools"]
     assert [(t["yaxis"], t["stackgroup"]) for t in pools] == [("y2", "rank 0"), ("y4", "rank 1")]
     assert (pools[0]["x"], pools[0]["y"]) == ([0, 1, 6], [0, 8, 0])
     first, second = chart.layout["yaxis"]["domain"], chart.layout["yaxis3"]["domain"]
@@ -49,6 +49,16 @@ def test_memory_rises_with_the_gather_and_falls_behind_it(run: Path) -> None:
 def test_a_torn_trace_costs_that_rank_alone(run: Path) -> None:
     (run / "trace.0.9.json").write_text('{"traceEvents": [')
     assert [(one.rank, one.step) for one in read_traces(run)] == [(1, 9)]
+
+
+def test_the_engine_that_gathers_and_frees_is_shown_first(tmp_path: Path) -> None:
+    for strategy, implementation in (("ddp", "torch"), ("zero2", "buffer"), ("zero3", "buffer")):
+        folder = write_run(tmp_path / "sweep" / f"{strategy}", strategy, implementation)
+        write_trace(folder, rank=0, step=9, began_at=1.0)
+    drawn = timelines(points_of(read_runs([tmp_path / "sweep"])[0]))
+    assert [chart.title.split(": ")[1] for chart in drawn] == [
+        *("zero3 · buffer", "zero2 · buffer", "ddp · torch")
+    ]
 
 
 def test_without_a_trace_the_page_says_how_to_get_one(tmp_path: Path) -> None:

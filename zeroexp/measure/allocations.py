@@ -51,6 +51,9 @@ class Log:
         default_factory=list[tuple[float, int, int]]
     )  # (when, address, bytes) of blocks from before the log
     spans: list[Span] = field(default_factory=list[Span])
+    snapshot: dict[str, Any] | None = (
+        None  # of a GPU's caching allocator with its history, as torch's viewer shows it
+    )
 
     def add(self, changes: Iterable[tuple[float, int, int, str, int]]) -> None:
         """Add changes (when, bytes, address, operator, thread), in order; bytes are negative where a block ends."""
@@ -147,7 +150,8 @@ def _function(
 @contextmanager
 def _logged_on_cuda(device: torch.device) -> Generator[Log]:
     memory: Any = torch.cuda.memory
-    log = Log(torch.cuda.memory_allocated(device))
+    # The history tells what was asked for; memory_allocated counts blocks, each rounded up to 512 bytes.
+    log = Log(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     to_perf_counter = time.perf_counter() - time.time()
     memory._record_memory_history(
         "all", context="alloc", stacks="python", max_entries=MOST_CUDA_CHANGES
@@ -155,8 +159,10 @@ def _logged_on_cuda(device: torch.device) -> Generator[Log]:
     try:
         yield log
     finally:
-        traces = memory._snapshot(device)["device_traces"][device.index or 0]
+        snapshot: dict[str, Any] = memory._snapshot(device)
         memory._record_memory_history(None)
+    log.snapshot = snapshot
+    traces: list[dict[str, Any]] = snapshot["device_traces"][device.index or 0]
     signs = {"alloc": 1, "free_completed": -1}
     log.add(
         (

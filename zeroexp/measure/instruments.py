@@ -11,6 +11,7 @@ On any other step nothing is installed.
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -84,8 +85,9 @@ class Instruments:
             "traceEvents": events_of(trace, self.world.rank),
         }
         (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(json.dumps(content))
-        if self.world.device.type == "cuda":
-            snapshot(self.folder / f"memory.{self.world.rank}.{step}.pickle")
+        if trace.log is not None and trace.log.snapshot is not None:
+            path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
+            path.write_bytes(pickle.dumps(trace.log.snapshot))
 
     @contextmanager
     def _hashing(self, step: int, module: nn.Module, strategy: Strategy) -> Generator[None]:

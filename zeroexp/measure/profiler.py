@@ -33,7 +33,7 @@ def profiled(folder: Path, world: World, step: int) -> Generator[None]:
             meter.annotate = None
     name = folder / f"profile.{world.rank}.{step}"
     seen.export_chrome_trace(f"{name}.json")
-    on = "cuda" if world.device.type == "cuda" else "cpu"
+    on = "device" if world.device.type == "cuda" else "cpu"
     averages: Any = seen.key_averages()
     table: str = averages.table(
         sort_by=f"self_{on}_time_total", row_limit=NUM_ROWS, max_name_column_width=80

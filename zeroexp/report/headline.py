@@ -31,7 +31,11 @@ def cards(points: Sequence[Point]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
     held = [(p.summary.memory.total.fullest, p) for p in points if p.summary]
     timed = _trusted(points)
-    sent = [(s.fullest, p) for p in points if p.summary and (s := p.summary.sent_bytes_per_step)]
+    sent = [
+        (s.fullest, p)
+        for p in points
+        if p.summary and p.run.world_size > 1 and (s := p.summary.sent_bytes_per_step)
+    ]
     made: list[Card] = []
     if len(held) > 1:
         made.append(_least("least memory", held, 1 / MIB, "MiB"))
@@ -93,6 +97,8 @@ def _least_memory(points: Sequence[Point]) -> str:
     if len(held) < 2:
         return ""
     (least, low), (most, high) = (end(held, key=lambda pair: pair[0]) for end in (min, max))
+    if least == most:
+        return f"All points hold {least / MIB:,.1f} MiB on their fullest rank."
     return (
         f"{low.name} holds least: {least / MIB:,.1f} MiB on its fullest rank, {least / most:.2f} of what {high.name} "
         f"holds ({most / MIB:,.1f} MiB)."

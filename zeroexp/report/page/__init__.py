@@ -15,7 +15,9 @@ from dataclasses import asdict
 from functools import cache
 from html import escape
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
+from typing import Any, cast
 
 from zeroexp.config import ConfigError
 from zeroexp.report.conclusions import conclude
@@ -37,6 +39,7 @@ from zeroexp.report.page.traffic import traffic
 from zeroexp.report.points import Point
 
 NAME = "report.html"
+TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     memory,
     causes,
@@ -95,7 +98,7 @@ def render(
         ("provenance", "What was run, and how to repeat it", provenance(points)),
     ]
     sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
-    drawn = [asdict(chart) for chart in [verdicts, *charts] if chart.data]
+    drawn = [_drawn(chart) for chart in [verdicts, *charts] if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
         "cards": "".join(map(_card, cards(points))),
@@ -114,6 +117,23 @@ def render(
         "plotly": _plotly(),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _template())
+
+
+def _drawn(chart: Chart) -> dict[str, Any]:
+    """Return the chart for JSON: plotly takes tags in names for its own, and JSON has no infinity."""
+    content = asdict(chart)
+    return {**content, **{part: _plain(content[part]) for part in ("data", "layout")}}
+
+
+def _plain(part: Any, key: str = "") -> Any:
+    if isinstance(part, dict):
+        named = cast(dict[str, Any], part)
+        return {name: _plain(value, name) for name, value in named.items()}
+    if isinstance(part, list):
+        return [_plain(value, key) for value in cast(list[Any], part)]
+    if isinstance(part, str) and key not in TEMPLATES:
+        return part.replace("&", "&amp;").replace("<", "&lt;")
+    return None if isinstance(part, float) and not isfinite(part) else part
 
 
 def _figure(chart: Chart) -> str:

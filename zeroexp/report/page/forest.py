@@ -24,6 +24,10 @@ WORDS = (
     "Step time over that of {reference}, from pairs of runs of one round; intervals hold with 95 % for all points "
     "together. Left of the line is faster; within the grey band, ±2 %, counts as no difference."
 )
+TOO_FEW = (
+    "Step time over that of {reference}. With fewer than three runs each nobody knows how much runs differ, so nothing "
+    "is claimed; repeats=5 would tell."
+)
 ALONE = "One point has nothing to be compared with."
 
 
@@ -32,9 +36,9 @@ def forest(found: Conclusions) -> Chart:
     compared = [(one.point.name, one.comparison) for one in found.judged if one.comparison]
     if found.reference is None or not compared:
         return Chart("forest", TITLE, ALONE)
-    words = WORDS.format(reference=found.reference.name)
     if all(comparison.low is None for _, comparison in compared):
-        return Chart("forest", TITLE, words)
+        return Chart("forest", TITLE, TOO_FEW.format(reference=found.reference.name))
+    words = WORDS.format(reference=found.reference.name)
     rows = [name for name, _ in compared]
     data = [trace for verdict in Verdict if (trace := _marks(verdict, compared))]
     ends = [end for _, c in compared for end in (c.low or c.ratio, c.high or c.ratio)]

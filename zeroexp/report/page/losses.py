@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from zeroexp.report.agreement import largest_distance
-from zeroexp.report.page.chart import Chart, Trace
+from zeroexp.report.page.chart import MANY, Chart, Trace
 from zeroexp.report.palette import DASHES, SERIES
 from zeroexp.report.points import Point
 
@@ -39,6 +39,7 @@ def losses(points: Sequence[Point]) -> Chart:
             **_decades([distance for curve in away.values() for distance in curve if distance]),
         },
         "hovermode": "closest",
+        "showlegend": len(curves) <= MANY,
     }
     return Chart("losses", TITLE, f"{largest_distance(curves)} {BELOW}", data, layout, 520)
 

@@ -30,6 +30,7 @@ from zeroexp.report.palette import (
 )
 from zeroexp.report.points import Point
 from zeroexp.report.reading import UNREADABLE
+from zeroexp.report.theory import SENDS, stage_of
 
 TITLE = "One step"
 NOTHING = (
@@ -61,14 +62,23 @@ class Traced:
 
 
 def timelines(points: Sequence[Point]) -> list[Chart]:
-    """Return one chart for each of the first traced points, of the last step that each traced."""
+    """Return one chart for each of a few traced points, of the last step that each traced.
+
+    Those come first that show most: our engines, and of these the ones that gather and free units.
+    """
     charts: list[Chart] = []
-    for point in points:
-        ranks = read_traces(point.run.folder)
-        if ranks and len(charts) < MOST_POINTS:
+    for point in sorted(points, key=_shows_less):
+        if len(charts) == MOST_POINTS:
+            break
+        if ranks := read_traces(point.run.folder):
             number = f"-{len(charts) + 1}" if charts else ""
             charts.append(_chart(f"timeline{number}", point, ranks[:MOST_RANKS]))
     return charts or [Chart("timeline", TITLE, NOTHING)]
+
+
+def _shows_less(point: Point) -> tuple[bool, bool]:
+    stage = stage_of(point.run)
+    return point.run.implementation == "torch", stage is None or stage.gather not in SENDS
 
 
 def read_traces(folder: Path) -> list[Traced]:
@@ -170,7 +180,7 @@ def _memory(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace
         {
             "type": "scatter",
             "mode": "lines",
-            "name": cause,
+            "name": f"held: {cause}",
             "legendgroup": f"held: {cause}",
             "showlegend": _is_new(f"held: {cause}", told),
             "x": times,
