@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-_is_command = __name__ == "__main__" or sys.argv[0].endswith("/zeroexp")
-if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if (__name__ == "__main__" or sys.argv[0].endswith("/zeroexp")) and signal.getsignal(
+    signal.SIGINT
+) is signal.default_int_handler:
     # Imports take a second, and Ctrl-C in them should end this in silence; `main` listens to it in its own way.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
