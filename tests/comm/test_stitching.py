@@ -105,7 +105,7 @@ def compare_with_messages(world: World) -> None:
         assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_PAGES * cut_elements(PAGE_BYTES)
         unit.store.release(forget=True)
         unit.gather().wait()
-        unit.arrived()
+        unit.show_gathered()
         own = tensors.full[tensors.chunk.section(world.rank)]
         assert own.data_ptr() != tensors.piece.data_ptr() and torch.equal(own, tensors.piece)
         tensors.piece[5] = 77.0

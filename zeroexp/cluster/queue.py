@@ -75,7 +75,7 @@ class Queue:
             (job.folder / HELD).unlink(missing_ok=True)
         except Later as later:
             self._full = True
-            hold(job, str(later))
+            mark_held_back(job, str(later))
         except ConfigError as error:
             job.enter("failed", str(error))
 
@@ -140,7 +140,7 @@ class HeldJobs:
         return taken
 
 
-def hold(job: Job, reason: str) -> None:
+def mark_held_back(job: Job, reason: str) -> None:
     write_json(job.folder / HELD, {"reason": reason})
     job.enter("pending", reason)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroexp import advance
 from zeroexp.comm.facts import Facts
-from zeroexp.measure.verbs import Move, meter
+from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.sharding.layout import Chunk
 
 
@@ -60,7 +60,7 @@ class Pending:
     def __init__(self, works: Sequence[Any], then: Callable[[], Pending | None] | None = None):
         self._works = works
         self._then = then
-        self.move: Move | None = None  # as what the wait is timed
+        self.move: TimedMove | None = None  # as what the wait is timed
 
     def wait(self) -> None:
         advance.move()

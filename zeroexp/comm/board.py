@@ -38,7 +38,7 @@ def order_memory() -> None:
         pass
 
 
-class Layout:
+class BoardLayout:
     """Where the words of a board lie, for a world of this size."""
 
     def __init__(self, world_size: int):
@@ -54,7 +54,7 @@ class Board:
     """A neighbour's board, which this rank reads."""
 
     def __init__(self, file: int, world_size: int, *, access: int = mmap.ACCESS_READ):
-        self._layout = Layout(world_size)
+        self._layout = BoardLayout(world_size)
         mapping = mmap.mmap(file, self._layout.num_bytes, access=access)
         self._words = memoryview(mapping).cast("q")
 
@@ -74,7 +74,7 @@ class Board:
         """Return the tag of the last data that the neighbour read in this slot of `rank`."""
         return self._words[self._layout.slot(_READ, rank, slot)]
 
-    def offered(self, offer: int, step: int) -> Sequence[int] | None:
+    def offer_offsets(self, offer: int, step: int) -> Sequence[int] | None:
         """Return the offsets of this offer's tensors; None as long as the offer is not one of this step."""
         start = self._layout.offers + 2 * offer
         if self._words[start] != step:
@@ -90,25 +90,25 @@ class OwnBoard(Board):
     def __init__(self, world_size: int):
         self.file = os.memfd_create("zeroexp-board")
         weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, Layout(world_size).num_bytes)
+        os.ftruncate(self.file, BoardLayout(world_size).num_bytes)
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
         self._top = self._layout.entries
         self._said: dict[int, list[int]] = {}  # offer -> the offsets in its entry
 
-    def say_ended(self, num_steps: int) -> None:
+    def post_ended(self, num_steps: int) -> None:
         order_memory()
         self._words[0] = num_steps
 
-    def say_staged(self, rank: int, slot: int, tag: int, offset: int) -> None:
+    def post_staged(self, rank: int, slot: int, tag: int, offset: int) -> None:
         self._words[self._layout.slot(_WHERE, rank, slot)] = offset
         order_memory()
         self._words[self._layout.slot(_STAGED, rank, slot)] = tag
 
-    def say_read(self, rank: int, slot: int, tag: int) -> None:
+    def post_read(self, rank: int, slot: int, tag: int) -> None:
         order_memory()
         self._words[self._layout.slot(_READ, rank, slot)] = tag
 
-    def say_offered(self, offer: int, step: int, offsets: list[int]) -> None:
+    def post_offered(self, offer: int, step: int, offsets: list[int]) -> None:
         start = self._layout.offers + 2 * offer
         if offer >= MOST_OFFERS:
             raise ValueError(f"more than {MOST_OFFERS} units: set strategy.unit=block")

@@ -19,7 +19,7 @@ from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
 from zeroexp.comm.stitching import open_memory
 from zeroexp.measure.record import Traffic, added
-from zeroexp.measure.verbs import Move, meter
+from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.world import World
 
 
@@ -186,7 +186,7 @@ class Collectives:
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
-    def _count(self, kind: str, sent: Sent, move: Move) -> Pending:
+    def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
         pending, num_bytes = sent
         advance.move()
         pending.move, move.in_flight = move, True

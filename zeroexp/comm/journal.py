@@ -50,7 +50,7 @@ class Journal:
         """Agree with the other ranks on a name for this engine's journals, and start the thread."""
         if self._watches:
             name = worlds.gather(uuid.uuid4().hex)[0]
-            looker = Looker(weakref.ref(self), self._world, name)
+            looker = ComparingThread(weakref.ref(self), self._world, name)
             threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
 
     def note(self, what: str) -> None:
@@ -103,7 +103,7 @@ class CutWait:
             time.sleep(LOOK_SECONDS / 10)
 
 
-class Looker:
+class ComparingThread:
     """The work of the thread, which ends with the engine or with the process group."""
 
     def __init__(self, journal: weakref.ref[Journal], world: World, name: str):

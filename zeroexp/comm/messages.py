@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.watch import Message, Watch, Watched
+from zeroexp.comm.watch import Message, Watch, WatchedMessage
 
 SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~40 us a message
@@ -76,8 +76,12 @@ class GlooChannel:
 
         return Arrival(wait, release=lambda: None)
 
-    def _watched(self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool) -> Watched:
-        return Watched(work, Message(self._peer, tag, buffer.nbytes, what, given), self._watch)
+    def _watched(
+        self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool
+    ) -> WatchedMessage:
+        return WatchedMessage(
+            work, Message(self._peer, tag, buffer.nbytes, what, given), self._watch
+        )
 
 
 def _group() -> dist.ProcessGroup:

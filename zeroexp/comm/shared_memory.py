@@ -116,13 +116,13 @@ class Arena:
 
     def offer(self, offer: int, tensors: Sequence[Tensor]) -> None:
         """Promise that these resting tensors will not change before `end_offers`; replaces the offer of this number."""
-        self.board.say_offered(offer, self.step, [self.offset_of(t) for t in tensors])
+        self.board.post_offered(offer, self.step, [self.offset_of(t) for t in tensors])
         for channel in self.channels:
             channel.ring()
 
     def end_offers(self) -> None:
         """Return when no neighbour reads this rank's offers any more; this rank reads none of theirs from now on."""
-        self.board.say_ended(self.step)
+        self.board.post_ended(self.step)
         self.step += 1
         for channel in self.channels:
             channel.ring()
@@ -182,7 +182,7 @@ class SharedChannel:
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         slot, offset = self._arena.stage(tag, tensors, what)
         self._sent[slot] = tag
-        self._arena.board.say_staged(self.peer, slot, tag, offset)
+        self._arena.board.post_staged(self.peer, slot, tag, offset)
         self._bell.ring(self.peer)
         return []
 
@@ -203,17 +203,17 @@ class SharedChannel:
         def release() -> None:
             found = staged()
             assert found is not None, "released before it was read"
-            self._arena.board.say_read(self.peer, found[0], tag)
+            self._arena.board.post_read(self.peer, found[0], tag)
             self._bell.ring(self.peer)
 
         return Arrival(wait, release)
 
     def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
-        def offered() -> Sequence[int] | None:
-            return self._board.offered(offer, self._arena.step)
+        def offsets_of_offer() -> Sequence[int] | None:
+            return self._board.offer_offsets(offer, self._arena.step)
 
-        self._bell.wait_until(lambda: offered() is not None, self.peer, what)
-        offsets = offered()
+        self._bell.wait_until(lambda: offsets_of_offer() is not None, self.peer, what)
+        offsets = offsets_of_offer()
         assert offsets is not None
         for target, view in zip(targets, self._views(offsets, targets), strict=True):
             target.copy_(view)

@@ -62,7 +62,7 @@ class Watch:
         self.sent.append((peer, tag))
         if not self._started:
             self._started = True
-            looker = Looker(weakref.ref(self), self.rank, self._size, self._name)
+            looker = LateMessageThread(weakref.ref(self), self.rank, self._size, self._name)
             threading.Thread(target=looker.run, name="zeroexp-watch", daemon=True).start()
 
     def wait(self, work: Any, message: Message) -> None:
@@ -79,7 +79,7 @@ class Watch:
             raise RuntimeError(self.error)
 
 
-class Watched:
+class WatchedMessage:
     """A work of gloo whose wait is watched."""
 
     def __init__(self, work: Any, message: Message, watch: Watch):
@@ -91,7 +91,7 @@ class Watched:
         self._watch.wait(self._work, self._message)
 
 
-class Looker:
+class LateMessageThread:
     """The work of the thread, which ends with the engine."""
 
     def __init__(self, watch: weakref.ref[Watch], rank: int, size: int, name: str):

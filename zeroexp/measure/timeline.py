@@ -32,7 +32,7 @@ from typing import Any
 from zeroexp.measure.allocations import Span
 from zeroexp.measure.causes import Causes, in_order
 from zeroexp.measure.trace import StepTrace, spans_of
-from zeroexp.measure.verbs import Move
+from zeroexp.measure.verbs import TimedMove
 
 ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
 NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before
@@ -87,7 +87,7 @@ class _Rows:
         return round(MICRO * (when - self._began), 3)
 
 
-def _events_of_move(rows: _Rows, move: Move, began: float) -> Iterator[dict[str, Any]]:
+def _events_of_move(rows: _Rows, move: TimedMove, began: float) -> Iterator[dict[str, Any]]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
     for part, (start, end) in spans_of(move).items():

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroexp.measure.allocations import Log, logged
 from zeroexp.measure.causes import Causes, Reading, Times, in_order, largest, read
 from zeroexp.measure.record import Peak, VerbSeconds
-from zeroexp.measure.verbs import Move, meter
+from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.strategies.base import ModelStates
 
 BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
@@ -52,7 +52,7 @@ class StepTrace:
     # When backward reached the model's output.
     reached: list[float] = field(default_factory=list[float])
     phases: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
-    moves: list[Move] = field(default_factory=list[Move])
+    moves: list[TimedMove] = field(default_factory=list[TimedMove])
     causes: Causes | None = None
 
     def moment(self, states: ModelStates) -> None:
@@ -60,7 +60,7 @@ class StepTrace:
         self.readings.append(read(states, time.perf_counter()))
 
     def finish(
-        self, marks: list[tuple[str | None, Any]], moves: list[Move], shared_bytes: int
+        self, marks: list[tuple[str | None, Any]], moves: list[TimedMove], shared_bytes: int
     ) -> None:
         """Take the marks of the step's clock and the moves that ended in it, once the step is over."""
         self.moves = moves
@@ -193,7 +193,7 @@ def traced(
         meter.device = before
 
 
-def spans_of(move: Move) -> dict[str, tuple[float, float]]:
+def spans_of(move: TimedMove) -> dict[str, tuple[float, float]]:
     """Return when this thread issued the move and when it waited for it: part -> (from, to)."""
     marks = {"issue": (move.began, move.issued), "wait": (move.waited, move.ended)}
     return {
@@ -208,7 +208,7 @@ def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     return register(hook)
 
 
-def _runs(move: Move, when: float) -> bool:
+def _runs(move: TimedMove, when: float) -> bool:
     return any(start <= when < end for start, end in spans_of(move).values())
 
 

@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
-class Move:
+class TimedMove:
     """One move of one unit, bucket or small message, with the marks of its life."""
 
     verb: str
@@ -75,16 +75,16 @@ class VerbMeter:
         self.device = torch.device("cpu")
         # What a profiler is to show around each verb; it is given the verb and its object.
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
-        self._now: Move | None = None  # the move that this thread issues or waits for
-        self._ended: list[Move] = []
+        self._now: TimedMove | None = None  # the move that this thread issues or waits for
+        self._ended: list[TimedMove] = []
 
     @contextmanager
-    def issuing(self, verb: str, what: str) -> Generator[Move]:
+    def issuing(self, verb: str, what: str) -> Generator[TimedMove]:
         """Time the issue of a move. Inside another issue it is a part of that one, which is then yielded."""
         if self._now is not None and self._now.issued is None:
             yield self._now
             return
-        move = Move(verb, what, mark(self.device))
+        move = TimedMove(verb, what, mark(self.device))
         before, self._now = self._now, move
         try:
             with self._shown(move, "issue"):
@@ -101,7 +101,7 @@ class VerbMeter:
         return self._now is not None and self._now.issued is None
 
     @contextmanager
-    def waiting(self, move: Move) -> Generator[None]:
+    def waiting(self, move: TimedMove) -> Generator[None]:
         """Time the wait for a move that was issued."""
         move.waited = mark(self.device)
         before, self._now = self._now, move
@@ -113,7 +113,7 @@ class VerbMeter:
             move.ended = mark(self.device)
         self._ended.append(move)
 
-    def arrived(self, move: Move) -> None:
+    def arrived(self, move: TimedMove) -> None:
         """Note that the backend's part of the move is done; on a GPU the stream stood still until then."""
         move.arrived = mark(self.device)
 
@@ -122,11 +122,11 @@ class VerbMeter:
         if self._now is not None:
             self._now.blocked.append((peer, since, time.perf_counter() - since))
 
-    def take(self) -> list[Move]:
+    def take(self) -> list[TimedMove]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _shown(self, move: Move, part: str) -> AbstractContextManager[Any]:
+    def _shown(self, move: TimedMove, part: str) -> AbstractContextManager[Any]:
         if self.annotate is None:
             return nullcontext()
         return self.annotate(f"{move.verb} {move.what}, {part}")
@@ -149,7 +149,7 @@ def named(verb: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def sum_up(moves: Iterable[Move]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
+def sum_up(moves: Iterable[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
     """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU."""
     verbs: dict[str, VerbSeconds] = {}
     waits: dict[str, float] = {}
