@@ -61,6 +61,7 @@ ORDER = [
     {"zeroexp.plan.table", "zeroexp.plan.fit"},
     {
         *("zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "zeroexp.diverge"),
+        "zeroexp.calibrate",
         "hydra_plugins",
     },
     {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},

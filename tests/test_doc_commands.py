@@ -27,7 +27,13 @@ QUICK = [
 PAGES = [*QUICK, "README.md", "CONTRIBUTING.md"]
 PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.name != "slurm.md")
 MODULES = (
-    *("zeroexp", "zeroexp.export", "zeroexp.plan", "zeroexp.plan.published_page"),
+    *(
+        "zeroexp",
+        "zeroexp.calibrate",
+        "zeroexp.export",
+        "zeroexp.plan",
+        "zeroexp.plan.published_page",
+    ),
     *("zeroexp.report", "zeroexp.report.pictures", "zeroexp.sync", "zeroexp.watch"),
 )
 COMMAND = re.compile(

@@ -190,6 +190,7 @@ class Collectives:
         pending, num_bytes = sent
         advance.move()
         pending.move, move.in_flight = move, True
+        move.num_bytes += num_bytes
         sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind
         sums[kind] = sums.get(kind, 0) + num_bytes
         calls[kind] = calls.get(kind, 0) + 1

@@ -67,11 +67,16 @@ def measure(world: World, *, transport: str = "auto") -> Link:
     """
     if world.size == 1:
         return Link(0.0, float("inf"))
+    return fit(PROBED_BYTES, measure_moves(world, transport=transport))
+
+
+def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
+    """Return the seconds of reductions of PROBED_BYTES between all ranks of `world`, which call it together."""
     chunks = [_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
     wire = Collectives(world, transport=transport)
     wire.meet()
     wire.reserve(0, slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
-    return fit(PROBED_BYTES, [_seconds_of(chunk, wire) for chunk in chunks])
+    return [_seconds_of(chunk, wire) for chunk in chunks]
 
 
 def _chunk(numel: int, world_size: int) -> Chunk:

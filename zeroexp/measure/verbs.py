@@ -42,6 +42,7 @@ class TimedMove:
     ended: Mark | None = None
     in_flight: bool = False  # a Pending will end it
     moves_on_wait: bool = False
+    num_bytes: int = 0  # that this rank sends
     # (peer or None, when, seconds) of each time this rank had to wait, on the CPU
     blocked: list[tuple[int | None, float, float]] = field(
         default_factory=list[tuple[int | None, float, float]]
@@ -75,6 +76,8 @@ class VerbMeter:
         self.device = torch.device("cpu")
         # What a profiler is to show around each verb; it is given the verb and its object.
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        # Told of each move when it has been issued, and again when it is about to be waited for.
+        self.observe: Callable[[TimedMove], None] | None = None
         self._now: TimedMove | None = None  # the move that this thread issues or waits for
         self._ended: list[TimedMove] = []
 
@@ -92,6 +95,8 @@ class VerbMeter:
         finally:
             self._now = before
             move.issued = mark(self.device)
+        if self.observe is not None:
+            self.observe(move)
         if not move.in_flight:
             self._ended.append(move)
 
@@ -104,6 +109,8 @@ class VerbMeter:
     def waiting(self, move: TimedMove) -> Generator[None]:
         """Time the wait for a move that was issued."""
         move.waited = mark(self.device)
+        if self.observe is not None:
+            self.observe(move)
         before, self._now = self._now, move
         try:
             with self._shown(move, "wait"):

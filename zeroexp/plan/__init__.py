@@ -7,5 +7,6 @@ outcome.py, remedy.py         what all ranks hold and send; what to change where
 rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory
 depth.py, ddp_buckets.py      a deep model, rehearsed at three small depths; DistributedDataParallel's buckets
 peak.py                       the peak of a planned point with activations, by a rehearsal
+speed.py, timing.py           how fast a rank and its links are; the seconds of a rehearsed step
 points.py, table.py           the points of a command line; tables, JSON and CSV
 """

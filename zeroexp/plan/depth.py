@@ -73,11 +73,11 @@ def _on_line(one: Any, two: Any, times: int) -> Any:
         return type(one)(**_on_line(vars(one), vars(two), times))
     if isinstance(one, dict):
         return {k: _on_line(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
-    return one + times * (two - one) if isinstance(one, int) else one
+    return one + times * (two - one) if isinstance(one, int | float) else one
 
 
 def _agree(one: Any, two: Any) -> bool:
-    """Tell whether all numbers inside agree."""
+    """Tell whether all whole numbers inside agree; others are seconds, which are never as exact."""
     if is_dataclass(one) and not isinstance(one, type):
         return _agree(vars(one), vars(two))
     if isinstance(one, dict):

@@ -34,6 +34,8 @@ class Rehearsed:
     ranks: list[RankPeak]
     device: str  # whose kernels were rehearsed
     depths: tuple[int, ...]
+    step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
+    speed: str = ""  # whose speed: calibrated, or a prior
 
     @property
     def fullest(self) -> RankPeak:

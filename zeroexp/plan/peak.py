@@ -18,16 +18,21 @@ from zeroexp.plan.outcome import Outcome, RankPeak, Rehearsed
 from zeroexp.plan.place import Place
 from zeroexp.plan.predict import Form
 from zeroexp.plan.rehearse import PHASES, RankRehearsal, rehearse
+from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak
+from zeroexp.plan.timing import step_seconds
+from zeroexp.plan.torch_forms import DdpForm
 
 MOST_MICROBATCHES = 2
 
 
-def rehearsed(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> Rehearsed:
+def rehearsed(
+    config: Config, place: Place, form: AnyForm, outcome: Outcome, speed: Speed
+) -> Rehearsed:
     """Rehearse a point that has been planned. Raises ConfigError in one line for what can not be rehearsed."""
     per_rank = outcome.peak.per_rank
     ranks = {0, per_rank.index(max(per_rank)), config.world_size - 1}
-    return _rehearsed(config, place, form, alike_once(form, ranks))
+    return _rehearsed(config, place, form, alike_once(form, ranks), speed)
 
 
 def peak_of(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> RankPeak:
@@ -42,11 +47,23 @@ def alike_once(form: AnyForm, ranks: set[int]) -> list[int]:
     return sorted(first.values())
 
 
-def _rehearsed(config: Config, place: Place, form: AnyForm, ranks: list[int]) -> Rehearsed:
+def _rehearsed(
+    config: Config, place: Place, form: AnyForm, ranks: list[int], speed: Speed | None = None
+) -> Rehearsed:
     shares = isinstance(form, Form) and form.schedule.facts.shares_memory
-    found = rehearse(_shortened(config, form if shares else None, place), ranks=ranks, reads=False)
+    shorter = _shortened(config, form if shares else None, place)
+    found = rehearse(shorter, ranks=ranks, reads=False, speed=speed)
     peaks = [_of_rank(rank, form if shares else None) for rank in found.ranks]
-    return Rehearsed(peaks, found.device, found.depths)
+    if speed is None:
+        return Rehearsed(peaks, found.device, found.depths)
+    microbatches = config.data.global_batch_size / shorter.data.global_batch_size
+    untold = 0.0
+    if isinstance(form, DdpForm):
+        sent = sum(form.traffic(ranks[0]).bytes_by_kind.values())
+        untold = sent / speed.link_bytes_per_second
+    times = [step_seconds(each.seconds, microbatches, untold, speed.unsure) for each in found.ranks]
+    slowest = max(times, key=lambda seconds: seconds[1])
+    return Rehearsed(peaks, found.device, found.depths, slowest, speed.label)
 
 
 def _shortened(config: Config, form: AnyForm | None, place: Place) -> Config:

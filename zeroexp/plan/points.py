@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from zeroexp.check import check
@@ -20,6 +21,7 @@ from zeroexp.plan.place import Place, device_of, place_of
 from zeroexp.plan.remedy import remedies
 
 on_paper = partial(check, on_paper=True)
+OUTPUTS = "outputs"  # where runs and calibrations are kept
 BATCH = "data.global_batch_size"
 
 
@@ -122,9 +124,16 @@ class Plans:
 
 def _rehearsed(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> Outcome:
     """Return the outcome with its rehearsal, or with the reason why there is none."""
-    from zeroexp.plan.peak import rehearsed  # the training loop takes a second to import
+    # The training loop takes a second to import.
+    from zeroexp.plan.peak import rehearsed
+    from zeroexp.plan.speed import calibrated, load, path_in, prior
 
+    found = None if place.device == "cuda" else load(path_in(Path(OUTPUTS)))
+    shape = place.shape
+    speed = (
+        calibrated(found, place.transport) if found else prior(shape.nodes, shape.ranks_per_node)
+    )
     try:
-        return replace(outcome, rehearsed=rehearsed(config, place, form, outcome))
+        return replace(outcome, rehearsed=rehearsed(config, place, form, outcome, speed))
     except ConfigError as error:
         return replace(outcome, not_rehearsed=str(error))

@@ -34,7 +34,9 @@ from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import at_any_depth
+from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import MESSAGES, Peak, Storages
+from zeroexp.plan.timing import Seconds, Timeline
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
@@ -58,6 +60,7 @@ class RankRehearsal:
     traffic: Traffic  # of one step
     # The peaks of everything but messages and pools, which depend on the transport.
     peaks_apart: dict[str, Peak] = field(default_factory=dict[str, Peak])
+    seconds: dict[str, Seconds] = field(default_factory=dict[str, Seconds])  # by phase, estimated
 
     @property
     def peak_phase(self) -> str:
@@ -91,13 +94,14 @@ def rehearse(
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
     reads: bool = True,
+    speed: Speed | None = None,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
     world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
     the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
-    have no `held_bytes`, and a third of the time is saved. Raises ConfigError in one line for what can not be
-    rehearsed. The process must have no process group.
+    have no `held_bytes`, and a third of the time is saved. speed: of the machine whose seconds are estimated. Raises
+    ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
     size = config.world_size
@@ -108,7 +112,7 @@ def rehearse(
     device = _device(config)
 
     def measure(at: Config, chosen: Sequence[int]) -> list[RankRehearsal]:
-        return [rehearse_rank(at, rank, device, reads=reads) for rank in chosen]
+        return [rehearse_rank(at, rank, device, reads=reads, speed=speed) for rank in chosen]
 
     # One rank tells whether further blocks cost what a line says.
     found, depths = at_any_depth(
@@ -145,23 +149,27 @@ def _device(config: Config) -> str:
     return "cuda" if torch.backends.cuda.is_built() and config.cluster.device != "cpu" else "cpu"
 
 
-def rehearse_rank(config: Config, rank: int, device: str, *, reads: bool = True) -> RankRehearsal:
+def rehearse_rank(
+    config: Config, rank: int, device: str, *, reads: bool = True, speed: Speed | None = None
+) -> RankRehearsal:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))
+    timeline = Timeline(speed)
     with (
         fake_world(rank, config.world_size, device) as world,
         on_fake_tensors(config.model),
         buckets_in_python(),
         mode,
         storages,
+        timeline,
     ):
         materialize(model.module, device)
         if config.train.activation_checkpointing:
             checkpoint_blocks(model.module, model.blocks)
-        watched = _Watched(build_strategy(config, model, world), storages)
+        watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())
         data = cast(Data, NoData(config))
@@ -170,7 +178,7 @@ def rehearse_rank(config: Config, rank: int, device: str, *, reads: bool = True)
         watched.end_undisturbed()
     held = records[-1].memory_bytes or {}
     traffic = records[UNDISTURBED].traffic
-    return RankRehearsal(rank, watched.peaks, held, traffic, watched.peaks_apart)
+    return RankRehearsal(rank, watched.peaks, held, traffic, watched.peaks_apart, watched.seconds)
 
 
 def num_words(module: nn.Module) -> int | None:
@@ -205,8 +213,9 @@ class NoData:
 class _Watched:
     """A strategy that tells in which phase the loop is, and what the engine holds when backward is over."""
 
-    def __init__(self, strategy: Strategy, storages: Storages) -> None:
-        self._strategy, self._storages = strategy, storages
+    def __init__(self, strategy: Strategy, storages: Storages, timeline: Timeline) -> None:
+        self._strategy, self._storages, self._timeline = strategy, storages, timeline
+        self.seconds: dict[str, Seconds] = {}
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.peaks: dict[str, Peak] = {}
@@ -219,10 +228,12 @@ class _Watched:
     def microbatch(self, *, last: bool) -> Generator[None]:
         if self._num_microbatches == 0 and self._step == UNDISTURBED:
             self._storages.forget_phases()
+            self._timeline.forget()
         if self._num_microbatches == 0 and self._step == UNDISTURBED + 1:
             self.end_undisturbed()
         self._num_microbatches += 1
         self._storages.enter("forward")
+        self._timeline.enter("forward")
         with self._strategy.microbatch(last=last):
             yield
 
@@ -230,10 +241,12 @@ class _Watched:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
         if not self.peaks:
             self.peaks = self._storages.peaks()
+            self.seconds = self._timeline.by_phase()
             self.peaks_apart = self._storages.peaks(without=OF_TRANSPORT)
 
     def backward(self, loss: Tensor) -> None:
         self._storages.enter("backward")
+        self._timeline.enter("backward")
         self._strategy.backward(loss)
 
     def step(self, *, drain: bool) -> Tensor:
@@ -242,5 +255,6 @@ class _Watched:
             for kind in KINDS:
                 self._storages.name(kind, getattr(states, kind))
         self._storages.enter("step")
+        self._timeline.enter("step")
         self._step, self._num_microbatches = self._step + 1, 0
         return self._strategy.step(drain=drain)

@@ -118,6 +118,9 @@ def _row(planned: Planned) -> dict[str, object]:
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
         row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}
+        least, expected, most = outcome.rehearsed.step_seconds
+        row |= {"step_seconds": expected, "step_seconds_least": least, "step_seconds_most": most}
+        row |= {"speed": outcome.rehearsed.speed}
         row |= {f"rehearsed_{kind}_bytes": size for kind, size in peak.by_kind.items()}
     return {**row, "fits": outcome.verdict or ""}
 
@@ -210,13 +213,22 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
         Column("peak", lambda o: _amount(_peak(o).num_bytes, size)),
         Column("in", lambda o: _peak(o).phase),
         Column("rank", lambda o: str(_peak(o).rank)),
+        Column("step ms", _milliseconds),
     ]
     devices = dict.fromkeys(f"{o.rehearsed.device} kernels" for o in outcomes if o.rehearsed)
+    speeds = dict.fromkeys(o.rehearsed.speed for o in outcomes if o.rehearsed)
     told = (
         f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
-        "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools."
+        "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools. "
+        f"Seconds are estimates, {'; '.join(speeds)}."
     )
     return [*_wrapped(told), "", *_lines(columns, outcomes), ""]
+
+
+def _milliseconds(outcome: Outcome) -> str:
+    assert outcome.rehearsed is not None
+    least, _, most = outcome.rehearsed.step_seconds
+    return f"{1000 * least:,.0f}-{1000 * most:,.0f}"
 
 
 def _peak(outcome: Outcome) -> RankPeak:

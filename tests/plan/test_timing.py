@@ -1,0 +1,86 @@
+"""Seconds of a rehearsed step: what each operation costs, and when compute stands still for a move."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroexp.comm.base import Pending
+from zeroexp.config import ConfigError
+from zeroexp.measure.verbs import meter
+from zeroexp.plan.speed import Calibration, Speed, load, path_in, prior, save, this_machine
+from zeroexp.plan.timing import Seconds, Timeline, step_seconds
+
+SPEED = Speed(
+    label="made up",
+    products_per_second={"float32": 1e6},
+    bytes_per_second=1e9,
+    launch_seconds=0.0,
+    latency_seconds=0.5,
+    link_bytes_per_second=100.0,
+)
+PRODUCT_SECONDS = 2 * 100**3 / 1e6  # two operations for each of 100^3 pairs: 2 s
+
+
+def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
+    """A move is issued, products run beside it, and it is waited for."""
+    timeline = Timeline(speed)
+    with FakeTensorMode(), timeline:
+        timeline.enter("forward")
+        left = torch.empty(100, 100)
+        before = timeline.by_phase()["forward"].compute
+        with meter.issuing("gather", "unit") as move:
+            move.num_bytes, move.in_flight = num_bytes, True
+            pending = Pending([])
+            pending.move = move
+        for _ in range(num_products):
+            left @ left
+        pending.wait()
+    seconds = timeline.by_phase()["forward"]
+    return replace(seconds, compute=seconds.compute - before)
+
+
+@pytest.mark.parametrize(
+    ("num_products", "exposed"), [(0, 5.5), (1, 5.5 - PRODUCT_SECONDS), (3, 0.0)]
+)
+def test_a_move_is_exposed_as_far_as_compute_does_not_cover_it(num_products, exposed):
+    """500 bytes take 0.5 s and 5 s on the links, products 2 s each."""
+    seconds = walk(SPEED, num_products, 500)
+    assert seconds.compute == pytest.approx(num_products * PRODUCT_SECONDS)
+    assert seconds.links == pytest.approx(5.5)
+    assert seconds.exposed == pytest.approx(exposed)
+
+
+def test_a_move_that_works_in_its_wait_is_exposed_whatever_runs_beside_it():
+    assert walk(replace(SPEED, moves_on_wait=True), 3, 500).exposed == pytest.approx(5.5)
+
+
+def test_collectives_that_nobody_tells_widen_the_range():
+    phases = {"forward": Seconds(compute=1.0), "backward": Seconds(compute=2.0, untold=4.0)}
+    phases["step"] = Seconds(compute=1.0)
+    # Two microbatches for each rehearsed one: compute 2 + 4 + 1, links 8.
+    assert step_seconds(phases, 2, 0.0, 0.0) == (8.0, 8.0, 15.0)
+
+
+def test_the_prior_of_an_h100_leaves_sparsity_out():
+    speed = prior(1, 8)
+    assert "not calibrated" in speed.label
+    assert speed.products_per_second["bfloat16"] < 989e12  # NVIDIA's dense figure
+
+
+def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
+    path = path_in(tmp_path)
+    assert load(path) is None
+    here = Calibration(
+        this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e6, 1e-5, {"gloo": [1e-3, 1e9]}
+    )
+    save(here, path)
+    assert load(path) == here
+    path.write_text(json.dumps({**asdict(here), "machine": "an abacus, 1 cores"}))
+    with pytest.raises(ConfigError, match="of another machine \\(an abacus, 1 cores") as refused:
+        load(path)
+    assert "\n" not in str(refused.value) and "zeroexp.calibrate" in str(refused.value)

@@ -1,0 +1,160 @@
+"""How fast one rank computes and its links carry: measured by `python -m zeroexp.calibrate`, or a prior from tables.
+
+A prior is labelled "not calibrated". Its numbers are torch's own tables of GPUs, times the shares below that large
+models usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not
+have, so it is divided by torch's own factor for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch._inductor.analysis.device_info import lookup_device_info
+
+from zeroexp.config import ConfigError
+
+NOT_CALIBRATED = "not calibrated"
+# The device of a prior, and the share of its tables that products of large matrices and copies reach.
+PRIOR_DEVICE, PRODUCT_SHARE, MEMORY_SHARE = "NVIDIA H100", 0.65, 0.85
+LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
+UNSURE, UNSURE_CALIBRATED = 0.35, 0.15  # half the width of a range
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster of GPUs. Bytes are those of one direction."""
+
+    name: str
+    inside_bytes_per_second: float  # of one GPU, to the others of its node
+    node_bytes_per_second: float  # of one node, to the others
+    latency_seconds: float  # of a move inside a node
+    hop_seconds: float  # more for each further node
+
+
+NETWORKS = {
+    each.name: each
+    for each in (
+        Network("nvlink-infiniband", 360e9, 8 * 45e9, 20e-6, 5e-6),
+        Network("nvlink-ethernet", 360e9, 11e9, 20e-6, 25e-6),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one rank does in a second, and what a move costs."""
+
+    label: str
+    products_per_second: dict[str, float]  # dtype -> floating-point operations
+    bytes_per_second: float  # of memory
+    launch_seconds: float  # of one operation; on a GPU it passes beside the device's work
+    latency_seconds: float  # of one move
+    link_bytes_per_second: float  # of what this rank sends
+    moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
+    overlaps_launch: bool = False
+    unsure: float = UNSURE
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        return self.products_per_second.get(name) or min(self.products_per_second.values())
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured on one machine. Sizes are bytes, seconds are those of the slower rank."""
+
+    machine: str
+    torch: str
+    products: dict[
+        str, dict[str, float]
+    ]  # dtype -> rows of a square matrix -> operations per second
+    bytes_per_second: float
+    optimizer_elements_per_second: float
+    launch_seconds: float
+    links: dict[str, list[float]]  # transport -> latency in seconds, bytes per second
+    # transport -> size in bytes -> seconds of one reduction
+    moves: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+
+
+def this_machine() -> str:
+    """Return the words by which a calibration knows its machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        model = platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def path_in(outputs: Path) -> Path:
+    """Return where this machine's calibration is kept: beside the links of runs."""
+    return outputs / "links" / "calibration.json"
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n")
+
+
+def load(path: Path) -> Calibration | None:
+    """Return the calibration kept at `path`, None where there is none. Raises ConfigError for another machine's."""
+    if not path.exists():
+        return None
+    try:
+        found = Calibration(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: no calibration ({error}); run python -m zeroexp.calibrate again"
+        ) from None
+    if found.machine != this_machine():
+        raise ConfigError(
+            f"{path}: of another machine ({found.machine}; this is {this_machine()}); run python -m zeroexp.calibrate "
+            "here, or remove it"
+        )
+    return found
+
+
+def calibrated(found: Calibration, transport: str) -> Speed:
+    """Return this machine's speed for ranks on its CPU."""
+    products = {dtype: max(rates.values()) for dtype, rates in found.products.items()}
+    latency, rate = found.links.get(transport) or found.links["gloo"]
+    return Speed(
+        label=f"calibrated on {found.machine}",
+        products_per_second=products,
+        bytes_per_second=found.bytes_per_second,
+        launch_seconds=found.launch_seconds,
+        latency_seconds=latency,
+        link_bytes_per_second=rate,
+        moves_on_wait=transport == "direct",
+        unsure=UNSURE_CALIBRATED,
+    )
+
+
+def prior(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
+    """Return what a cluster of H100s would do by tables."""
+    network = network or NETWORKS["nvlink-infiniband"]
+    info = lookup_device_info(PRIOR_DEVICE)
+    assert info is not None
+    dense = {
+        "bfloat16": info.tops[torch.bfloat16] / 2,  # the table's figure counts sparsity
+        "float16": info.tops[torch.float16] / 2,
+        "float32": info.tops[torch.float32],
+    }
+    between = network.node_bytes_per_second
+    rate = network.inside_bytes_per_second
+    return Speed(
+        label=f"{PRIOR_DEVICE}, {network.name}, {NOT_CALIBRATED}",
+        products_per_second={name: 1e12 * tops * PRODUCT_SHARE for name, tops in dense.items()},
+        bytes_per_second=info.dram_bw_gbs * 1e9 * MEMORY_SHARE,
+        launch_seconds=LAUNCH_SECONDS,
+        latency_seconds=network.latency_seconds + network.hop_seconds * (num_nodes - 1),
+        link_bytes_per_second=min(rate, between) if num_nodes > 1 else rate,
+        overlaps_launch=True,
+    )
