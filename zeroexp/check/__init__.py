@@ -1,13 +1,13 @@
 """Refuse wrong configurations before any rank starts, in one line with key, value and remedy.
 
-`single` holds rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data`, `fit` and
-`unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that the
+`single` and `slurm` hold rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data`, `fit`
+and `unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that the
 remaining points can read their inputs. No torch.
 """
 
 from __future__ import annotations
 
-from zeroexp.check import data, fit, single, strategy, unused
+from zeroexp.check import data, fit, single, slurm, strategy, unused
 from zeroexp.config import Config
 
 
@@ -23,5 +23,5 @@ def check(config: Config, *, on_paper: bool = False) -> None:
     """
     machine = () if on_paper else fit.MACHINE
     several = (*strategy.RULES, *data.RULES, *fit.RULES, *unused.RULES, *machine)
-    for rule in (*single.RULES, *several):
+    for rule in (*single.RULES, *slurm.RULES, *several):
         rule(config)
