@@ -1,8 +1,8 @@
 """Refuse wrong configurations before any rank starts, in one line with key, value and remedy.
 
 `single` and `slurm` hold rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data`, `fit`
-and `unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that the
-remaining points can read their inputs. No torch.
+and `unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that
+the remaining points can read their inputs. No torch.
 """
 
 from __future__ import annotations
