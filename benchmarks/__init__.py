@@ -8,6 +8,7 @@
     targets.py  what we aim at, beside what was measured
     check.py    rows against the stored ratios: what got worse
     gpu.py      one GPU, self-contained
+    promise.py  whether what a plan says of memory comes true under a limit
     breakdown.py     where the milliseconds of a step go
     startup.py       from the command to the first step
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py

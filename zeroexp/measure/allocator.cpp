@@ -22,6 +22,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
 
 namespace {
 
@@ -48,6 +49,7 @@ c10::Allocator* inner = nullptr;
 std::atomic<int64_t> current{0};
 std::atomic<int64_t> peak{0};
 std::atomic<int64_t> total{0};
+std::atomic<int64_t> limit{INT64_MAX};
 
 std::atomic<bool> logging{false};
 std::mutex log_lock;  // of all that follows
@@ -104,8 +106,12 @@ struct CountingAllocator final : c10::Allocator {
     if (num_bytes == 0) {
       return {nullptr, nullptr, &give_back, c10::Device(c10::DeviceType::CPU)};
     }
-    char* block = static_cast<char*>(inner->raw_allocate(num_bytes + header));
     const int64_t size = static_cast<int64_t>(num_bytes);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        current.load(std::memory_order_relaxed) + size <= limit.load(std::memory_order_relaxed),
+        "an allocation of ", size, " bytes beside ", current.load(), " exceeds the limit of ", limit.load());
+    char* block = static_cast<char*>(inner->raw_allocate(num_bytes + header));
     *reinterpret_cast<int64_t*>(block) = size;
     total.fetch_add(size, std::memory_order_relaxed);
     const int64_t now = current.fetch_add(size, std::memory_order_relaxed) + size;
@@ -199,6 +205,7 @@ void zeroexp_install() {
 int64_t zeroexp_current() { return current.load(); }
 int64_t zeroexp_peak() { return peak.load(); }
 int64_t zeroexp_total() { return total.load(); }
+void zeroexp_limit(int64_t num_bytes) { limit.store(num_bytes); }
 void zeroexp_reset_peak() { peak.store(current.load()); }
 
 // Whether the storage behind a tensor was allocated here, and so is counted.

@@ -132,6 +132,16 @@ def count_cpu_allocations() -> str | None:
     return None
 
 
+def limit_cpu_allocations(num_bytes: int) -> None:
+    """Let what torch allocates on the CPU exceed `num_bytes` no more: torch.OutOfMemoryError is raised where it would.
+
+    `count_cpu_allocations` comes first, and memory from before it does not count.
+    """
+    library = allocator_library()
+    assert library is not None
+    library.zeroexp_limit(ctypes.c_int64(num_bytes))
+
+
 def compile_allocator() -> Path | str:
     """Return the compiled counting allocator, or one line that tells why there is none.
 

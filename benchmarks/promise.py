@@ -1,0 +1,232 @@
+"""python -m benchmarks.promise: does what a plan says of memory come true under a limit?
+
+Each point is planned by a rehearsal. Then its two ranks train twice under a limit of what torch allocates on the CPU
+and what ranks share, enforced by the allocator that counts:
+
+    fits      the limit is what the plan says and MARGIN of it: no rank may die
+    refused   the limit is WASTE less: if no rank dies, the plan asks for more than it needs
+
+The limit is of tensors, not of the process. What the C library keeps of freed memory depends on the history of the
+heap, since a rank keeps freed memory for speed, and no plan of tensors knows it.
+
+--points N       the first N of all points
+--write FILE     the page whose table is replaced
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+from benchmarks.table import machine, replace_in
+from zeroexp import config as configs
+from zeroexp import rank
+from zeroexp.__main__ import compose
+from zeroexp.comm.collectives import shared_bytes
+from zeroexp.config import Config
+from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
+from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.outcome import outcome_of
+from zeroexp.plan.peak import peak_of
+from zeroexp.plan.place import place_of
+from zeroexp.plan.points import Plans
+
+MIB = 1 << 20
+MARGIN = 0.03
+WASTE = 0.05
+SECONDS = 120.0  # after which a run counts as hung
+NUM_RANKS = 2
+
+
+ROWS = [
+    *(
+        (stage, layout)
+        for stage in ("ddp", "zero1", "zero2", "zero3")
+        for layout in ("buffer", "torch")
+    ),
+    *(("zero3", "tensor"), ("zero3", "parameter"), ("zero1", "tensor"), ("zero2", "parameter")),
+]
+LLAMA = "model=small data=synthetic data.vocab_size=2048"
+SHAPES = {
+    "llama 14M, 1 x 64": f"{LLAMA} model.hf_config.num_hidden_layers=4 data.seq_len=64",
+    "llama 14M, 4 x 128": f"{LLAMA} model.hf_config.num_hidden_layers=4 data.seq_len=128 data.micro_batch_size=4",
+    "llama 25M, 2 x 64": f"{LLAMA} data.seq_len=64 data.micro_batch_size=2",
+    "llama 4M, 8 x 128": f"{LLAMA} model.hf_config.hidden_size=256 model.hf_config.intermediate_size=704 "
+    "data.seq_len=128 data.micro_batch_size=8",
+    "mlp 17M, 8 x 16": "model=mlp_tiny data=vectors model.mlp.width=1024 model.mlp.depth=8 data.seq_len=16 "
+    "data.micro_batch_size=8",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one point."""
+
+    name: str
+    planned_bytes: int  # tensors, by the rehearsal
+    limit_bytes: int
+    fits: bool  # no rank died at the limit
+    dies_below: bool  # a rank died at the limit less WASTE
+
+
+def main() -> int:
+    args = _arguments()
+    if reason := count_cpu_allocations():
+        print(reason, file=sys.stderr)
+        return 1
+    names = [(shape, *row) for row in ROWS for shape in SHAPES][: args.points]
+    rows: list[Row] = []
+    for name in names:
+        rows.append(judge(name))
+        print(f"{len(rows)}/{len(names)} {rows[-1]}", file=sys.stderr, flush=True)
+    text = markdown(rows)
+    print(text)
+    if args.write is not None:
+        replace_in(args.write, text)
+    return 0 if all(row.fits for row in rows) else 1
+
+
+def judge(name: Sequence[str]) -> Row:
+    """Plan a point, and train it at the limit that fits and at the one that is refused."""
+    shape, strategy, implementation = name
+    config = config_of(
+        f"{SHAPES[shape]} strategy={strategy} strategy.implementation={implementation}"
+    )
+    planned = planned_bytes(config)
+    limit = int(planned * (1 + MARGIN))
+    return Row(
+        name=f"{shape}, {strategy} {implementation}",
+        planned_bytes=planned,
+        limit_bytes=limit,
+        fits=trains(config, limit),
+        dies_below=not trains(config, int(limit * (1 - WASTE))),
+    )
+
+
+def config_of(words: str) -> Config:
+    """Return the one point of these words, with as few steps as show every phase."""
+    steps = "train.warmup_steps=1 train.steps=2 cluster.device=cpu"
+    plans = Plans([])
+    with tempfile.TemporaryDirectory() as folder:
+        line = f"{words} {steps} world_size={NUM_RANKS}".split()
+        compose(plans, line, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    (planned,) = plans.planned
+    if planned.outcome is None:
+        raise ValueError(f"{words}: {planned.point.refusal}")
+    return planned.point.config
+
+
+def planned_bytes(config: Config) -> int:
+    """Return the rehearsed peak of the fullest rank."""
+    place = place_of(config, "cpu")
+    form = form_of(config, on_meta(config), place.transport)
+    return peak_of(config, place, form, outcome_of("", config, form, place)).num_bytes
+
+
+# -- ranks under a limit ---------------------------------------------------------------------------
+
+
+def trains(config: Config, limit: int) -> bool:
+    """Train; return whether no rank died."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "sweep" / "run"
+        run.mkdir(parents=True)
+        configs.save(config, run / "config.yaml")
+        port = _free_port()
+        return _all_end_well([_fork(run, index, port, limit) for index in range(NUM_RANKS)])
+
+
+def _fork(run: Path, index: int, port: int, limit: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _limit_when_training(limit)
+        place = {"RANK": index, "WORLD_SIZE": NUM_RANKS, "LOCAL_RANK": index, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        rank.main(run, device="cpu")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit_when_training(limit: int) -> None:
+    """Let no step hold more than `limit`; building is over by then, and what ranks share is known."""
+    train = rank.train
+
+    def limited(*args: Any, **settings: Any) -> Any:
+        limit_cpu_allocations(limit - shared_bytes())
+        return train(*args, **settings)
+
+    rank.train = limited
+
+
+def _all_end_well(ranks: Sequence[int]) -> bool:
+    """Wait for all ranks; once one dies, end the others, which would wait for it."""
+    left, well, deadline = set(ranks), True, time.monotonic() + SECONDS
+    while left:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                well = well and status == 0
+        if not well or time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return False
+        time.sleep(0.02)
+    return well
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- what came of it -------------------------------------------------------------------------------
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return what the page says."""
+    died = sum(not row.fits for row in rows)
+    wasted = sum(not row.dies_below for row in rows)
+    lines = [
+        f"{len(rows)} points, {NUM_RANKS} ranks each, margin {MARGIN:.0%}. {machine()} Of those that fit, {died} died. "
+        f"At {WASTE:.0%} less, {wasted} trained all the same.",
+        "",
+        "| point | planned, MiB | limit, MiB | trains at the limit | dies at 95 % of it |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for row in rows:
+        sizes = (f"{size / MIB:.1f}" for size in (row.planned_bytes, row.limit_bytes))
+        cells = [row.name, *sizes, "yes" if row.fits else "no", "yes" if row.dies_below else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--points", type=int)
+    parser.add_argument("--write", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
