@@ -251,9 +251,9 @@ def losses_of(job: Job) -> list[tuple[int, float]]:
 
 
 def in_mlflow(folder: Path) -> dict[str, str]:
-    """Status of every run that MLflow knows, by name."""
+    """Status of every run of ours that MLflow knows, by name; the sweep's report is none."""
     database = folder / "outputs" / "mlflow.db"
     if not database.exists():
         return {}
     with closing(sqlite3.connect(database)) as store:
-        return dict(store.execute("select name, status from runs"))
+        return dict(store.execute("select name, status from runs where name not like '%: report'"))
