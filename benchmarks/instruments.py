@@ -27,7 +27,7 @@ from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
 from zeroexp.measure.allocations import logged
 from zeroexp.measure.trace import traced
-from zeroexp.measure.verbs import Move, meter, sum_up
+from zeroexp.measure.verbs import TimedMove, meter, sum_up
 
 DEFAULT = ["ddp_buffer", "zero2_buffer", "zero3_buffer"]
 NUM_TURNS, NUM_CALLS = 9, 10_000
@@ -57,7 +57,7 @@ class CostRunner:
             "sum": best(lambda: sum_up(moves), NUM_CALLS // 100),
         }
 
-    def _seconds(self) -> tuple[float, list[Move]]:
+    def _seconds(self) -> tuple[float, list[TimedMove]]:
         worlds.barrier()
         meter.take()
         began = time.perf_counter()
