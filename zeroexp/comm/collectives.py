@@ -6,7 +6,7 @@ messages only. `native` (native.py) uses the backend's own collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 import torch
@@ -23,16 +23,22 @@ from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.world import World
 
 
+# Another transport, or a codec around one of these, is a file beside this one and a row here.
+TRANSPORTS: dict[str, Callable[[World], Transport]] = {
+    "direct": lambda world: Direct(world, share_memory=True),
+    "gloo": lambda world: Direct(world, share_memory=False),
+    "native": Native,
+}
+
+
 def choose(world: World, transport: str) -> Transport:
     """Return a new transport.
 
-    transport: direct | gloo | native | auto, which is direct on CPU and native elsewhere.
+    transport: a word of TRANSPORTS, or auto, which is direct on CPU and native elsewhere.
     """
     if transport == "auto":
         transport = "direct" if world.backend == "gloo" else "native"
-    if transport == "native":
-        return Native(world)
-    return Direct(world, share_memory=transport == "direct")
+    return TRANSPORTS[transport](world)
 
 
 def terms_of(number: int) -> list[float]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.facts import Facts
 from zeroexp.sharding.layout import LAYOUTS, OWNERS
 from zeroexp.sharding.placement import Placement, Stage
@@ -17,7 +18,7 @@ WORDS = {
     "unit": ("model", "block", "module"),
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
-    "transport": ("auto", "direct", "gloo", "native"),
+    "transport": ("auto", *TRANSPORTS),
 }
 
 
@@ -33,7 +34,7 @@ class Options:
     keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
-    transport: str = "auto"  # auto | direct | gloo | native
+    transport: str = "auto"  # auto, or a word of comm.collectives.TRANSPORTS
 
 
 @dataclass(frozen=True)
