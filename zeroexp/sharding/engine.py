@@ -249,7 +249,8 @@ class Sharded:
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""
         if scale is not None and handed:
-            torch._foreach_mul_([each.gradient for each in handed], scale)
+            gradients = [each.gradient for each in handed]
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
         for each in handed:
             each.master.grad = each.gradient
         try:

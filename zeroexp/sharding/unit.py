@@ -34,7 +34,7 @@ class MasterGradient:
 
     parameter: nn.Parameter
     master: nn.Parameter  # the elements that this rank updates
-    gradient: Tensor  # the sum over ranks, of the master's shape and dtype
+    gradient: Tensor  # the sum over ranks, of the master's shape, dtype and device
 
 
 class Unit:
@@ -129,12 +129,12 @@ class Unit:
 
     @named("hand_over")
     def hand_over(self) -> list[MasterGradient]:
-        """Carry out G -> O: return each master weight with its gradient, in the master's dtype."""
+        """Carry out G -> O: return each master weight with its gradient, which has the master's dtype and device."""
         handed: list[MasterGradient] = []
         for tensors, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(tensors.owned, tensors.masters, gradients.owned(), strict=True)
             for span, master, gradient in owned:
-                gradient = gradient.to(master.dtype).view_as(master)
+                gradient = gradient.to(master).view_as(master)
                 handed.append(MasterGradient(tensors.parameters[span.member], master, gradient))
         return handed
 
