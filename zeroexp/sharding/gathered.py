@@ -48,7 +48,7 @@ def gathered(
     else:
         schedule.gathers.await_published()
     for unit in units:
-        _pin(unit)
+        _pin(unit, wire.world.rank)
     if write:  # peers may still read pieces that are overwritten below
         wire.quiesce()
     try:
@@ -76,7 +76,7 @@ def written_while_reading() -> RuntimeError:
     )
 
 
-def _pin(unit: Unit) -> None:
+def _pin(unit: Unit, rank: int) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if unit.store is None:
         return  # the parameters rest whole
@@ -89,6 +89,8 @@ def _pin(unit: Unit) -> None:
     ]
     if parts:
         unit.gather_into(parts)
+    for part in parts:  # a transport may round what it gathers, but what this rank owns is not written by reading it
+        part.full[part.chunk.section(rank)].copy_(part.piece)
     unit.show()
 
 
@@ -110,7 +112,7 @@ def _was_written(unit: Unit, rank: int) -> bool:
                 return True
         elif tensors.master_flat is not None:
             shown = torch.cat([_shown(tensors, span) for span in tensors.owned])
-            if not _same_bytes(shown, tensors.master_flat.to(shown.dtype)):
+            if not _same_bytes(shown, tensors.master_flat.to(shown)):
                 return True
     return False
 
