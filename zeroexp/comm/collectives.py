@@ -23,22 +23,18 @@ from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.world import World
 
 
+def best(world: World) -> Transport:
+    """Return a new `direct` transport on CPU, and `native` elsewhere."""
+    return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world)
+
+
 # Another transport, or a codec around one of these, is a file beside this one and a row here.
 TRANSPORTS: dict[str, Callable[[World], Transport]] = {
+    "auto": best,
     "direct": lambda world: Direct(world, share_memory=True),
     "gloo": lambda world: Direct(world, share_memory=False),
     "native": Native,
 }
-
-
-def choose(world: World, transport: str) -> Transport:
-    """Return a new transport.
-
-    transport: a word of TRANSPORTS, or auto, which is direct on CPU and native elsewhere.
-    """
-    if transport == "auto":
-        transport = "direct" if world.backend == "gloo" else "native"
-    return TRANSPORTS[transport](world)
 
 
 def terms_of(number: int) -> list[float]:
@@ -74,7 +70,7 @@ class Collectives:
     """The three moves and the sum of a tiny tensor, over all ranks, counted by kind of message."""
 
     def __init__(self, world: World, *, transport: str = "auto"):
-        self._transport = choose(world, transport)
+        self._transport = TRANSPORTS[transport](world)
         self.world = world
         self.traffic = Traffic()
         self._opened_bytes = 0

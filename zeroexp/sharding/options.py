@@ -18,7 +18,7 @@ WORDS = {
     "unit": ("model", "block", "module"),
     "keep": ("none", "last", "all"),
     "reduce_each": ("microbatch", "step", None),
-    "transport": ("auto", *TRANSPORTS),
+    "transport": TRANSPORTS,
 }
 
 
@@ -34,7 +34,7 @@ class Options:
     keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
-    transport: str = "auto"  # auto, or a word of comm.collectives.TRANSPORTS
+    transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
 
 
 @dataclass(frozen=True)
