@@ -18,7 +18,6 @@ import pytest
 from tests.composing import CONF, composed, options
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
-from zeroexp.check.single import IMPLEMENTATIONS
 from zeroexp.config import (
     Config,
     ConfigError,
@@ -29,7 +28,9 @@ from zeroexp.config import (
     save,
 )
 from zeroexp.models.build import build_model
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES, Stage
+from zeroexp.strategies.engines import ENGINES
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -88,7 +89,7 @@ def with_implementation(config: Config, implementation: str) -> Config:
 def test_defined_and_undefined_combinations_of_strategy_and_implementation():
     """Section 9 of docs/architecture.md: all but one combination means something."""
     undefined = []
-    for stage, implementation in itertools.product(STAGES, IMPLEMENTATIONS):
+    for stage, implementation in itertools.product(STAGES, (*LAYOUTS, *ENGINES)):
         try:
             check(with_implementation(composed(f"strategy={stage}"), implementation))
         except UndefinedCombination:
@@ -218,7 +219,7 @@ def test_help_shows_groups_and_examples():
 def test_config_can_be_shown_instead_of_run():
     shown = zeroexp("--cfg", "job", "strategy=zero2")
     assert shown.returncode == 0 and "name: zero2" in shown.stdout
-    assert shown.stdout.startswith("model:") and shown.stdout.rstrip().endswith("outputs: outputs")
+    assert shown.stdout.startswith("model:") and shown.stdout.rstrip().endswith("plugins: []")
 
 
 @pytest.fixture(scope="module")

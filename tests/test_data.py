@@ -28,6 +28,7 @@ from tests.composing import composed, options
 from zeroexp import hub
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed, sources
+from zeroexp.data.beforehand import check_data
 from zeroexp.data.build import Data, build_data
 from zeroexp.data.order import sample_indices
 from zeroexp.data.sources import CORPUS
@@ -379,7 +380,7 @@ def test_reviews_as_a_language_model_reads_them(tmp_path):
         ({"path": "{two}", "split": "dev"}, r"data.path=.*: no file for the split dev among "),
         ({"path": "{saved}", "split": "dev"}, r"data.split=dev: .*use one of train, test"),
         ({"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048 words"),
-        ({"kind": "images"}, r"data.kind=images: use text, hf or synthetic"),
+        ({"kind": "images"}, r"data.kind=images: use text, hf, synthetic"),
     ],
 )
 def test_wrong_data_is_one_line(changes, line, tmp_path):
@@ -475,6 +476,22 @@ def test_a_part_of_a_file_is_a_split(tmp_path):
     assert (data.num_samples, data.num_valid_labels) == (4, 2)
 
 
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_columns_of_a_job_for_slurm_are_looked_at_here(write, tmp_path, cache):
+    config = copy.deepcopy(composed("data=yelp", "cluster=slurm", "model=smollm2_360m_yelp"))
+    config.data.path = str(write(tmp_path))
+    check_data(config)
+    for key, column in (("text_column", "review"), ("label_column", "stars")):
+        wrong = replace(config, data=replace(config.data, **{key: column}))
+        with pytest.raises(ConfigError, match=rf"data.{key}={column}: no such column in .*; use"):
+            check_data(wrong)
+    if write not in (write_csv, write_archive):  # there a number may be text
+        wrong = replace(config, data=replace(config.data, text_column="label"))
+        with pytest.raises(ConfigError, match=r"data.text_column=label: holds int.*, no text; use"):
+            check_data(wrong)
+    assert not list(cache.glob("*/about.json")), "nothing is packed here"
+
+
 def test_names_that_a_data_set_knows_are_its_classes(tmp_path):
     names = datasets.ClassLabel(names=["worst", "bad", "fair", "good", "best"])
     table = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [4, 1]})
@@ -483,6 +500,8 @@ def test_names_that_a_data_set_knows_are_its_classes(tmp_path):
         changes = {"path": str(tmp_path / "named"), "labels": labels, "seq_len": 8}
         data = opened("yelp", "smollm2_360m_yelp", **changes)
         assert [int(t.labels[0]) for t in in_stored_order(data).microbatches] == classes
+        names = ["worst", "bad", "fair", "good", "best"]
+        assert data.label_names == (labels or names)
     data, model = configs("yelp", "smollm2_360m_yelp", path=str(tmp_path / "named"))
     with pytest.raises(ConfigError, match=r"has 5 classes \(worst,.*; set model.num_labels=5"):
         build_data(data, replace(model, num_labels=2), 0)

@@ -287,3 +287,11 @@ def test_a_full_disk_leaves_nothing_behind(run, tmp_path, capsys, monkeypatch):
 def test_sizes_that_are_none(run, tmp_path, capsys, monkeypatch):
     line = refused(capsys, monkeypatch, run, "--to", tmp_path / "to", "--max-shard-size", "big")
     assert "--max-shard-size=big: no size; use a number and its unit, for example 5GB" in line
+
+
+def test_classes_keep_their_names(ranks, tmp_path):
+    words = ("model=tiny", "data=yelp", "model.task=classification", "model.num_labels=3")
+    target, _ = exported(ranks, tmp_path, *words, "data.labels=[bad,fine,good]")
+    config = json.loads((target / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "fine", "2": "good"}
+    assert config["label2id"] == {"bad": 0, "fine": 1, "good": 2}

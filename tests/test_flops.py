@@ -34,6 +34,37 @@ def test_the_form_is_what_the_counter_of_torch_counts(name):
     assert flops_per_sample(module, config, SEQ_LEN) == 3 * counter.get_total_flops()
 
 
+SMALL = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8},
+    "qwen2_moe": {
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 8},
+    },
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+        **{"first_k_dense_replace": 1, "v_head_dim": 16, **LATENT},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_of_transformers_count_by_the_share_of_positions_sent_to_them(kind):
+    keys = {"model_type": kind, "num_experts_per_tok": 2, **SMALL, **EXPERTS[kind]}
+    config = ModelConfig(name=kind, family="hf", hf_config=keys)
+    module = build_model(config, seed=0).module
+    module.config._experts_implementation = "eager"
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(torch.arange(SEQ_LEN)[None])
+    assert flops_per_sample(module, config, SEQ_LEN) == 3 * counter.get_total_flops()
+
+
 def test_twice_the_sequence_is_twice_the_weights_and_four_times_the_attention():
     config = from_mapping(ModelConfig, yaml.safe_load((CONF / "tiny.yaml").read_text()))
     module = build_model(config, seed=0, device="meta").module

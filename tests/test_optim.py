@@ -92,7 +92,7 @@ def test_sgd_with_momentum_and_decay(fused):
 
 
 def test_unknown_words_are_one_line():
-    with pytest.raises(ConfigError, match=r"optimizer.name=adam: use adamw or sgd"):
+    with pytest.raises(ConfigError, match=r"optimizer.name=adam: use adamw, sgd"):
         optimizer_factory(OptimizerConfig(name="adam"))
     with pytest.raises(ConfigError, match=r"optimizer.schedule=step: use constant, cosine, linear"):
         learning_rate(OptimizerConfig(schedule="step"), 0, 10)

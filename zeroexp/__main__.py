@@ -21,7 +21,7 @@ if (__name__ == "__main__" or sys.argv[0].endswith("/zeroexp")) and signal.getsi
 import hydra
 from hydra.core.config_store import ConfigStore
 
-from zeroexp import interruption, output
+from zeroexp import interruption, output, plugins
 from zeroexp.cluster.points import Composed
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help, verbs
@@ -80,6 +80,7 @@ def main() -> int:
 def _run(sweep: Sweep, arguments: list[str]) -> None:
     if not _exists_here():
         raise ConfigError("the folder that you are in has been removed; change to one that exists")
+    plugins.load(plugins.named_in(arguments))
     if told := _told(arguments):
         print(told)
     elif "--rerun" in arguments:
@@ -104,6 +105,7 @@ def _told(arguments: Sequence[str]) -> str | None:
     for flag in ("--help", "-h"):
         if flag in arguments:
             keys = arguments[arguments.index(flag) + 1 :]
+            keys = [key for key in keys if not key.startswith("plugins=")]
             return "\n\n".join(
                 help.about(key.partition("=")[0], _conf()) for key in keys
             ) or help.screen(_conf(), verbs.listed())
@@ -128,9 +130,10 @@ def compose(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
     ConfigStore.instance().store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
-    words = [word for word in arguments if word not in ("-m", "--multirun")]
+    words = [plugins.as_list(w) for w in arguments if w not in ("-m", "--multirun")]
     refuse_words(words, _conf())
     shows = only_shows(words)
+    _know_plugins(words, os.environ.get("COMP_LINE", "").split() if shows else [])
     # Hydra reads hydra.mode after all words; without --multirun it would blame commas where another word is wrong.
     sys.argv[1:] = words if shows else ["--multirun", *words, *further]
 
@@ -158,6 +161,21 @@ def compose(
             raise ConfigError(told) from error
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
+
+
+def _know_plugins(words: Sequence[str], completed: Sequence[str]) -> None:
+    """Import the line's plugins, and tell Hydra of the words they add.
+
+    completed: the line that a shell completes; it is offered every word, and nothing in it is refused.
+    """
+    if completed:
+        with contextlib.suppress(ConfigError):
+            plugins.load(plugins.named_in(completed))
+        words = [f"{group}={','.join(plugins.added(group))}" for group in plugins.AS_OPTION]
+    else:
+        plugins.load(plugins.named_in(words))
+    for group, name, values in plugins.options(words):
+        ConfigStore.instance().store(group=group, name=name, node=values)
 
 
 @contextlib.contextmanager

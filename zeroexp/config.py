@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import reduce_each
 
 Schema = TypeVar("Schema")
@@ -40,7 +41,7 @@ class Row:
 @dataclass
 class ModelConfig:
     name: str = "small"
-    family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe
+    family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
     task: str = "causal"  # causal | classification | regression
     num_labels: int | None = None
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
@@ -55,11 +56,7 @@ class ModelConfig:
     init: str | None = None  # weights | random; None = weights
     blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
     published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
-
-
-def vocabulary(model: ModelConfig) -> int | None:
-    """Return the vocabulary size in the model's config; None for vectors, or where the data decides."""
-    return (model.moe if model.family == "moe" else hf_keys(model)).get("vocab_size")
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's family
 
 
 def hf_keys(model: ModelConfig) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def hf_keys(model: ModelConfig) -> dict[str, Any]:
 @dataclass
 class DataConfig:
     name: str = "offline"
-    kind: str = "text"  # text | hf | synthetic
+    kind: str = "text"  # text | hf | synthetic, or a plugin's
     task: str = "causal"  # causal | classification | regression
     seq_len: int = 128  # tokens per sample
     global_batch_size: int = 12  # samples per optimizer step over all ranks
@@ -86,19 +83,20 @@ class DataConfig:
     limit: int | None = None  # how many rows to read, from the first on; None = all
     validation_split: str | None = None  # what is validated on instead of held-out training samples
     validation_samples: int | None = None  # how many; None = none, or the whole validation_split
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's data
 
 
 @dataclass
 class StrategyConfig:
-    name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3
+    name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
     parameters: Row = field(default_factory=Row)
     gradients: Row = field(default_factory=Row)
     optimizer: Row = field(default_factory=Row)
-    implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch
+    implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
     # These are settings of our engine; None = its default.
     unit: str | None = None  # model | block | module: what moves together (torch: block)
     overlap: bool | None = None  # communication beside compute, or strictly after it
-    owners: str | None = None  # contiguous | greedy: who owns which parameter
+    owners: str | None = None  # contiguous | greedy, or a plugin's: who owns which parameter
     prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
     keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
     reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
@@ -106,6 +104,7 @@ class StrategyConfig:
     bucket_mb: Any = None
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
 
 
 @dataclass
@@ -119,7 +118,7 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"  # adamw | sgd
+    name: str = "adamw"  # adamw | sgd, or a plugin's
     lr: float = 1e-3  # learning rate at its top
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
     eps: float = 1e-8  # adamw
@@ -131,6 +130,7 @@ class OptimizerConfig:
     schedule: str = "constant"  # constant | cosine | linear, after warm-up
     warmup_steps: int = 0  # steps of linear learning-rate warm-up
     min_lr_ratio: float = 0.1  # learning rate at the end over its top
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's optimizer
 
 
 @dataclass
@@ -244,6 +244,8 @@ class Config:
     repeats: int = 1  # runs of every point, in rounds: each point once, then each again
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
     outputs: str = "outputs"  # root folder of all runs
+    # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
+    plugins: list[str] = field(default_factory=list[str])
 
 
 def resolve(config: Config) -> Config:
@@ -253,11 +255,12 @@ def resolve(config: Config) -> Config:
     if cluster.requeue is None:
         cluster.requeue = cluster.kind == "slurm" and config.checkpoint.every is not None
     strategy = config.strategy
-    if strategy.implementation != "torch":
+    if strategy.implementation in LAYOUTS:
         for key, default in _engine_defaults(strategy).items():
             if getattr(strategy, key) is None:
                 setattr(strategy, key, default)
-    elif strategy.name in ("ddp", "zero1") and strategy.gradient_as_bucket_view is None:
+    on_ddp = strategy.implementation == "torch" and strategy.name in ("ddp", "zero1")
+    if on_ddp and strategy.gradient_as_bucket_view is None:
         strategy.gradient_as_bucket_view = True
     return config
 
@@ -269,7 +272,8 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {"unit": "block", "overlap": True}
     defaults["reduce_each"] = reduce_each(strategy.gradients.placement)
-    if strategy.implementation == "parameter" and strategy.optimizer.placement == "shard":
+    has_owners = LAYOUTS[strategy.implementation].has_owners
+    if has_owners and strategy.optimizer.placement == "shard":
         defaults["owners"] = "greedy"
     if strategy.parameters.placement == "shard":
         defaults["keep"] = "last"

@@ -105,6 +105,7 @@ def export(
                 dtype=getattr(torch, dtype),
                 max_shard_size=max_shard_size,
                 tokenizer=_tokenizer(config),
+                labels=config.data.labels,
             )
     except OSError as error:
         remedy = "make room there, or set --to to a folder that can be made"
@@ -113,10 +114,11 @@ def export(
 
 def _tokenizer(config: Config):
     """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
+    from zeroexp.data.kinds import DATA
     from zeroexp.data.sources import choose_words
     from zeroexp.models.huggingface_folder import Tokenizer
 
-    if config.data.kind == "synthetic":
+    if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
         return None
     try:
         words = choose_words(config.data, config.model)

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig
+from zeroexp.data.kinds import DATA, TABLES
 
 SHIPPED_WORDS = 2048  # vocabulary size of the tokenizer in data/corpus
-TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".txt", ".arrow")
-SUFFIXES = {"text": (".txt",), "hf": TABLES}
 TRAIN = "train"
 SPLITS = "train|validation|valid|val|dev|test|eval"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -19,7 +18,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def is_hub_id(config: DataConfig) -> bool:
     """Return whether data.path names a data set on the hub: nothing here has this name, and it looks like an id."""
     path = str(config.path)
-    if config.kind != "hf" or Path(path).expanduser().exists():
+    if not DATA[config.kind].is_table or Path(path).expanduser().exists():
         return False
     return bool(HUB_ID.fullmatch(path)) and Path(path).suffix not in TABLES
 
@@ -30,12 +29,13 @@ def data_files(config: DataConfig) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [file for file in found if file.suffix in SUFFIXES[config.kind]]
+    suffixes = DATA[config.kind].suffixes
+    files = [file for file in found if file.suffix in suffixes]
     if not files:
-        kinds = ", ".join(SUFFIXES[config.kind])
+        kinds = ", ".join(suffixes)
         raise ConfigError(f"data.path={config.path}: no file in it ends in {kinds}; add one")
     saved = any(file.suffix == ".arrow" for file in files)  # `datasets` itself wrote this folder
-    if config.kind != "hf" or saved:
+    if not DATA[config.kind].is_table or saved:
         return files
     root = path.parent if path.is_file() else path
     return _of_split(root, files, split_name(config.split), config)

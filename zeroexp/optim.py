@@ -2,21 +2,43 @@
 
 An engine decides which tensors it optimizes (whole parameters, slices, flat pieces), so it receives the groups of the
 model and a factory, never a finished optimizer. The learning rate is a pure function of the step, so that a run
-resumes without the state of a scheduler.
+resumes without the state of a scheduler. OPTIMIZERS holds what `optimizer.name` may name; torch is imported only when
+an optimizer is made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-from torch import nn
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from zeroexp.config import ConfigError, OptimizerConfig
+from zeroexp.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer.
+
+    make: takes parameter groups as torch.optim does, and the OptimizerConfig, and returns the optimizer.
+    num_moments: how many tensors of a weight's size it keeps for each weight, by which a plan counts its bytes.
+    bytes_per_tensor: what it keeps beside them for each tensor.
+    keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
+    settings: its own keys below `optimizer.settings`, with their defaults.
+    """
+
+    make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]
+    num_moments: Callable[[OptimizerConfig], int]
+    bytes_per_tensor: int = 0
+    keys: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -41,24 +63,54 @@ def optimizer_factory(
     config: OptimizerConfig,
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """Return a function that makes the configured optimizer over the groups or tensors an engine hands in."""
-    if config.name == "adamw":
-        return lambda groups: torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=config.fused,
-        )
-    if config.name == "sgd":
-        return lambda groups: torch.optim.SGD(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            fused=config.fused,
-        )
-    raise ConfigError(f"optimizer.name={config.name}: use adamw or sgd")
+    if config.name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer.name={config.name}: use {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS[config.name]
+    return lambda groups: kind.make(groups, config)
+
+
+def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.fused,
+    )
+
+
+def _sgd(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.SGD(
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        fused=config.fused,
+    )
+
+
+OPTIMIZERS = Registry(
+    "optimizer.name",
+    "zeroexp.optimizers",
+    {
+        "adamw": OptimizerKind(
+            _adamw,
+            num_moments=lambda config: 2,
+            bytes_per_tensor=4,  # its number of steps
+            keys=("betas", "eps"),
+        ),
+        "sgd": OptimizerKind(
+            _sgd, num_moments=lambda config: int(config.momentum > 0), keys=("momentum",)
+        ),
+    },
+    needs="an OptimizerKind(make=function, num_moments=function)",
+    fits=lambda value: isinstance(value, OptimizerKind),
+)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from zeroexp import advance, links
+from zeroexp import advance, links, plugins
 from zeroexp import config as configs
 from zeroexp import world as worlds
 from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.comm.collectives import shared_bytes
-from zeroexp.config import Config
-from zeroexp.data.build import build_data
+from zeroexp.config import Config, UndefinedCombination
+from zeroexp.data.build import Data, build_data
 from zeroexp.measure.instruments import Instruments, snapshot
 from zeroexp.measure.memory import (
     AllocationMeter,
@@ -50,7 +50,13 @@ from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.strategies.base import HasSettings, Strategy
 from zeroexp.strategies.build import build_strategy
 from zeroexp.tracking import attempt, failure
-from zeroexp.tracking.files import RecordWriter, read_records, write_engine, write_summary
+from zeroexp.tracking.files import (
+    RecordWriter,
+    folder_of_command,
+    read_records,
+    write_engine,
+    write_summary,
+)
 from zeroexp.train import train
 from zeroexp.world import World
 
@@ -65,7 +71,7 @@ def prepare(folder: Path) -> None:
     """
     compile_allocator()
     with contextlib.suppress(Exception):  # the ranks meet the same error and report it
-        config = configs.load(folder / "config.yaml")
+        config = _config(folder)
         model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
         groups = parameter_groups(model.module, config.optimizer)
         optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
@@ -93,7 +99,7 @@ def main(folder: Path, *, device: str | None = None) -> None:
 
 def _run(folder: Path, device: str | None) -> int:
     """Train and return the exit code."""
-    config = configs.load(folder / "config.yaml")
+    config = _config(folder)
     device, stop = device or _device(config), Stop()
     if config.cluster.requeue:
         stop.listen(*ASKS_TO_STOP)
@@ -107,6 +113,13 @@ def _run(folder: Path, device: str | None) -> int:
     samples = sampled(folder, config.tracking.system_s if first_of_node else None)
     with samples, worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
         return 0 if _train(config, world, folder, stop) else SAVED
+
+
+def _config(folder: Path) -> Config:
+    """Return the run's config, with its plugins imported. Raises ConfigError."""
+    config = configs.load(folder / "config.yaml")
+    plugins.load(config.plugins, folder_of_command(folder))
+    return config
 
 
 def _patience(config: Config) -> float:
@@ -155,7 +168,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
     print(f"data from {data.source}")
-    saver = Saver(folder, strategy, config, world, attempt=attempt.mine() or 0)
+    saver = Saver(folder, strategy, _told(config, data), world, attempt=attempt.mine() or 0)
     num_steps = config.train.warmup_steps + config.train.steps
     start_step = _resume(config, folder, strategy, shapes, world)
     steps = train(
@@ -187,6 +200,13 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     return over
 
 
+def _told(config: Config, data: Data) -> Config:
+    """Return the config that a checkpoint holds: the classes are named, for who exports it without the data."""
+    if data.label_names is None:
+        return config
+    return replace(config, data=replace(config.data, labels=data.label_names))
+
+
 def _labels(config: Config) -> dict[str, str]:
     return {
         "strategy": config.strategy.name,
@@ -203,6 +223,9 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
     """Return the plan of this run, to stand beside what was measured; a run does not fail for want of it."""
     try:
         return plan_beside(config, _settings_of(strategy), vocab_size)
+    except UndefinedCombination as error:
+        print(f"this run has no plan beside its measurement: {error}")
+        return {}
     except Exception:
         print("this run has no plan beside its measurement, since planning it failed:")
         traceback.print_exc()

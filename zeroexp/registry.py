@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any, ClassVar, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -58,6 +58,11 @@ class Registry(Mapping[str, Value], Generic[Value]):
                 raise self._taken_twice(name, taken[0], who)
         self._values[name], self._who[name] = value, who
         return value
+
+    def remove(self, name: str) -> None:
+        """Forget a word that `add` has registered, so that a notebook may add it again."""
+        assert name not in self.own, f"{name} is a word of zeroexp itself"
+        del self._values[name], self._who[name]
 
     def __getitem__(self, name: str) -> Value:
         """Return the word's value, importing it if need be. Raises KeyError for an unknown word, and RegistryError."""
@@ -123,6 +128,16 @@ def _who(entry: metadata.EntryPoint) -> str:
 def _entry_points(group: str) -> dict[str, list[metadata.EntryPoint]]:
     """Return the group's entry points by name; one that two copies of a package's metadata list counts once."""
     found: dict[str, dict[str, metadata.EntryPoint]] = {}
-    for entry in metadata.entry_points(group=group):
+    for entry in sorted(metadata.entry_points(group=group), key=_who):
         found.setdefault(entry.name, {}).setdefault(entry.value, entry)
     return {name: [*entries.values()] for name, entries in found.items()}
+
+
+class Later:
+    """A function named as module:function, which is imported when it is first called, since its module needs torch."""
+
+    def __init__(self, path: str) -> None:
+        self._module, _, self._name = path.partition(":")
+
+    def __call__(self, *arguments: Any, **words: Any) -> Any:
+        return getattr(import_module(self._module), self._name)(*arguments, **words)

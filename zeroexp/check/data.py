@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from zeroexp.check.refusal import undefined, without_effect
-from zeroexp.config import Config, hf_keys
-from zeroexp.config import vocabulary as words_of
+from zeroexp.config import Config
+from zeroexp.data.kinds import DATA
 from zeroexp.inputs import SHIPPED_WORDS
+from zeroexp.models.families import MODELS, shape_of
+from zeroexp.models.families import vocabulary as words_of
 
 OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
-TASKS = {
-    "text": ("causal",),
-    "hf": ("causal", "classification"),
-    "synthetic": ("causal", "regression"),
-}
 
 
 def task(config: Config) -> None:
     """Require data that can train the model's task."""
     model, data = config.model, config.data
-    if (model.family == "mlp") != (model.task == "regression"):
+    tasks, given = MODELS[model.family].tasks, DATA[data.kind].tasks
+    if model.task not in tasks:
         problem = f"model.family={model.family} can not be trained for it"
-        undefined(config, "model.task", problem, "use model=mlp_tiny or another task")
-    if model.family == "mlp" and data.task != "regression":
+        remedy = f"use model.task={' or '.join(tasks)}, or another model"
+        undefined(config, "model.task", problem, remedy)
+    if tasks == ("regression",) and data.task != "regression":
         problem = f"takes vectors, data={data.name} gives tokens"
         undefined(config, "model", problem, "use data=vectors, or a language model")
-    if data.task not in TASKS[data.kind]:
+    if data.task not in given:
         problem = f"data.kind={data.kind} has no such task"
-        undefined(config, "data.task", problem, f"use {' or '.join(TASKS[data.kind])}")
+        undefined(config, "data.task", problem, f"use {' or '.join(given)}")
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
         undefined(config, "data.task", problem, f"use data.task={model.task} or another model")
@@ -46,7 +45,7 @@ def labels(config: Config) -> None:
 
 def length(config: Config) -> None:
     model = config.model
-    shape = model.moe if model.family == "moe" else hf_keys(model)
+    shape = shape_of(model)
     for key in ("max_position_embeddings", "n_positions", "max_positions"):
         limit = shape.get(key)
         if isinstance(limit, int) and config.data.seq_len > limit:
@@ -56,21 +55,23 @@ def length(config: Config) -> None:
 
 def vocabulary(config: Config) -> None:
     known, asked, data = words_of(config.model), config.data.vocab_size, config.data
-    if asked is not None and data.kind != "synthetic" and asked != SHIPPED_WORDS:
+    tokenizes = DATA[data.kind].tokenizes
+    if asked is not None and tokenizes and asked != SHIPPED_WORDS:
         problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
         undefined(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
     if data.task == "regression":
         without_effect(config, "data.vocab_size", "vectors have no words")
-    words = asked or (None if data.kind == "synthetic" else SHIPPED_WORDS)
+    words = asked or (SHIPPED_WORDS if tokenizes else None)
     if words and known is not None and config.model.weights is None and words > known:
         problem = f"model={config.model.name} knows {known} words of the data's {words}"
         undefined(config, "data.vocab_size", problem, "use a model with a larger vocabulary")
 
 
 def source(config: Config) -> None:
-    if config.data.kind == "synthetic":
-        without_effect(config, "data.path", "synthetic data has no files")
-    if config.data.kind != "hf":
+    kind = DATA[config.data.kind]
+    if not kind.suffixes:
+        without_effect(config, "data.path", f"{config.data.kind} data has no files")
+    if not kind.is_table:
         for key in OF_TABLES:
             why = f"data.kind={config.data.kind} reads no table"
             without_effect(config, f"data.{key}", why)
@@ -85,7 +86,7 @@ def source(config: Config) -> None:
 def validation(config: Config) -> None:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
-    if data.kind != "hf":
+    if not DATA[data.kind].is_table:
         why = f"data.kind={data.kind} has no splits; set data.validation_samples"
         without_effect(config, "data.validation_split", why)
     if data.validation_split is not None and data.validation_split == (data.split or "train"):
@@ -98,7 +99,7 @@ def validation(config: Config) -> None:
 
 
 def weights(config: Config) -> None:
-    if config.model.family in ("mlp", "moe"):
+    if not MODELS[config.model.family].of_transformers:
         why = f"model.family={config.model.family} starts from train.seed"
         without_effect(config, "model.weights", why)
 

@@ -10,22 +10,20 @@ from typing import Any
 
 from zeroexp.check.aliases import word_meant
 from zeroexp.check.refusal import nearest, value_of, wrong
-from zeroexp.config import AUTO, Config
+from zeroexp.config import AUTO, Config, ConfigError
+from zeroexp.plugins import REGISTRIES
 from zeroexp.ports import first_and_last
+from zeroexp.registry import RegistryError
 from zeroexp.sharding.placement import Placement
 
 DTYPES = ("float32", "bfloat16")
-IMPLEMENTATIONS = ("parameter", "tensor", "buffer", "torch")
 PLACEMENTS = tuple(placement.value for placement in Placement)
 TASKS = ("causal", "classification", "regression")
 
-# None means "left to the default", for keys that allow it.
+# None means "left to the default", for keys that allow it. Words that others may add to: open_words.
 WORDS: dict[str, tuple[str | None, ...]] = {
-    "model.family": ("llama", "gpt2", "mixtral", "hf", "mlp", "moe"),
     "model.task": TASKS,
-    "data.kind": ("text", "hf", "synthetic"),
     "data.task": TASKS,
-    "strategy.implementation": IMPLEMENTATIONS,
     "strategy.parameters.placement": PLACEMENTS,
     "strategy.gradients.placement": PLACEMENTS,
     "strategy.optimizer.placement": PLACEMENTS,
@@ -36,10 +34,8 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "strategy.gradients.dtype": DTYPES,
     "strategy.optimizer.dtype": DTYPES,
     "strategy.unit": (None, "model", "block", "module"),
-    "strategy.owners": (None, "contiguous", "greedy"),
     "strategy.keep": (None, "none", "last", "all"),
     "strategy.reduce_each": (None, "microbatch", "step"),
-    "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "cluster.kind": ("local", "slurm"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -183,13 +179,31 @@ def lists(config: Config) -> None:
             wrong(key, value, "no list of words", "use one such as [a,b]")
 
 
+def open_words() -> dict[str, tuple[str | None, ...]]:
+    """Return the registered words of each key; a strategy's name may also be anything of a file of one's own."""
+    known = {
+        key: tuple(word for registry in registries for word in registry)
+        for key, registries in REGISTRIES.items()
+        if key != "strategy.name"
+    }
+    return {**known, "strategy.owners": (None, *known["strategy.owners"])}
+
+
 def words(config: Config) -> None:
-    for key, known in WORDS.items():
+    for key, known in {**WORDS, **open_words()}.items():
         if (value := value_of(config, key)) not in known:
             words = [word for word in known if word]
             wrong(
                 key, value, "unknown word", word_meant(key, value, words) or nearest(value, words)
             )
+    for key, registries in REGISTRIES.items():
+        word = value_of(config, key)
+        for registry in registries:
+            if word in registry:
+                try:
+                    registry[word]
+                except RegistryError as error:
+                    raise ConfigError(str(error)) from error
 
 
 def ranges(config: Config) -> None:
@@ -205,7 +219,7 @@ def ranges(config: Config) -> None:
 
 
 def shapes(config: Config) -> None:
-    for name in ("hf_config", "mlp", "moe"):
+    for name in ("hf_config", "mlp", "moe", "settings"):
         for key, value in _values(getattr(config.model, name), f"model.{name}"):
             most: int = MOST_OF_SHAPE.get(key.rpartition(".")[2], MOST_OF_ANY)
             if isinstance(value, int) and not -most <= value <= most:

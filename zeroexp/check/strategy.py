@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from zeroexp.check.refusal import undefined, without_effect
 from zeroexp.config import Config, StrategyConfig
+from zeroexp.models.families import MODELS
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.engines import ENGINES
 
-ENGINE_SETTINGS = ("overlap", "owners", "prefetch", "keep", "reduce_each", "bucket_mb")
+ENGINE_SETTINGS = ("unit", "overlap", "owners", "prefetch", "keep", "reduce_each", "bucket_mb")
 
 
 def rows(config: Config) -> None:
@@ -14,6 +17,8 @@ def rows(config: Config) -> None:
     strategy = config.strategy
     kinds = (strategy.parameters, strategy.gradients, strategy.optimizer)
     row = ",".join(kind.placement for kind in kinds)
+    if strategy.name in STAGES and str(STAGES[strategy.name]) == row:
+        return
     stage = {str(stage): name for name, stage in STAGES.items()}.get(row)
     if stage is None:
         known = "; ".join(f"{name} ({row})" for name, row in STAGES.items())
@@ -22,16 +27,21 @@ def rows(config: Config) -> None:
         undefined(config, "strategy", f"{row} is {stage}", f"use strategy={stage}")
 
 
-def stages_of_torch(config: Config) -> None:
+def stages_of_engines(config: Config) -> None:
+    """Require a stage that the native engine carries out, and what else it asks of a point."""
     strategy = config.strategy
-    if not _is_torch(strategy):
+    name = strategy.implementation
+    if name not in ENGINES:
         return
-    if strategy.name == "zero1_allreduce":
+    if _is_torch(strategy) and strategy.name == "zero1_allreduce":
         remedy = "use zero1: torch's ZeRO-1 is this row (gradients rest replicated)"
         undefined(config, "strategy", "undefined with strategy.implementation=torch", remedy)
-    if strategy.name not in STAGES:
-        known = ", ".join(stage for stage in STAGES if stage != "zero1_allreduce")
-        undefined(config, "strategy", "torch has no such stage", f"use one of {known}")
+    engine = ENGINES[name]
+    if strategy.name not in engine.stages:
+        known = ", ".join(engine.stages)
+        undefined(config, "strategy", f"{name} has no such stage", f"use one of {known}")
+    if engine.refuse is not None and (problem := engine.refuse(config)):
+        undefined(config, "strategy.implementation", problem, "use another implementation")
 
 
 def precision(config: Config) -> None:
@@ -42,7 +52,11 @@ def precision(config: Config) -> None:
         undefined(config, "precision.compute", f"narrower than {', '.join(dtypes[1:])}", remedy)
     if mode.autocast and mode.compute != "float32":
         undefined(config, "precision.autocast", "parameters are fp32 there", "precision=autocast")
-    if not _is_torch(strategy):
+    if strategy.implementation in ENGINES and not ENGINES[strategy.implementation].mixes_dtypes:
+        if mode.autocast or set(dtypes) != {"float32"}:
+            problem = f"strategy.implementation={strategy.implementation} computes in fp32 alone"
+            undefined(config, "precision", problem, "use precision=fp32")
+    elif not _is_torch(strategy):
         if mode.autocast:
             remedy = "use precision=bf16_master, its peer"
             undefined(config, "precision", "our engine has no autocast", remedy)
@@ -55,33 +69,37 @@ def precision(config: Config) -> None:
         undefined(config, "precision", problem, "use precision=bf16_master or fp32")
 
 
-def dtypes_of_torch(config: Config) -> None:
-    """Require that a torch engine's dtypes come from the precision group, the only one that it reads."""
+def dtypes_of_engines(config: Config) -> None:
+    """Require that a native engine's dtypes come from the precision group, the only one that it reads."""
     strategy, mode = config.strategy, config.precision
     wanted = {"parameters": mode.compute, "gradients": mode.reduce, "optimizer": mode.master}
     for kind, dtype in wanted.items():
-        if _is_torch(strategy) and getattr(strategy, kind).dtype != dtype:
-            problem = "no effect with strategy.implementation=torch"
+        if strategy.implementation in ENGINES and getattr(strategy, kind).dtype != dtype:
+            problem = f"no effect with strategy.implementation={strategy.implementation}"
             undefined(config, f"strategy.{kind}.dtype", problem, "use the precision group")
 
 
-def settings_of_torch(config: Config) -> None:
+def settings_of_engines(config: Config) -> None:
     strategy = config.strategy
-    if not (_is_torch(strategy) and _is_ddp(strategy)):
+    name = strategy.implementation
+    read = ENGINES[name].keys if name in ENGINES else ()
+    if "gradient_as_bucket_view" not in read or (_is_torch(strategy) and not _is_ddp(strategy)):
         why = "only torch's DistributedDataParallel has it (ddp, zero1)"
         without_effect(config, "strategy.gradient_as_bucket_view", why)
-    if not _is_torch(strategy):
+    if name not in ENGINES:
         return
     for key in ENGINE_SETTINGS:
-        without_effect(config, f"strategy.{key}", "torch's engines do not have it")
-    if _is_ddp(strategy) or strategy.unit != "block":
+        if key not in read:
+            without_effect(config, f"strategy.{key}", f"{name}'s engines do not have it")
+    if _is_torch(strategy) and (_is_ddp(strategy) or strategy.unit != "block"):
         without_effect(config, "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model")
 
 
 def skipped_experts(config: Config) -> None:
     """Refuse FSDP2 where ranks skip different experts: it reduces present gradients together, so sizes would differ."""
     strategy, family = config.strategy, config.model.family
-    if _is_torch(strategy) and not _is_ddp(strategy) and family == "moe" and config.world_size > 1:
+    skips = MODELS[family].skips_modules and config.world_size > 1
+    if _is_torch(strategy) and not _is_ddp(strategy) and skips:
         problem = (
             f"FSDP2 ends in SIGABRT where ranks skip different experts of model.family={family}"
         )
@@ -91,10 +109,10 @@ def skipped_experts(config: Config) -> None:
 
 def settings_of_ours(config: Config) -> None:
     strategy = config.strategy
-    if _is_torch(strategy):
+    if strategy.implementation not in LAYOUTS:
         return
     name, layout = strategy.name, strategy.implementation
-    if layout != "parameter":
+    if not LAYOUTS[layout].has_owners:
         without_effect(config, "strategy.owners", f"{layout} cuts evenly, nothing has an owner")
     if strategy.optimizer.placement != "shard":
         without_effect(config, "strategy.owners", f"strategy={name} shards nothing")
@@ -123,10 +141,10 @@ def _is_ddp(strategy: StrategyConfig) -> bool:
 
 RULES = (
     rows,
-    stages_of_torch,
+    stages_of_engines,
     precision,
-    dtypes_of_torch,
-    settings_of_torch,
+    dtypes_of_engines,
+    settings_of_engines,
     skipped_experts,
     settings_of_ours,
     reduce_each,

@@ -17,17 +17,17 @@ from zeroexp.config import (
     TrackingConfig,
     TrainConfig,
 )
+from zeroexp.models.families import MODELS
+from zeroexp.optim import OPTIMIZERS
 
-# The dict of ModelConfig that a family reads; every family that is not listed reads hf_config.
-READ_BY = {"mlp": "mlp", "moe": "moe"}
 SLURMS_OWN = ("dry_run", "wait", "heartbeat_s")
 
 
 def shape(config: Config) -> None:
     """Allow keys of a model's shape only where its family reads them."""
     family = config.model.family
-    read = READ_BY.get(family, "hf_config")
-    for name in ("hf_config", "mlp", "moe"):
+    read = MODELS[family].shape
+    for name in ("hf_config", "mlp", "moe", "settings"):
         given = getattr(config.model, name)
         if name != read and given:
             key = f"model.{name}.{next(iter(given))}"
@@ -38,11 +38,10 @@ def shape(config: Config) -> None:
 def optimizer(config: Config) -> None:
     chosen = config.optimizer
     named = f"optimizer.name={chosen.name}"
-    if chosen.name != "sgd":
-        _unless_default(config, "optimizer.momentum", OptimizerConfig, named, "use optimizer=sgd")
-    if chosen.name != "adamw":
-        for key in ("optimizer.betas", "optimizer.eps"):
-            _unless_default(config, key, OptimizerConfig, named, "use optimizer=adamw")
+    for name in OPTIMIZERS.own:
+        for key in set(OPTIMIZERS[name].keys) - set(OPTIMIZERS[chosen.name].keys):
+            remedy = f"use optimizer={name}"
+            _unless_default(config, f"optimizer.{key}", OptimizerConfig, named, remedy)
     if chosen.schedule == "constant":
         why = "optimizer.schedule=constant"
         remedy = "use optimizer.schedule=cosine or linear"

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from zeroexp import plugins
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
@@ -24,6 +25,7 @@ from zeroexp.config import ClusterConfig
 from zeroexp.plan.place import Shape
 from zeroexp.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
+from zeroexp.tracking.files import folder_of_command
 
 BATCH_FILE = "batch.sh"  # in the folder slurm of a run
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
@@ -102,7 +104,9 @@ def _directives(job: Job, config: ClusterConfig, shape: Shape, name: str) -> lis
 def _exports(job: Job, config: ClusterConfig) -> list[str]:
     """Return shell lines that run once per attempt, on the first node, before srun."""
     threads, folder = config.threads_per_rank, job.folder.resolve()
-    snapshot = str(take_snapshot(folder.parent))
+    if given_in := folder_of_command(folder):
+        plugins.look_in(given_in)
+    snapshot = str(take_snapshot(folder.parent, job.config.plugins))
     exports = {
         "PYTHONPATH": os.pathsep.join(filter(None, [snapshot, os.environ.get("PYTHONPATH")])),
         # Without this, `python -m` finds the edited tree before the snapshot.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroexp.cluster.points import Point
-from zeroexp.config import Config
+from zeroexp.config import Config, UndefinedCombination
 
 GIB = 2**30
 
@@ -31,7 +31,11 @@ def _judged(point: Point) -> Point:
 
     config = point.config
     place = place_of(config, "cpu" if config.cluster.device == "cpu" else "cuda")
-    form = form_of(config, on_meta(config), place.transport)
+    try:
+        form = form_of(config, on_meta(config), place.transport)
+    except UndefinedCombination as error:
+        print(f"no plan of {point.name}: {error}")
+        return point
     outcome = outcome_of(point.name, config, form, place)
     states, peak = outcome.total.fullest / GIB, outcome.peak.fullest / GIB
     verdict = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+from zeroexp import plugins
 from zeroexp.adopt import adopted
 from zeroexp.check import check as check_run
 from zeroexp.check import require_values
@@ -43,7 +44,8 @@ def points_of(
     """
     config = from_mapping(Config, values)
     require_values(config)
-    config = adopted(config)
+    plugins.load(config.plugins)
+    config = plugins.with_settings(adopted(config))
     return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 

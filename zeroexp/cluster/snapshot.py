@@ -1,4 +1,7 @@
-"""Copy the code at submission, so that jobs run the submitted code even if the tree is edited while they wait."""
+"""Copy the code at submission, so that jobs run the submitted code even if the tree is edited while they wait.
+
+The code is our package and the run's plugins, but for those that are installed: jobs find these where we do.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,30 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def take_snapshot(sweep: Path) -> Path:
-    """Copy the package below <sweep>/.code/ and return the folder for the path; the same code is copied only once."""
-    target = sweep / ".code" / _fingerprint(PACKAGE)
+def take_snapshot(sweep: Path, plugins: Sequence[str] = ()) -> Path:
+    """Copy the code below <sweep>/.code/ and return the folder for the path; the same code is copied only once.
+
+    plugins: names of modules, which this process can import.
+    """
+    sources = [PACKAGE, *_sources(plugins)]
+    target = sweep / ".code" / _fingerprint(sources)
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=target.parent))
-    shutil.copytree(PACKAGE, beside / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in sources:
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, beside / source.name, ignore=ignored)
+        else:
+            shutil.copy2(source, beside)
     try:
         os.rename(beside, target)
     except OSError:  # another submitter of this sweep made the same copy first
@@ -28,9 +42,25 @@ def take_snapshot(sweep: Path) -> Path:
     return target
 
 
-def _fingerprint(package: Path) -> str:
+def _sources(plugins: Sequence[str]) -> list[Path]:
+    """Return the file or folder of each top-level module that is not installed."""
+    found: list[Path] = []
+    for name in dict.fromkeys(plugin.partition(".")[0] for plugin in plugins):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
+        if not {"site-packages", "dist-packages"} & set(path.parts):
+            found.append(path)
+    return found
+
+
+def _fingerprint(sources: Sequence[Path]) -> str:
     content = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            content.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    for source in sources:
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if path.is_file() and "__pycache__" not in path.parts:
+                name = path.relative_to(source.parent)
+                content.update(f"{name}\0".encode() + path.read_bytes())
     return content.hexdigest()[:12]

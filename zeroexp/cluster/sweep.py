@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zeroexp import plugins
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
 from zeroexp.checkpoint.folders import pin
@@ -34,7 +35,7 @@ from zeroexp.report.points import points_of as runs_as_points
 from zeroexp.report.progress import Progress
 from zeroexp.report.table import show
 from zeroexp.tracking import owner
-from zeroexp.tracking.files import read_records, step_record, write_json
+from zeroexp.tracking.files import folder_of_command, read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
 from zeroexp.tracking.mlflow import with_store
@@ -104,6 +105,8 @@ class Sweep:
         again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
         if not again:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
+        for job in again:
+            plugins.load(job.config.plugins, folder_of_command(job.folder))
         self._jobs, self._folder = jobs, folder
         for job in again:
             job.set_aside()

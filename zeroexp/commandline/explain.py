@@ -16,11 +16,14 @@ from zeroexp.check.aliases import key_meant, word_meant
 from zeroexp.check.refusal import nearest
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
+from zeroexp.plugins import WITH_SETTINGS, added
+from zeroexp.registry import RegistryError
 
-MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
+MISTAKES = (ConfigError, RegistryError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Other projects define the keys below these, so a user may add keys that our schema does not know.
 FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
+FREE = (*FREE, *(f"{group}.settings." for group in WITH_SETTINGS))
 
 # Part of OmegaConf's message -> the remedy we print; the first match counts.
 HINTS = {
@@ -51,7 +54,9 @@ def _explain(error: Exception) -> str:
             return f"{error.override}: {said}; put the value in quotes: 'key=\"value\"'"
         return f"{error.override}: {said}; write key=value, lists as key=[1,2]"
     text = str(error)
-    if isinstance(error, ConfigError):  # our own text must not be parsed as Hydra's
+    if isinstance(
+        error, (ConfigError, RegistryError)
+    ):  # our own text must not be parsed as Hydra's
         return text
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
@@ -63,6 +68,7 @@ def _explain(error: Exception) -> str:
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
+    options += [name for name in added(group) if name not in options]
     remedy = word_meant(group, option, options) or nearest(option, options)
     return f"{group}={option}: unknown option; {remedy}"
 

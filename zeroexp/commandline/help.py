@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from zeroexp import config as schemas
-from zeroexp.check.single import AT_LEAST, AT_MOST, WORDS
+from zeroexp import plugins
+from zeroexp.check.single import AT_LEAST, AT_MOST, WORDS, open_words
 from zeroexp.config import Config, ConfigError
 
 SCREEN = """\
@@ -56,8 +57,8 @@ def about(key: str, conf: Path) -> str:
         raise ConfigError(f"--help {key}: no such key; {meant}")
     kind, default = known[key]
     lines = [f"{key}: {kind}", *_comment(key)]
-    if key in WORDS:
-        lines.append(f"one of {', '.join(str(word) for word in WORDS[key] if word)}")
+    if words := {**WORDS, **open_words()}.get(key):
+        lines.append(f"one of {', '.join(str(word) for word in words if word)}")
     if key in AT_LEAST:
         lines.append(f"at least {AT_LEAST[key]}")
     if key in AT_MOST:
@@ -79,12 +80,16 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _options(conf: Path, group: str) -> list[str]:
-    return sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    files = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    return [*files, *(name for name in plugins.added(group) if name not in files)]
 
 
 def _about_options(conf: Path, group: str) -> Iterator[str]:
     """The first comment of every option's file."""
     for name in _options(conf, group):
+        if not (conf / group / f"{name}.yaml").exists():
+            yield f"  {name:20} added by a plugin"
+            continue
         lines = (conf / group / f"{name}.yaml").read_text().splitlines()
         told = next((line[2:] for line in lines if line.startswith("# ") and "@" not in line), "")
         yield f"  {name:20} {told}"

@@ -1,21 +1,34 @@
 """Find the data's errors before a rank starts: read, tokenize and pack them here, where the ranks find them.
 
-Slurm's nodes pack for themselves, since what they see and where they keep it may differ. For them only the tokenizer of
-a local folder of weights is looked for.
+Slurm's nodes pack for themselves, since what they see and where they keep it may differ. For them the tokenizer of a
+local folder of weights is looked for, and the columns of files that are seen here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from zeroexp.config import Config
 from zeroexp.data import sources
 from zeroexp.data.build import build_data
+from zeroexp.data.kinds import DATA
+from zeroexp.inputs import data_files
 
 
 def check_data(config: Config) -> None:
     """Raise ConfigError for data that the ranks could not read, or not as the config says."""
     if config.cluster.kind == "local":
         build_data(config.data, config.model, config.train.seed)
-    elif config.data.kind != "synthetic" and Path(config.model.weights or "").expanduser().is_dir():
-        sources.choose_words(config.data, config.model)
+        return
+    kind, data = DATA[config.data.kind], config.data
+    if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
+        sources.choose_words(data, config.model)
+    if kind.is_table and Path(data.path or "").expanduser().exists():
+        # datasets takes a second to import, and most sweeps read no table.
+        from zeroexp.data import tables
+
+        splits = [data.split, data.validation_split] if data.validation_split else [data.split]
+        for split in splits:
+            each = replace(data, split=split)
+            tables.require_columns(each, data_files(each))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zeroexp.config import ConfigError, DataConfig, ModelConfig, vocabulary
+from zeroexp.config import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
+from zeroexp.data.kinds import DATA
 from zeroexp.data.order import sample_indices
-from zeroexp.data.synthetic import SyntheticTokens, SyntheticVectors
 
 
 class Data:
@@ -26,6 +27,8 @@ class Data:
     ) -> None:
         self.vocab_size = samples.vocab_size
         self.source = samples.source
+        # What the classes are called, in their order; None where samples have none.
+        self.label_names: list[Any] | None = getattr(samples, "names", None)
         self._validation = validation or samples
         wanted = config.validation_samples
         if validation is None:
@@ -71,33 +74,26 @@ class Data:
 
 def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
     """Open the data; tokenize and pack it first if the cache does not have it. Raises ConfigError."""
-    if config.kind == "synthetic":
-        return Data(_synthetic(config, model, seed), config, seed)
-    if config.kind not in ("text", "hf"):
-        raise ConfigError(f"data.kind={config.kind}: use text, hf or synthetic")
-    samples = packed.open_packed(_packed_folder(config, model))
-    if config.validation_split is None:
+    if config.kind not in DATA:
+        raise ConfigError(f"data.kind={config.kind}: use {', '.join(DATA)}")
+    kind = DATA[config.kind]
+    samples = kind.open(config, model, seed)
+    if not kind.is_table or config.validation_split is None:
         return Data(samples, config, seed)
     other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
-    return Data(samples, config, seed, packed.open_packed(_packed_folder(other, model)))
+    return Data(samples, config, seed, kind.open(other, model, seed))
 
 
-def _synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
-    if config.task == "regression":
-        return SyntheticVectors(model.mlp["width"], config.seq_len, seed)
-    words = config.vocab_size or vocabulary(model)
-    if words is None:
-        raise ConfigError(
-            "data.vocab_size=null: the model names no vocabulary; set data.vocab_size=2048"
-        )
-    return SyntheticTokens(words, config.seq_len, seed)
+def tokenized(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
+    """Open the packed text; tokenize and pack it first if the cache does not have it."""
+    return packed.open_packed(_packed_folder(config, model))
 
 
 def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
     words, files = sources.choose_words(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
-        "format": 3,
+        "format": 4,
         "kind": config.kind,
         "task": config.task,
         "seq_len": config.seq_len,

@@ -3,7 +3,7 @@
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
-    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (the labels' values), hub_id
+    <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (labels' values), names, hub_id
 
 The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
 another name and renamed when complete: a rank, or another run, sees all of it or nothing.
@@ -85,6 +85,7 @@ class _Folder:
         self.vocab_size: int | None = about["vocab_size"]
         self.source: str = about["source"]
         self.classes: list[Any] | None = about["classes"]
+        self.names: list[Any] | None = about["names"]
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
 
     def __len__(self) -> int:

@@ -5,9 +5,32 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zeroexp.data import Microbatch
+from zeroexp.config import ConfigError, DataConfig, ModelConfig
+from zeroexp.data import Microbatch, Samples
+from zeroexp.models.families import MODELS, shape_of, vocabulary
 
 NUM_SAMPLES = 1 << 16  # per epoch
+
+
+def synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
+    """Make vectors for regression, else tokens of the model's vocabulary. Raises ConfigError."""
+    if config.task == "regression":
+        return SyntheticVectors(width_of(model), config.seq_len, seed)
+    words = config.vocab_size or vocabulary(model)
+    if words is None:
+        raise ConfigError(
+            "data.vocab_size=null: the model names no vocabulary; set data.vocab_size=2048"
+        )
+    return SyntheticTokens(words, config.seq_len, seed)
+
+
+def width_of(model: ModelConfig) -> int:
+    """Return the elements of one vector that the model takes. Raises ConfigError."""
+    width = shape_of(model).get("width")
+    if type(width) is not int:
+        key = f"model.{MODELS[model.family].shape}.width"
+        raise ConfigError(f"{key}={width}: vectors need it; set it to the elements of one vector")
+    return width
 
 
 class SyntheticTokens:

@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import datasets
 import datasets.config
@@ -66,6 +66,31 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     return table, f"{place}: {config.path}{licence}"
 
 
+def require_columns(config: DataConfig, files: list[Path]) -> None:
+    """Require the columns that the task reads, of the first row alone where files are large. Raises ConfigError."""
+    with _one_line_errors(config):
+        if _are_saved(files):
+            _require_columns(_read_saved(config), config)
+            return
+        loader, options = _loader(config, files)
+        if loader == "csv":  # every value is a word there, and a number may be text
+            _require_names(options.get("names") or _header(files[0], **options), config)
+            return
+        whole = {name: [str(file) for file in files] for name in [split_name(config.split)]}
+        rows = datasets.load_dataset(
+            loader, data_files=whole, split=split_name(config.split), streaming=True, **options
+        )
+        reader = iter(rows)
+        row = next(reader, None)
+        reader.close()  # the file that it has open
+    if row is not None:
+        _require_names(list(row), config)
+        key, name = columns_of(config)[TEXT]
+        if not isinstance(row[name], str | None):
+            texts = [other for other, value in row.items() if isinstance(value, str)]
+            _refuse_text(f"{key}={name}", type(row[name]).__name__, texts)
+
+
 def first_rows(table: Table, limit: int | None) -> Table:
     return table.select(range(len(table) if limit is None else min(limit, len(table))))
 
@@ -112,22 +137,34 @@ def _text_of(file: Path) -> str:
 
 
 def _read_files(config: DataConfig, files: list[Path], scratch: Path) -> Table:
-    if any(file.suffix == ".arrow" for file in files):  # a folder written by Dataset.save_to_disk
+    if _are_saved(files):
         return _read_saved(config)
-    if len({file.suffix for file in files}) > 1:
-        raise ConfigError(f"data.path={config.path}: files of several kinds; name one of them")
-    suffix, split = files[0].suffix, config.split or TRAIN
-    options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
-    if suffix == ".csv" and not _has_header(files[0]):
-        options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
+    loader, options = _loader(config, files)
+    split = config.split or TRAIN
     table = datasets.load_dataset(
-        LOADERS[suffix],
+        loader,
         data_files={split_name(split): [str(file) for file in files]},
         split=split,
         cache_dir=str(scratch),
         **options,
     )
     return cast(Table, table)
+
+
+def _are_saved(files: list[Path]) -> bool:
+    """Tell whether the files are of a folder written by Dataset.save_to_disk."""
+    return any(file.suffix == ".arrow" for file in files)
+
+
+def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]:
+    """Return the loader of the files' kind and its options. Raises ConfigError for several kinds."""
+    if len({file.suffix for file in files}) > 1:
+        raise ConfigError(f"data.path={config.path}: files of several kinds; name one of them")
+    suffix = files[0].suffix
+    options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
+    if suffix == ".csv" and not _has_header(files[0]):
+        options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
+    return LOADERS[suffix], options
 
 
 def _read_saved(config: DataConfig) -> Table:
@@ -139,6 +176,11 @@ def _read_saved(config: DataConfig) -> Table:
             f"data.split={split}: no such split in it; use one of {', '.join(map(str, parts))}"
         )
     return parts[split]
+
+
+def _header(file: Path, sep: str = ",") -> list[str]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        return next(csv.reader(lines, delimiter=sep), [])
 
 
 def _has_header(file: Path) -> bool:
@@ -178,10 +220,8 @@ def _one_line_errors(config: DataConfig) -> Iterator[None]:
 
 def _require_columns(table: Table, config: DataConfig) -> None:
     """Require that the named columns exist, that text is text, and that no row lacks a value."""
-    known = ", ".join(table.column_names)[:200]
+    _require_names(table.column_names, config)
     for key, name in columns_of(config).values():
-        if name not in table.column_names:
-            raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
         if num_empty := table.data.column(name).null_count:
             problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
             raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
@@ -193,5 +233,16 @@ def _require_columns(table: Table, config: DataConfig) -> None:
             for other in table.column_names
             if str(getattr(table.features[other], "dtype", "")) in ("string", "large_string")
         ]
-        remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
-        raise ConfigError(f"{key}={name}: holds {kind}, no text; {remedy}")
+        _refuse_text(f"{key}={name}", kind, texts)
+
+
+def _require_names(names: list[str], config: DataConfig) -> None:
+    known = ", ".join(names)[:200]
+    for key, name in columns_of(config).values():
+        if name not in names:
+            raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
+
+
+def _refuse_text(told: str, kind: str, texts: list[str]) -> NoReturn:
+    remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+    raise ConfigError(f"{told}: holds {kind}, no text; {remedy}")

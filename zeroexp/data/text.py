@@ -59,12 +59,9 @@ def write_labelled(
     tokenizer.enable_truncation(config.seq_len)
     table, source = _read(config, files, folder / SCRATCH)
     text, label = (name for _, name in columns_of(config).values())
+    names = class_names(table, label)
     classes = classes_of(
-        table.unique(label),
-        num_labels,
-        column=label,
-        asked=config.labels,
-        names=class_names(table, label),
+        table.unique(label), num_labels, column=label, asked=config.labels, names=names
     )
     number = {value: place for place, value in enumerate(classes)}
 
@@ -78,7 +75,8 @@ def write_labelled(
     save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
-    _finish(folder, config, tokenizer, source, classes)
+    told = [names[value] for value in classes] if names else classes
+    _finish(folder, config, tokenizer, source, classes, told)
 
 
 class _Packer:
@@ -114,9 +112,10 @@ def _finish(
     tokenizer: Tokenizer,
     source: str,
     classes: list[Any] | None = None,
+    names: list[Any] | None = None,
 ) -> None:
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
     about: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size(), "source": source}
-    about["classes"] = classes
+    about["classes"], about["names"] = classes, names
     about["hub_id"] = None if source.startswith("local") else config.path
     (folder / "about.json").write_text(json.dumps(about))

@@ -10,6 +10,7 @@ from pathlib import Path
 from zeroexp import hub
 from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.models.build import build_model
+from zeroexp.models.families import MODELS
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
@@ -33,7 +34,7 @@ def check_model(config: Config) -> None:
 
 
 def _build(model: ModelConfig, words: int | None) -> None:
-    key = "model." + (model.family if model.family in ("mlp", "moe") else "hf_config")
+    key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
         blocks = build_model(model, seed=0, device="meta", vocab_size=words).blocks

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.deferred import CannotDefer, defer
+from zeroexp.models.families import MODELS, vocabulary
 from zeroexp.models.freezing import freeze
-from zeroexp.models.mlp import Mlp, MlpShape
-from zeroexp.models.moe import MoeShape, MoeTransformer
 from zeroexp.models.tied_rows import keep_rows_apart
 from zeroexp.strategies.values import Values, fill_in
-
-Shape = TypeVar("Shape", MlpShape, MoeShape)
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:
 @contextlib.contextmanager
 def on_fake_tensors(config: ModelConfig) -> Iterator[None]:
     """Let a model of this config run on fake tensors the operations that it runs on real ones."""
-    if config.family in ("mlp", "moe"):
+    if not MODELS[config.family].of_transformers:
         yield
         return
     from zeroexp.models import huggingface
@@ -133,20 +129,15 @@ def on_fake_tensors(config: ModelConfig) -> Iterator[None]:
 
 
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
-    if config.family == "mlp":
-        module = Mlp(_shape(MlpShape, config.mlp, "model.mlp"))
-        return BuiltModel(module, [f"blocks.{i}" for i in range(len(module.blocks))])
-    if config.family == "moe":
-        module = MoeTransformer(_shape(MoeShape, config.moe, "model.moe"))
-        return BuiltModel(module, [f"blocks.{i}" for i in range(len(module.blocks))])
-    # transformers takes two seconds to import, and the families above do not need it.
-    from zeroexp.models import huggingface
-
-    return _with_blocks(config, huggingface.build(config, vocab_size))
+    if config.family not in MODELS:
+        raise ConfigError(f"model.family={config.family}: use {', '.join(MODELS)}")
+    return _with_blocks(config, MODELS[config.family].build(config, vocab_size))
 
 
 def _with_blocks(config: ModelConfig, module: nn.Module) -> BuiltModel:
-    chosen = config.blocks
+    chosen, named = config.blocks, MODELS[config.family].blocks
+    if named is not None:
+        return BuiltModel(module, chosen_blocks(module, [named]))
     return BuiltModel(
         module, find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
     )
@@ -158,34 +149,9 @@ def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | No
     if words is None or data_words is None:
         return words or data_words
     if data_words > words:
-        key = "model.moe.vocab_size" if config.family == "moe" else "model.hf_config.vocab_size"
+        key = f"model.{MODELS[config.family].shape}.vocab_size"
         raise ConfigError(
             f"{key}={words}: the data's tokenizer has {data_words} words; "
             f"set it to {data_words} or more, or choose other data"
         )
     return words
-
-
-def _shape(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
-    known = [field.name for field in fields(shape)]
-    for word in given:
-        if word not in known:
-            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(known)}")
-    for word in known:
-        if word not in given:
-            raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
-        if type(given[word]) is not int or given[word] < 1:
-            raise ConfigError(f"{key}.{word}={given[word]}: no whole number above 0; use one")
-    made = shape(**given)
-    if isinstance(made, MoeShape):
-        _require_whole_heads(made)
-    return made
-
-
-def _require_whole_heads(shape: MoeShape) -> None:
-    if shape.top_k > shape.num_experts:
-        problem = f"there are {shape.num_experts} experts"
-        raise ConfigError(f"model.moe.top_k={shape.top_k}: {problem}; use at most as many")
-    if shape.width % shape.num_heads:
-        problem = f"does not divide model.moe.width={shape.width}"
-        raise ConfigError(f"model.moe.num_heads={shape.num_heads}: {problem}; use one that does")

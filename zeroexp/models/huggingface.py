@@ -22,14 +22,14 @@ from transformers import (
 from transformers.utils import logging
 
 from zeroexp import hub
-from zeroexp.config import ConfigError, ModelConfig, hf_keys, vocabulary
+from zeroexp.config import ConfigError, ModelConfig, hf_keys
 from zeroexp.models import huggingface_weights
 from zeroexp.models.deferred import Drawn
+from zeroexp.models.families import MODELS, vocabulary
 from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys, check_shape
 from zeroexp.models.huggingface_values import Stored
 from zeroexp.strategies.values import Values
 
-FAMILIES = ("llama", "gpt2", "mixtral", "hf")
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
 OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
 TASKS = {
@@ -105,8 +105,9 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
     """Build transformers' config, without key-value cache and without randomness in forward."""
     if config.task not in TASKS:
         raise ConfigError(f"model.task={config.task}: {config.family} can do {', '.join(TASKS)}")
-    if config.family not in FAMILIES:
-        raise ConfigError(f"model.family={config.family}: use {', '.join(FAMILIES)}, mlp or moe")
+    if config.family not in MODELS or not MODELS[config.family].of_transformers:
+        words = [name for name in MODELS if MODELS[name].of_transformers]
+        raise ConfigError(f"model.family={config.family}: use {', '.join(words)}")
     kind = architecture(config)
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)

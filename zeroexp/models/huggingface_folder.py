@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from zeroexp.config import ConfigError, ModelConfig, vocabulary
+from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.build import build_model
-from zeroexp.models.huggingface import FAMILIES
+from zeroexp.models.families import MODELS, vocabulary
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -50,14 +50,18 @@ def write(
     dtype: torch.dtype,
     max_shard_size: str,
     tokenizer: Tokenizer | None,
+    labels: Sequence[Any] | None = None,
 ) -> None:
     """Fill the empty `folder`. `read` returns a parameter by its name in `shapes`; each is read once, in any order.
 
     Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. `max_shard_size` is written as in
     transformers: 5GB, 500MB. Raises OSError, and ConfigError if transformers does not have the model or the parameters
-    differ.
+    differ. labels: what the classes are called, in their order.
     """
     module = empty_model(config, shapes)
+    if labels is not None and list(labels) != list(range(len(labels))):
+        module.config.id2label = {number: str(name) for number, name in enumerate(labels)}
+        module.config.label2id = {name: number for number, name in module.config.id2label.items()}
     _write_weights(folder, module, shapes, read, dtype, max_shard_size)
     module.config.architectures = [type(module).__name__]
     module.config.dtype = dtype
@@ -71,8 +75,8 @@ def write(
 
 def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
     """Build the model without memory. If the config does not set the vocabulary size, the embedding's shape does."""
-    if config.family not in FAMILIES:
-        use = f"export a run of {', '.join(FAMILIES)}"
+    if config.family not in MODELS or not MODELS[config.family].of_transformers:
+        use = f"export a run of {', '.join(n for n in MODELS.own if MODELS[n].of_transformers)}"
         raise ConfigError(f"model.family={config.family}: transformers has no such model; {use}")
     config = replace(config, weights=None)
     module: Any = build_model(config, seed=0, device="meta").module

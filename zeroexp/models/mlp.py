@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zeroexp.config import ModelConfig
+from zeroexp.models.shapes import whole_numbers
+
 
 @dataclass(frozen=True)
 class MlpShape:
@@ -35,3 +38,7 @@ class Mlp(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def build(config: ModelConfig, vocab_size: int | None) -> Mlp:
+    return Mlp(whole_numbers(MlpShape, config.mlp, "model.mlp"))

@@ -14,17 +14,10 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from zeroexp.config import Config
+from zeroexp.models.families import MODELS
 
 Numbers = TypeVar("Numbers")
 
-# Where a family's configuration holds the number of blocks.
-DEPTHS = {
-    "llama": ("hf_config", "num_hidden_layers"),
-    "mixtral": ("hf_config", "num_hidden_layers"),
-    "gpt2": ("hf_config", "n_layer"),
-    "mlp": ("mlp", "depth"),
-    "moe": ("moe", "depth"),
-}
 LEAST_DEPTH = 4  # fewer blocks never fill the pools and reductions in flight
 ROUNDING_BYTES = 1  # a rank's share of a sum over ranks is rounded down to whole bytes
 
@@ -56,14 +49,14 @@ def at_any_depth(
 
 def depth_of(config: Config) -> int:
     """Return the number of blocks that the config names, or 0 where it leaves it to the library."""
-    section, key = DEPTHS[config.model.family]
-    return int(getattr(config.model, section).get(key, 0))
+    family = MODELS[config.model.family]
+    return int(getattr(config.model, family.shape).get(family.depth, 0))
 
 
 def with_depth(config: Config, depth: int) -> Config:
-    section, key = DEPTHS[config.model.family]
+    family = MODELS[config.model.family]
     config = deepcopy(config)
-    getattr(config.model, section)[key] = depth
+    getattr(config.model, family.shape)[family.depth] = depth
     return config
 
 

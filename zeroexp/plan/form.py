@@ -7,17 +7,18 @@ from collections.abc import Iterable
 from torch import nn
 
 from zeroexp.comm.facts import TRANSPORTS
-from zeroexp.config import AUTO, Config, resolve
+from zeroexp.config import AUTO, Config, UndefinedCombination, resolve
 from zeroexp.models.build import BuiltModel, build_model
-from zeroexp.optim import parameter_groups
+from zeroexp.optim import OPTIMIZERS, parameter_groups
 from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.sharding.layout import PAGE_BYTES, lay_out
+from zeroexp.sharding.layout import LAYOUTS, PAGE_BYTES, lay_out
 from zeroexp.sharding.options import settle_options
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.strategies.build import options_of, stage_of
+from zeroexp.strategies.engines import ENGINES
 
 NATIVE_PAGE_BYTES = 4096  # what comm/native.py cuts for
 
@@ -31,13 +32,21 @@ def on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
 
 
 def form_of(config: Config, model: BuiltModel, transport: str) -> AnyForm:
-    """Return the form of a point over a transport of our engine; `model` may be on the device `meta`."""
+    """Return the form of a point over a transport of our engine; `model` may be on the device `meta`.
+
+    Raises UndefinedCombination for an engine that brings no form.
+    """
     config = resolve(config)
-    if config.strategy.implementation != "torch":
+    name = config.strategy.implementation
+    if name in LAYOUTS:
         return _ours(config, model, transport)
-    if config.strategy.name in ("ddp", "zero1"):
-        return _ddp(config, model)
-    return _fsdp(config, model)
+    if name == "torch":
+        return (_ddp if config.strategy.name in ("ddp", "zero1") else _fsdp)(config, model)
+    form = ENGINES[name].form
+    if form is None:
+        problem = "this engine brings no closed form, so that it can not be planned"
+        raise UndefinedCombination(f"strategy.implementation={name}: {problem}; run it instead")
+    return form(config, model)
 
 
 def transients(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
@@ -114,9 +123,9 @@ def _precision(config: Config) -> PrecisionForm:
 
 
 def _optimizer(config: Config) -> OptimizerForm:
-    if config.optimizer.name == "adamw":
-        return OptimizerForm()
-    return OptimizerForm(num_moments=int(config.optimizer.momentum > 0), bytes_per_tensor=0)
+    kind = OPTIMIZERS[config.optimizer.name]
+    num_moments = kind.num_moments(config.optimizer)
+    return OptimizerForm(num_moments=num_moments, bytes_per_tensor=kind.bytes_per_tensor)
 
 
 def _accumulation(config: Config) -> int:

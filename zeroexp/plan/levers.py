@@ -15,6 +15,7 @@ from zeroexp.models.build import BuiltModel
 from zeroexp.plan.outcome import Outcome
 from zeroexp.plan.remedy import planned, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
 
 MIB, WIDTH = 2**20, 80
@@ -85,7 +86,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         if stage != strategy.name:
             yield f"strategy={stage}", with_stage(config, stage)
     yield f"world_size={2 * config.world_size}", with_world(config, 2 * config.world_size)
-    if strategy.implementation == "torch":
+    if strategy.implementation not in LAYOUTS:
         return
     settings = {
         "unit": ("model", "block", "module"),
@@ -94,7 +95,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         "bucket_mb": (1, 25, 100),
         "overlap": (True, False),
         "reduce_each": ("microbatch", "step"),
-        "implementation": ("parameter", "tensor", "buffer"),
+        "implementation": tuple(LAYOUTS),
     }
     for key, values in settings.items():
         for value in values:

@@ -11,8 +11,8 @@ from zeroexp.measure.summary import spread
 from zeroexp.plan.form import AnyForm, transients
 from zeroexp.plan.place import Place
 from zeroexp.plan.predict import Holding
-from zeroexp.plan.torch_forms import DdpForm, FsdpForm
 from zeroexp.plan.transient import PHASES
+from zeroexp.strategies.engines import ENGINES
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,6 @@ class Rehearsed:
     @property
     def fullest(self) -> RankPeak:
         return max(self.ranks, key=lambda rank: rank.num_bytes)
-
-
-# What the numbers of torch's engines are, where the stage's name promises something else.
-LABELS = {
-    "zero1": "DDP and ZeroRedundancyOptimizer: gradients rest replicated",
-    "zero2": "FSDP2 without reshard: parameters rest sharded",
-}
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,7 @@ def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcom
         sent_by_kind=busiest.sent,
         sent_inside=sent.mean * place.inside(),
         sent_between=sent.mean * (1 - place.inside()),
-        label=_label(config, form),
+        label=_label(config),
         memory_gib=_available_gib(config),
     )
 
@@ -201,7 +194,6 @@ def peak_terms(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
     return {term: num_bytes for term, num_bytes in terms.items() if num_bytes}
 
 
-def _label(config: Config, form: AnyForm) -> str | None:
-    if isinstance(form, DdpForm | FsdpForm):
-        return LABELS.get(config.strategy.name)
-    return None
+def _label(config: Config) -> str | None:
+    name = config.strategy.implementation
+    return ENGINES[name].labels.get(config.strategy.name) if name in ENGINES else None

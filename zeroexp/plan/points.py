@@ -12,7 +12,7 @@ from typing import Any
 from zeroexp.check import check
 from zeroexp.check.fit import num_gpus
 from zeroexp.cluster.points import Composed, Point, points_of
-from zeroexp.config import Config, ConfigError
+from zeroexp.config import Config, ConfigError, UndefinedCombination
 from zeroexp.models.beforehand import check_model
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.form import AnyForm, form_of, on_meta
@@ -101,7 +101,10 @@ class Plans:
             return Planned(point, device, None)
         planned = Planned(point, device, None)
         model = self._model(point.config)
-        form = form_of(point.config, model, planned.place.transport)
+        try:
+            form = form_of(point.config, model, planned.place.transport)
+        except UndefinedCombination as error:
+            return replace(planned, point=replace(point, refusal=str(error)))
         outcome = outcome_of(point.name, point.config, form, planned.place)
         if self._rehearses:
             outcome = _rehearsed(point.config, planned.place, form, outcome)

@@ -28,10 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
 from zeroexp.data import Microbatch, StepBatch
+from zeroexp.data.synthetic import width_of
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
 from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.families import MODELS
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import at_any_depth
 from zeroexp.plan.speed import Speed
@@ -42,7 +44,6 @@ from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
-DATA_DEPENDENT = ("moe", "mixtral")
 NUM_STEPS, UNDISTURBED = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
 OF_TRANSPORT = (MESSAGES, "buffers")
@@ -136,7 +137,7 @@ def prepared(config: Config, world_size: int | None) -> Config:
             f"data.global_batch_size={data.global_batch_size}: no whole number of microbatches for {size} ranks; "
             f"use a multiple of {data.micro_batch_size * max(size, 1)}"
         )
-    if config.model.family in DATA_DEPENDENT:
+    if MODELS[config.model.family].asks_for_values:
         raise UndefinedCombination(
             f"model.family={config.model.family}: its forward asks which experts the tokens chose, so it needs values "
             "and can not be rehearsed; the closed forms plan it"
@@ -203,7 +204,7 @@ class NoData:
         model, data = self._config.model, self._config.data
         shape = (data.micro_batch_size, data.seq_len)
         if data.task == "regression":
-            vectors = torch.empty(*shape, model.mlp["width"])
+            vectors = torch.empty(*shape, width_of(model))
             return Microbatch({"vectors": vectors}, torch.empty_like(vectors))
         tokens = torch.empty(shape, dtype=torch.int64)
         labels = shape[:1] if data.task == "classification" else shape

@@ -6,25 +6,20 @@ pools or schedules; a run differs from it by just these, and `explain.py` says b
 
 from __future__ import annotations
 
-from zeroexp.sharding.placement import STAGES, Move, Placement, Stage, reduce_each
+from zeroexp.config import OptimizerConfig
+from zeroexp.optim import OPTIMIZERS
+from zeroexp.sharding.placement import Move, Placement, Stage, reduce_each
+from zeroexp.strategies.engines import ENGINES, stage_carried_out
 from zeroexp.tracking.run import Run
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NUM_MOMENTS = {"adamw": 2, "sgd": 0}
 # Bytes that each move sends, as a multiple of (N-1)/N of what it moves; freeing and slicing send nothing.
 SENDS = {Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_REDUCE: 2}
-# What torch's engines carry out under the name of a stage.
-BY_TORCH = {
-    "zero1": STAGES["zero1_allreduce"],  # DistributedDataParallel with ZeroRedundancyOptimizer
-    "zero2": STAGES["zero3"],  # FSDP2 without reshard: parameters rest sharded
-}
 
 
 def stage_of(run: Run) -> Stage | None:
     """Return where the run's parameters, gradients and optimizer state rest; None for a stage that nobody knows."""
-    if run.implementation == "torch" and run.strategy in BY_TORCH:
-        return BY_TORCH[run.strategy]
-    return STAGES.get(run.strategy)
+    return stage_carried_out(run.implementation, run.strategy)
 
 
 def num_parameters(run: Run) -> int | None:
@@ -47,6 +42,8 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     master, compute = _size(run, "master"), _size(run, "compute")
     has_master = run.config.get("precision.master") != run.config.get("precision.compute")
     moments = _num_moments(run)
+    if moments is None:
+        return None
     share = {
         place: number // run.world_size if place is Placement.SHARD else number
         for place in Placement
@@ -85,18 +82,22 @@ def accumulation(run: Run) -> int:
 
 
 def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
-    if run.implementation == "torch":
+    if run.implementation in ENGINES:
         return False
     told = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
     said = [word for word in told if word not in (None, "null")]
     return [*said, reduce_each(stage.gradients.value)][0] == "microbatch"
 
 
-def _num_moments(run: Run) -> int:
+def _num_moments(run: Run) -> int | None:
+    """Return how many moments the optimizer keeps; None for one whose plugin is not loaded."""
     name = run.config.get("optimizer.name", "adamw")
-    if name == "sgd" and float(run.config.get("optimizer.momentum", 0)) > 0:
-        return 1
-    return NUM_MOMENTS.get(name, 2)
+    if name not in OPTIMIZERS:
+        return None
+    kind, own = OPTIMIZERS[name], "optimizer.settings."
+    told = {key.removeprefix(own): word for key, word in run.config.items() if key.startswith(own)}
+    momentum = float(run.config.get("optimizer.momentum", 0))
+    return kind.num_moments(OptimizerConfig(momentum=momentum, settings={**kind.settings, **told}))
 
 
 def _size(run: Run, kind: str) -> int:

@@ -103,12 +103,14 @@ class Stage:
 
 
 def is_stage(value: object) -> bool:
-    """Tell whether a value is a stage whose moves all exist; weights and optimizer state are never summands."""
-    if not isinstance(value, Stage) or Placement.PARTIAL in (value.parameters, value.optimizer):
+    """Tell whether a value is a stage that the engine carries out.
+
+    Weights are no summands, and a rank that does not own all of the optimizer's state updates what it owns.
+    """
+    if not isinstance(value, Stage) or value.parameters is Placement.PARTIAL:
         return False
-    needed = ((value.parameters, Placement.REPLICATE), (value.gradients, value.optimizer))
-    moves = (*needed, (Placement.PARTIAL, value.gradients), (value.optimizer, value.parameters))
-    return all(pair[0] is pair[1] or pair in _MOVES for pair in moves)
+    whole = Placement.REPLICATE
+    return value.optimizer is Placement.SHARD or value == Stage(whole, whole, whole)
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -123,6 +125,6 @@ STAGES = Registry(
         "zero2": Stage(_R, _S, _S),
         "zero3": Stage(_S, _S, _S),
     },
-    needs="a Stage of three placements that moves can join",
+    needs="a Stage whose optimizer rests sharded and whose parameters are not partial",
     fits=is_stage,
 )

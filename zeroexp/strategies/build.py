@@ -1,19 +1,21 @@
-"""Build the strategy from the config: this is the only file that knows every engine."""
+"""Build the strategy from the config: our engine with one of its layouts, or a native one of ENGINES."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from zeroexp.config import AUTO, Config, StrategyConfig, resolve
 from zeroexp.models.build import BuiltModel
+from zeroexp.models.families import MODELS
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import Stage
 from zeroexp.strategies.base import Strategy
+from zeroexp.strategies.engines import ENGINES
 from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
 from zeroexp.world import World
@@ -22,9 +24,16 @@ from zeroexp.world import World
 def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
     """Return the configured engine around `model`, whose parameters or values are the unrounded initial weights."""
     config = resolve(config)
-    key = config.strategy.implementation
-    key = f"torch {config.strategy.name}" if key == "torch" else key
-    return ENGINES[key](config, model, world, _common(config, model))
+    name, common = config.strategy.implementation, _common(config, model)
+    if name in LAYOUTS:
+        return _sharded(config, model, world, common)
+    return ENGINES[name].build(config, model, world, common)
+
+
+def by_torch(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+    """Build DistributedDataParallel, with ZeroRedundancyOptimizer for zero1, or FSDP2."""
+    make = _ddp if config.strategy.name in ("ddp", "zero1") else _fsdp2
+    return make(config, model, world, common)
 
 
 def _common(config: Config, model: BuiltModel) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def _ddp(config: Config, model: BuiltModel, world: World, common: dict[str, Any]
         autocast=config.precision.autocast,
         shard_optimizer=config.strategy.name == "zero1",
         gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
-        may_skip_parameters=config.model.family == "moe",
+        may_skip_parameters=MODELS[config.model.family].skips_modules,
         world=world,
         **common,
     )
@@ -70,17 +79,6 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         world=world,
         **common,
     )
-
-
-ENGINES: dict[str, Callable[[Config, BuiltModel, World, dict[str, Any]], Strategy]] = {
-    "parameter": _sharded,
-    "tensor": _sharded,
-    "buffer": _sharded,
-    "torch ddp": _ddp,
-    "torch zero1": _ddp,
-    "torch zero2": _fsdp2,
-    "torch zero3": _fsdp2,
-}
 
 
 def stage_of(strategy: StrategyConfig) -> Stage:

@@ -121,6 +121,12 @@ def read_summary(folder: Path) -> RunSummary | None:
     return _summary(content)
 
 
+def folder_of_command(folder: Path) -> Path | None:
+    """Return the folder from which the command of a run was given; None where the run does not tell."""
+    told = (read_json(folder / "environment.json") or {}).get("folder")
+    return Path(told) if told else None
+
+
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl. Raises NewerFormat for one of a later version."""
     check(row, RECORDS)

@@ -1,0 +1,108 @@
+"""docs/extending.md step by step: its files in an empty folder, its commands given there, its losses compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.warm import Warm
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/extending.md").read_text()
+FILES = dict(re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+COMMANDS = re.findall(r"^    python -m (zeroexp.*)$", PAGE, re.MULTILINE)
+RUNS = [command for command in COMMANDS if command.startswith("zeroexp ")]
+SMALL = [
+    *("train.steps=4", "train.warmup_steps=1", "cluster.device=cpu", "tracking=files"),
+    *("data.seq_len=32", "data.global_batch_size=8", "data.micro_batch_size=2"),
+]
+# Sums are taken in another order where gradients meet in another order; Lion's signs turn with the last bit.
+CLOSE, CLOSE_IN_SIGN = 1e-5, 2e-3
+
+
+def in_an_empty_folder(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def give(folder: Path, command: str, *more: str) -> str:
+    module, *words = [*shlex.split(command), *more]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "HOME": str(folder), "PYTHONPATH": paths}
+    done = Warm([sys.executable, "-m", module, *words], cwd=folder, env=environment)
+    output, errors = done.communicate()
+    assert done.returncode == 0, f"{command}: {errors}\n{output}"
+    return output
+
+
+def losses(folder: Path) -> dict[str, float]:
+    """Final loss of each run of the newest sweep, by the name of its folder."""
+    (sweep,) = [path for path in folder.glob("outputs/*") if path.is_dir()]
+    return {
+        path.parent.name: json.loads(path.read_text())["final_loss"]
+        for path in sweep.glob("*/summary.json")
+    }
+
+
+def test_the_page_adds_one_of_each():
+    assert len(FILES) == 8 and len(RUNS) == 7, "seven kinds, and a package"
+    for group in ("layouts", "stages", "owners", "optimizers", "strategies", "models", "data"):
+        assert f"`zeroexp.{group}`" in PAGE
+    for name, text in FILES.items():
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+            assert len(re.findall(r"^[A-Z]+\.add\(", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS, ids=lambda command: shlex.split(command)[1])
+def test_what_the_page_adds_trains_like_one_process(command, tmp_path):
+    words = SMALL if "data=" in command else [*SMALL, "data=synthetic"]
+    words = words if "model=" in command else [*words, "model=tiny"]
+    given = shlex.split(command)
+    words = [
+        word for word in words if not any(w.startswith(word.split("=")[0] + "=") for w in given)
+    ]
+    give(in_an_empty_folder(tmp_path), command, *words)
+    found = losses(tmp_path)
+    alone = {name: loss for name, loss in found.items() if "-n1" in name}
+    assert len(alone) == len(found) / 2 >= 1
+    tolerance = CLOSE_IN_SIGN if "lion" in command else CLOSE
+    assert list(found.values()) == pytest.approx([*alone.values()][:1] * len(found), rel=tolerance)
+
+
+@pytest.mark.slow
+def test_what_the_page_adds_can_be_planned(tmp_path):
+    plans = [command for command in COMMANDS if command.startswith("zeroexp.plan")]
+    assert plans
+    in_an_empty_folder(tmp_path)
+    for command in plans:
+        assert "Planned, not measured" in give(tmp_path, command, "data=synthetic")
+    helped = re.findall(r"python -m (zeroexp --help [^`]*)`", PAGE)
+    assert "lion                 added by a plugin" in give(tmp_path, helped[0])
+
+
+@pytest.mark.slow
+def test_the_package_of_the_page_needs_no_plugins(tmp_path):
+    package, site, work = (tmp_path / name for name in ("package", "site", "work"))
+    for folder in (package, work):
+        folder.mkdir()
+    in_an_empty_folder(package)
+    words = ["install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", *words, "--target", site, package]
+    subprocess.run(pip, check=True, timeout=300)
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": f"{site}:{ROOT}"}
+    command = ["-m", "zeroexp", "optimizer=lion", "model=tiny", "data=synthetic", "world_size=1"]
+    done = subprocess.run(
+        [sys.executable, *command, *SMALL], cwd=work, env=environment, timeout=600
+    )
+    assert done.returncode == 0
+    assert len(losses(work)) == 1

@@ -1,0 +1,270 @@
+"""Words that others register, and what a stranger may do wrong with them; docs/extending.md adds one of each."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.composing import compose_once, composed
+from zeroexp import __main__ as zeroexp
+from zeroexp import plugins, rank, registry
+from zeroexp.check import check
+from zeroexp.cluster.points import points_of
+from zeroexp.cluster.snapshot import take_snapshot
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.config import Config, ConfigError, UndefinedCombination, save
+from zeroexp.optim import OPTIMIZERS, OptimizerKind
+from zeroexp.plan.form import form_of, on_meta
+from zeroexp.registry import RegistryError
+from zeroexp.sharding.layout import LAYOUTS, OWNERS, Layout, by_buffer
+from zeroexp.sharding.placement import STAGES, Placement, Stage
+from zeroexp.strategies.engines import ENGINES, Engine
+from zeroexp.tracking.files import write_json
+
+R, PARTIAL, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+PLUGIN = """
+from zeroexp.optim import OPTIMIZERS, OptimizerKind
+from zeroexp.sharding.placement import STAGES, Placement, Stage
+
+S = Placement.SHARD
+STAGES.add("late_of_test", Stage(S, Placement.PARTIAL, S))
+kind = OptimizerKind(print, num_moments=lambda config: 3, settings={"rho": 0.5})
+OPTIMIZERS.add("optimizer_of_test", kind)
+"""
+WORDS = ["plugins=plugin_of_test", "model=tiny", "data=synthetic", "tracking=files"]
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch, tmp_path) -> Iterator[None]:
+    """What a test registers or imports is forgotten; it stands in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for each in (one for group in plugins.REGISTRIES.values() for one in group):
+        for name in set(each._values) - each.own:
+            each.remove(name)
+    for name in set(sys.modules) - modules:
+        if name.startswith("plugin_"):
+            del sys.modules[name]
+    registry._entry_points.cache_clear()
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
+    return zeroexp.main()
+
+
+# ---- a word has one meaning
+
+
+def test_a_word_taken_is_refused_and_both_are_named():
+    with pytest.raises(RegistryError, match=r"=buffer: registered by zeroexp itself and by module"):
+        LAYOUTS.add("buffer", Layout(by_buffer))
+    OWNERS.add("mine", by_buffer)
+    assert OWNERS.add("mine", by_buffer) is by_buffer, "the same object again changes nothing"
+    with pytest.raises(RegistryError, match=rf"by module {__name__} and by module {__name__}; ren"):
+        OWNERS.add("mine", print)
+
+
+def test_layouts_and_engines_share_one_key():
+    with pytest.raises(RegistryError, match=r"implementation=torch: registered by zeroexp"):
+        LAYOUTS.add("torch", Layout(by_buffer))
+
+
+@pytest.mark.parametrize("word", ["my-layout", "1st", "", "a b"])
+def test_a_word_can_be_typed(word):
+    with pytest.raises(RegistryError, match="use letters, digits and _"):
+        LAYOUTS.add(word, Layout(by_buffer))
+
+
+@pytest.mark.parametrize(
+    ("one", "value", "needs"),
+    [
+        (LAYOUTS, by_buffer, "function under this word; use a Layout"),
+        (OPTIMIZERS, OptimizerKind, "type under this word; use an OptimizerKind"),
+        (STAGES, Stage(R, PARTIAL, R), "a Stage whose optimizer rests sharded"),
+        (STAGES, Stage(R, S, R), "a Stage whose optimizer rests sharded"),
+        (STAGES, Stage(PARTIAL, S, S), "whose parameters are not partial"),
+        (OWNERS, "greedy", "use a function"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(one, value, needs):
+    with pytest.raises(RegistryError, match=needs):
+        one.add("mine", value)
+    assert "mine" not in one
+
+
+# ---- packages
+
+
+def install(site: Path, package: str, group: str, entries: str) -> None:
+    """What pip leaves of a package that has entry points."""
+    folder = site / f"{package}-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
+
+
+def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
+    (tmp_path / "plugin_installed.py").write_text(PLUGIN.partition("STAGES.add")[0] + "KIND = S")
+    (tmp_path / "plugin_stage.py").write_text(
+        "from zeroexp.sharding.placement import Placement, Stage\n"
+        "S = Placement.SHARD\nlate = Stage(S, Placement.PARTIAL, S)\n"
+    )
+    entries = "late = plugin_stage:late\nno_stage = plugin_installed:KIND\ngone = plugin_gone:x"
+    install(tmp_path, "stranger", "zeroexp.stages", f"{entries}\nzero2 = plugin_stage:late")
+    install(tmp_path, "other", "zeroexp.stages", "twice = plugin_stage:late")
+    install(tmp_path, "third", "zeroexp.stages", "twice = plugin_stage:S")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._entry_points.cache_clear()
+    assert {"late", "gone", "twice"} < set(STAGES) and "plugin_stage" not in sys.modules
+    assert STAGES["late"] == Stage(S, PARTIAL, S)
+    for word, told in {
+        "no_stage": "package stranger (plugin_installed:KIND) registers a Placement",
+        "gone": "package stranger (plugin_gone:x) can not be loaded (ModuleNotFoundError",
+        "twice": "registered by package other (plugin_stage:late) and by package third",
+        "zero2": "registered by zeroexp itself and by package stranger (plugin_stage:late)",
+    }.items():
+        with pytest.raises(RegistryError, match=re.escape(told)):
+            STAGES[word]
+    with pytest.raises(ConfigError, match="strategy=zero2: registered by zeroexp itself and by"):
+        check(composed("strategy=zero2", "model=tiny"))
+    check(composed("strategy=zero3", "model=tiny"))  # a word of ours that nobody else claims
+
+
+# ---- modules of plugins=
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "told"),
+    [
+        (None, "plugins=plugin_gone", "no module plugin_gone is installed or in "),
+        (None, "plugins=[./plugin_of_test.py]", "no name of a module; write mine for mine.py"),
+        ("1 / 0", "plugins=plugin_of_test", "(ZeroDivisionError: division by zero, at plugin_of_"),
+        ("import plugin_lib", "plugins=[plugin_of_test]", "No module named 'plugin_lib'"),
+        ("raise SystemExit(3)", "plugins=plugin_of_test", "can not be imported (SystemExit: 3"),
+        ("x = (", "plugins=plugin_of_test", "SyntaxError"),
+        (
+            "from zeroexp.sharding.layout import *\nLAYOUTS.add('tensor', Layout(by_buffer))",
+            "plugins=plugin_of_test",
+            "registered by zeroexp itself and by module plugin_of_test; rename one of them",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_one_line(text, words, told, tmp_path, monkeypatch, capsys):
+    if text is not None:
+        (tmp_path / "plugin_of_test.py").write_text(text)
+    assert say(monkeypatch, words, "model=tiny") == zeroexp.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zeroexp: plugins=[") and told in line
+    assert not (tmp_path / "outputs").exists()
+
+
+def points(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Config]:
+    """The configs of the points that a command line would run."""
+    found: list[Config] = []
+    compose_once(monkeypatch)
+    monkeypatch.setattr(Sweep, "_execute", lambda self, jobs: found.extend(j.config for j in jobs))
+    monkeypatch.setattr(Sweep, "conclude", lambda self: 0)
+    assert say(monkeypatch, *WORDS, *words) == 0
+    return found
+
+
+def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    words = ["strategy=late_of_test,zero3", "optimizer=optimizer_of_test"]
+    late, zero3 = points(monkeypatch, *words, "optimizer.settings.rho=0.7", "world_size=1")
+    assert late.plugins == ["plugin_of_test"] and zero3.strategy.name == "zero3"
+    rows = (late.strategy.parameters, late.strategy.gradients, late.strategy.optimizer)
+    assert [row.placement for row in rows] == ["shard", "partial", "shard"]
+    assert late.strategy.reduce_each == "step" and late.optimizer.settings == {"rho": 0.7}
+    assert form_of(late, on_meta(late), "direct").optimizer.num_moments == 3
+    for wrong, told in {
+        "+optimizer.settings.rhoo=1": "has no such setting; did you mean rho? use one of rho",
+        "optimizer.betas=[0.1,0.2]": "optimizer.betas=[0.1, 0.2]: no effect with optimizer.name=op",
+        "strategy=late_of_tes": "did you mean late_of_test?",
+        "+model.settings.x=1": "model.family=llama has no such setting; leave it out",
+    }.items():
+        assert say(monkeypatch, *WORDS, *words[1:], wrong) == zeroexp.REFUSED
+        assert told in capsys.readouterr().err
+    assert say(monkeypatch, "--help", "strategy", "optimizer.name", "plugins=plugin_of_test") == 0
+    told = capsys.readouterr().out
+    assert "late_of_test         added by a plugin" in told
+    assert "one of adamw, sgd, optimizer_of_test" in told
+
+
+def test_a_rank_imports_plugins_from_where_the_command_was_given(tmp_path, monkeypatch):
+    given, run = tmp_path / "given", tmp_path / "run"
+    given.mkdir(), run.mkdir()
+    (given / "plugin_of_test.py").write_text(PLUGIN)
+    save(replace(Config(), plugins=["plugin_of_test"]), run / "config.yaml")
+    with pytest.raises(ConfigError, match="no module plugin_of_test"):
+        rank._config(run)
+    write_json(run / "environment.json", {"folder": str(given)})
+    rank._config(run)
+    assert "late_of_test" in STAGES
+
+
+def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):
+    plugin = tmp_path / "plugin_of_test.py"
+    plugin.write_text(PLUGIN)
+    (tmp_path / "plugin_folder").mkdir()
+    (tmp_path / "plugin_folder/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["plugin_of_test", "plugin_folder.inner", "pytest"]  # what is installed is not copied
+    code = take_snapshot(tmp_path / "sweep", names)
+    assert {path.name for path in code.iterdir()} == {
+        *("zeroexp", "plugin_of_test.py", "plugin_folder"),
+    }
+    assert take_snapshot(tmp_path / "sweep", names) == code
+    plugin.write_text(f"{PLUGIN}# edited\n")
+    assert take_snapshot(tmp_path / "sweep", names) != code
+    assert "edited" not in (code / "plugin_of_test.py").read_text()
+
+
+# ---- engines of others
+
+
+def test_an_engine_of_others_is_checked_like_ours():
+    words = ["model=tiny", "data=synthetic", "strategy=ddp", "world_size=1"]
+    refused = {"seq_len": 64}
+    engine = Engine(
+        print,
+        stages=("ddp",),
+        keys=("overlap",),
+        refuse=lambda config: "no length of 64" if config.data.seq_len == 64 else None,
+    )
+    ENGINES.add("engine_of_test", engine)
+    base = composed(*words)
+    mine = replace(base, strategy=replace(base.strategy, implementation="engine_of_test"))
+    check(mine)
+    check(replace(mine, strategy=replace(mine.strategy, overlap=True)))
+    wrong = {
+        "no length of 64": replace(mine, data=replace(mine.data, **refused)),
+        "engine_of_test has no such stage; use one of ddp": replace(
+            mine,
+            strategy=replace(composed("strategy=zero3").strategy, implementation="engine_of_test"),
+        ),
+        "computes in fp32 alone": replace(mine, precision=composed("precision=bf16").precision),
+        "strategy.unit=block: no effect": replace(
+            mine, strategy=replace(mine.strategy, unit="block")
+        ),
+    }
+    for told, config in wrong.items():
+        with pytest.raises(UndefinedCombination, match=told):
+            check(config)
+    with pytest.raises(UndefinedCombination, match="brings no closed form"):
+        form_of(mine, on_meta(mine), "gloo")
+
+
+def test_settings_are_those_of_the_word():
+    values = asdict(composed("model=tiny", "world_size=1"))
+    values["optimizer"]["settings"] = {"rho": 1}
+    with pytest.raises(ConfigError, match=r"optimizer.settings.rho=1: optimizer.name=adamw has no"):
+        points_of([], values)

@@ -1,0 +1,24 @@
+"""Turn the keys of a model's shape into its dataclass of whole numbers, or refuse them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from zeroexp.config import ConfigError
+
+Shape = TypeVar("Shape")
+
+
+def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
+    """Make the dataclass `shape` of the keys below `key`. Raises ConfigError."""
+    known = [field.name for field in fields(shape)]  # pyright: ignore[reportArgumentType]
+    for word in given:
+        if word not in known:
+            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(known)}")
+    for word in known:
+        if word not in given:
+            raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
+        if type(given[word]) is not int or given[word] < 1:
+            raise ConfigError(f"{key}.{word}={given[word]}: no whole number above 0; use one")
+    return shape(**given)

@@ -1,0 +1,156 @@
+"""Code that others add: the modules of `plugins=[...]`, the words they register, and those words' own settings.
+
+A module is imported in the command before Hydra composes, so that its words are options too, and again by every rank.
+It is looked for as Python does, then in the folder from which the command was given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from zeroexp.config import Config, ConfigError
+from zeroexp.data.kinds import DATA
+from zeroexp.models.families import MODELS
+from zeroexp.optim import OPTIMIZERS
+from zeroexp.registry import Registry, RegistryError
+from zeroexp.sharding.layout import LAYOUTS, OWNERS
+from zeroexp.sharding.placement import STAGES
+from zeroexp.strategies.engines import ENGINES
+
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# What each key of the config may name; two registries of one key share its words.
+REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
+    "model.family": (MODELS,),
+    "data.kind": (DATA,),
+    "strategy.name": (STAGES,),
+    "strategy.implementation": (LAYOUTS, ENGINES),
+    "strategy.owners": (OWNERS,),
+    "optimizer.name": (OPTIMIZERS,),
+}
+# The groups of the config whose word of this key may have settings of its own.
+WITH_SETTINGS = {
+    "model": "family",
+    "data": "kind",
+    "strategy": "implementation",
+    "optimizer": "name",
+}
+# The groups whose options a registered word is as well, with the key that it gives.
+AS_OPTION = {"model": "family", "data": "kind", "strategy": "name", "optimizer": "name"}
+
+
+def load(modules: Sequence[str], folder: Path | None = None) -> None:
+    """Import plugins. folder: where the command was given. Raises ConfigError in one line."""
+    folder = folder or Path.cwd()
+    if modules:
+        look_in(folder)
+    for name in modules:
+        if not MODULE.fullmatch(name):
+            problem, remedy = "no name of a module", "write mine for mine.py, package.mine in it"
+            raise ConfigError(f"plugins=[{name}]: {problem}; {remedy}")
+        try:
+            importlib.import_module(name)
+        except RegistryError as error:
+            raise ConfigError(f"plugins=[{name}]: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"plugins=[{name}]: {_told(name, error, folder)}") from error
+
+
+def look_in(folder: Path) -> None:
+    """Let Python look for modules in this folder too, after all other places."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _told(name: str, error: BaseException, folder: Path) -> str:
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if missing and (name == missing or name.startswith(f"{missing}.")):
+        remedy = "install it, or give the command in the folder that holds it"
+        return f"no module {missing} is installed or in {folder}; {remedy}"
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    where = f"{Path(line.filename).name}, line {line.lineno}"
+    return f"can not be imported ({said}, at {where}); repair it, or leave it out"
+
+
+def named_in(words: Sequence[str]) -> list[str]:
+    """Return the modules that words of the command line name with `plugins=`."""
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    values = [value for key, _, value in pairs if key == "plugins"]
+    return [name for value in values for name in re.findall(r"[^\s\[\],'\"()]+", value)]
+
+
+def as_list(word: str) -> str:
+    """Return `plugins=a,b`, which Hydra would sweep, as the list that it means; every other word as it is."""
+    key, equals, value = word.partition("=")
+    plain = key.lstrip("+") == "plugins" and equals and re.fullmatch(r"[\w.,]+", value)
+    return f"{key}=[{value}]" if plain else word
+
+
+def with_settings(config: Config) -> Config:
+    """Return the config with the defaults of its words' own settings. Raises ConfigError for an unknown one."""
+    changed: dict[str, Any] = {}
+    for group, key in WITH_SETTINGS.items():
+        section = getattr(config, group)
+        word = getattr(section, key)
+        known = _settings_of(f"{group}.{key}", word)
+        for given in section.settings:
+            if given not in known:
+                close = get_close_matches(given, known, n=1)
+                meant = f"did you mean {close[0]}? " if close else ""
+                words = f"use one of {', '.join(known)}" if known else "leave it out"
+                problem = f"{group}.{key}={word} has no such setting"
+                told = f"{group}.settings.{given}={section.settings[given]}"
+                raise ConfigError(f"{told}: {problem}; {meant}{words}")
+        filled = {**deepcopy(dict(known)), **section.settings}
+        changed[group] = replace(section, settings=filled)
+    return replace(config, **changed)
+
+
+def _settings_of(key: str, word: str) -> Mapping[str, Any]:
+    for registry in REGISTRIES[key]:
+        if word in registry:
+            try:
+                return getattr(registry[word], "settings", {})
+            except RegistryError as error:
+                raise ConfigError(str(error)) from error
+    return {}
+
+
+def added(group: str) -> list[str]:
+    """Return the words that others have registered as options of a group of the config."""
+    if group not in AS_OPTION:
+        return []
+    (registry,) = REGISTRIES[f"{group}.{AS_OPTION[group]}"]
+    return [name for name in registry if name not in registry.own]
+
+
+def options(words: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (group, name, values) of every option on the command line that is a word of others."""
+    for word in words:
+        group, _, value = word.lstrip("+").partition("=")
+        for name in set(re.findall(r"\w+", value)) & set(added(group)):
+            yield group, name, _option(group, name)
+
+
+def _option(group: str, name: str) -> dict[str, Any]:
+    (registry,) = REGISTRIES[f"{group}.{AS_OPTION[group]}"]
+    value = registry[name]
+    if group == "strategy":
+        rows = (value.parameters, value.gradients, value.optimizer)
+        dtypes = ("compute", "reduce", "master")
+        kinds = ("parameters", "gradients", "optimizer")
+        return {"name": name} | {
+            kind: {"placement": row.value, "dtype": f"${{precision.{dtype}}}"}
+            for kind, row, dtype in zip(kinds, rows, dtypes, strict=True)
+        }
+    made = {"name": name, AS_OPTION[group]: name, "settings": deepcopy(dict(value.settings))}
+    return made | ({} if group == "optimizer" else {"task": value.tasks[0]})
