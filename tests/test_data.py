@@ -480,6 +480,7 @@ def test_a_part_of_a_file_is_a_split(tmp_path):
 def test_columns_of_a_job_for_slurm_are_looked_at_here(write, tmp_path, cache):
     config = copy.deepcopy(composed("data=yelp", "cluster=slurm", "model=smollm2_360m_yelp"))
     config.data.path = str(write(tmp_path))
+    packed = set(cache.glob("*/about.json"))
     check_data(config)
     for key, column in (("text_column", "review"), ("label_column", "stars")):
         wrong = replace(config, data=replace(config.data, **{key: column}))
@@ -489,7 +490,7 @@ def test_columns_of_a_job_for_slurm_are_looked_at_here(write, tmp_path, cache):
         wrong = replace(config, data=replace(config.data, text_column="label"))
         with pytest.raises(ConfigError, match=r"data.text_column=label: holds int.*, no text; use"):
             check_data(wrong)
-    assert not list(cache.glob("*/about.json")), "nothing is packed here"
+    assert set(cache.glob("*/about.json")) == packed, "nothing is packed here"
 
 
 def test_names_that_a_data_set_knows_are_its_classes(tmp_path):

@@ -44,11 +44,10 @@ def give(folder: Path, command: str, *more: str) -> str:
 
 
 def losses(folder: Path) -> dict[str, float]:
-    """Final loss of each run of the newest sweep, by the name of its folder."""
-    (sweep,) = [path for path in folder.glob("outputs/*") if path.is_dir()]
+    """Final loss of each run of the only sweep, by the name of its folder."""
     return {
         path.parent.name: json.loads(path.read_text())["final_loss"]
-        for path in sweep.glob("*/summary.json")
+        for path in folder.glob("outputs/*/*/summary.json")
     }
 
 

@@ -51,10 +51,11 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """Register a word and return its value. Raises RegistryError for a bad name or value, and for a word taken."""
         if self._values.get(name) is value:
             return value
-        who = f"module {sys._getframe(1).f_globals.get('__name__')}"
+        module = str(sys._getframe(1).f_globals.get("__name__"))
+        who = f"module {module}"
         self._refuse_unfit(name, value, who)
         for other in self._sharing():
-            if taken := [*other._claims(name)]:
+            if taken := [*other._claims(name, beside=module)]:
                 raise self._taken_twice(name, taken[0], who)
         self._values[name], self._who[name] = value, who
         return value
@@ -88,11 +89,12 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def _sharing(self) -> list[Registry[Any]]:
         return [each for each in Registry._all if each.key == self.key]
 
-    def _claims(self, name: str) -> Iterator[str]:
-        """Yield who registers the word."""
+    def _claims(self, name: str, beside: str = "") -> Iterator[str]:
+        """Yield who registers the word, beside a module that does: a package may name the object it adds itself."""
         if name in self._who:
             yield self._who[name]
-        yield from (_who(entry) for entry in _entry_points(self.group).get(name, []))
+        entries = _entry_points(self.group).get(name, [])
+        yield from (_who(entry) for entry in entries if entry.module != beside)
 
     def _load(self, entry: metadata.EntryPoint) -> Value:
         try:
