@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from tests.composing import options
 from zeroexp.check.single import WORDS
 from zeroexp.config import Config
+from zeroexp.plugins import REGISTRIES
 
 LONG = "x" * 300
 INTS = "-1 0 1 2 3 1000 1000000000 4294967295 4294967296 1000000000000 1e20 99999999999999999999 1.5 nan inf"
@@ -117,7 +118,8 @@ def keys(schema: type = Config, parent: str = "") -> Iterator[tuple[str, Any]]:
 
 def values(key: str, kind: Any) -> list[str]:
     told = str(kind)
-    found = [str(word) for word in WORDS.get(key, ()) if word is not None]
+    registered = [word for registry in REGISTRIES.get(key, ()) for word in registry]
+    found = [str(word) for word in (*WORDS.get(key, ()), *registered) if word is not None]
     if "int" in told or kind is Any:
         found += INTS.split()
     if "float" in told or kind is Any:
