@@ -8,6 +8,7 @@
 #   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
 #   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
 #   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; five minutes; writes docs/checkpoints.md
+#   make docs         the pages of docs/ as a site in build/site; a dead link ends it
 #   make report       the table of the newest sweep in outputs/
 #   make clean        removes the environment and caches, keeps outputs/
 
@@ -19,7 +20,7 @@ export DISABLE_MLFLOW_INTEGRATION := true
 # Where it is set, as in many containers, every process of every test would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all wide mutants lint bench bench-quick bench-checkpoints report clean
+.PHONY: run test test-all wide mutants lint bench bench-quick bench-checkpoints docs report clean
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
@@ -59,6 +60,10 @@ bench: .venv/base.stamp
 bench-checkpoints: .venv/base.stamp
 	timeout 900 $(BIN)/python -m benchmarks.checkpoints --write docs/checkpoints.md
 
+# Only warnings that mkdocs counts are read; NO_MKDOCS_2_WARNING is the theme's own news.
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 timeout 300 $(BIN)/mkdocs build -q
+
 report: .venv/base.stamp
 	$(BIN)/python -m zeroexp.report
 
@@ -72,6 +77,6 @@ clean:
 	@timeout 1800 $(BIN)/pip install -q -c constraints.txt -e .
 	@touch $@
 
-.venv/test.stamp .venv/dev.stamp: .venv/%.stamp: .venv/base.stamp
+.venv/test.stamp .venv/dev.stamp .venv/docs.stamp: .venv/%.stamp: .venv/base.stamp
 	@timeout 900 $(BIN)/pip install -q -c constraints.txt -e '.[$*]'
 	@touch $@

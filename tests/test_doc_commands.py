@@ -45,6 +45,9 @@ SETTING = re.compile(r"`('?\+?(?:cluster|checkpoint|outputs|tracking|data|resume
 FOR_A_PLACE = {
     "<sweep>": "compare",
     "<run>": "run",
+    "<other run>": "run",
+    "study=<name>": "study=table_b",
+    "outputs/before outputs/after": "outputs/compare outputs/compare",
     " ... ": " ",
     "/scratch/$USER": "scratch/$USER",
     "=N": "=10",
@@ -137,13 +140,16 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 def as_a_dry_run(words: list[str]) -> list[str]:
     """The words of `python -m zeroexp`, so that no rank starts; a cluster that is Slurm's stays."""
-    kept = [word for word in words if word not in ("cluster=local", "cluster.requeue=false")]
+    only_local = ("cluster=local", "cluster.requeue=false", "cluster.device=auto")
+    kept = [word for word in words if word not in only_local]
     if not any(word.startswith("cluster=") for word in kept):
         kept.append("cluster=slurm")
     if not any(word.startswith(("cluster.device=", "--config-dir")) for word in kept):
         kept.append("cluster.device=cpu")
     if any(word.startswith(SAVED) for word in kept):
         kept += TINY
+    elif "model.path=DIR" in kept:  # trained on synthetic data, so that it has no tokenizer
+        kept.append("data=synthetic")
     if not any(word.startswith("tracking.") for word in kept):
         kept.append("tracking=files")
     if not any(word.startswith(("outputs=", "resume=")) for word in kept):
@@ -168,6 +174,11 @@ def reads_a_sweep(place: Path, module: str, words: list[str]) -> None:
         shutil.rmtree(place / "outputs/compare/run/exported", ignore_errors=True)
         shutil.rmtree(place / "DIR" if "DIR" in words else place / "nothing", ignore_errors=True)
     command = [sys.executable, "-m", module, *words]
+    if (
+        module == "zeroexp.calibrate"
+    ):  # it starts processes by multiprocessing, which a warm one may not
+        subprocess.run(command, cwd=place, env=environment(place), check=True)
+        return
     done = Warm(command, cwd=place, env=environment(place))
     _, errors = done.communicate()
     nothing_failed = "nothing there has failed" in errors and "--rerun" in words
