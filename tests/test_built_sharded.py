@@ -17,8 +17,7 @@ from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.shrunk import loss_of, shrunk
 from zeroexp.config import ModelConfig
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.models import build as builds
-from zeroexp.models import huggingface
+from zeroexp.models import huggingface, mlp
 from zeroexp.models.build import BuiltModel, build_deferred, build_model
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.sharding.engine import Sharded
@@ -126,8 +125,12 @@ def test_a_constructor_that_needs_what_it_draws_can_not_be_deferred(make):
 
 
 def test_a_model_that_can_not_be_deferred_is_built_whole(monkeypatch, capsys):
-    monkeypatch.setattr(builds, "Mlp", lambda shape: DrawsUntilItFits())
-    monkeypatch.setattr(DrawsUntilItFits, "blocks", [], raising=False)
+    def with_blocks(shape: object) -> nn.Module:
+        module = DrawsUntilItFits()
+        module.blocks = nn.ModuleList([nn.Linear(3, 3)])
+        return module
+
+    monkeypatch.setattr(mlp, "Mlp", with_blocks)
     built = build_deferred(model_config("mlp_tiny"), seed=3)
     assert built.values is None and not is_deferred(built.module)
     assert "built whole before it is cut: aten._local_scalar_dense" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from tests.composing import compose_once, composed
 from zeroexp import __main__ as zeroexp
@@ -49,6 +50,9 @@ def put_back(monkeypatch, tmp_path) -> Iterator[None]:
     for each in (one for group in plugins.REGISTRIES.values() for one in group):
         for name in set(each._values) - each.own:
             each.remove(name)
+    for group, options in ConfigStore.instance().repo.items():
+        if group in plugins.AS_OPTION:
+            options.clear()
     for name in set(sys.modules) - modules:
         if name.startswith("plugin_"):
             del sys.modules[name]

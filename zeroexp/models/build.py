@@ -12,7 +12,7 @@ from torch import nn
 from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.deferred import CannotDefer, defer
-from zeroexp.models.families import MODELS, vocabulary
+from zeroexp.models.families import MODELS, family_of, vocabulary
 from zeroexp.models.freezing import freeze
 from zeroexp.models.tied_rows import keep_rows_apart
 from zeroexp.strategies.values import Values, fill_in
@@ -129,9 +129,7 @@ def on_fake_tensors(config: ModelConfig) -> Iterator[None]:
 
 
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
-    if config.family not in MODELS:
-        raise ConfigError(f"model.family={config.family}: use {', '.join(MODELS)}")
-    return _with_blocks(config, MODELS[config.family].build(config, vocab_size))
+    return _with_blocks(config, family_of(config).build(config, vocab_size))
 
 
 def _with_blocks(config: ModelConfig, module: nn.Module) -> BuiltModel:
