@@ -37,6 +37,8 @@ COLUMNS = (
     "tags.`status`",
 )
 WIDEST = {"strategy": 170}  # pixels, where values are longer than the header
+# What stands before the slash of our metrics: MLflow unfolds charts of a section that a view does not name.
+SECTIONS = ("memory", "phase", "scaling", "system", "time", "traffic", "verb", "Model metrics")
 Chart = dict[str, Any]
 
 
@@ -73,7 +75,7 @@ class View:
     def state(self) -> dict[str, Any]:
         """Return the state that the page restores; other sections hold MLflow's generated charts and start folded."""
         section = {"isReordered": True, "deleted": False, "isGenerated": False, "columns": 2}
-        names = [self.title, "memory", "phase", "scaling", "time", "traffic", "Model metrics"]
+        names = [self.title, *SECTIONS]
         grouping = {
             "aggregateFunction": "average",
             "groupByKeys": [{"mode": "tag", "groupByData": self.group_by}],
