@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,10 @@ def test_only_the_newest_sweeps_keep_their_views() -> None:
 
 def test_few_sweeps_lose_no_view() -> None:
     assert views.outdated(_tags({"a": 1.0, "b": 2.0}), "b") == []
+
+
+def test_a_view_names_the_section_of_every_metric() -> None:
+    """MLflow unfolds the charts of a section that a view does not name, beside the view's own."""
+    source = Path(entries.__file__).read_text()
+    sections = set(re.findall(r'"([a-z]+)/', source))
+    assert {"memory", "time", "verb"} <= sections <= set(views.SECTIONS)
