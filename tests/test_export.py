@@ -246,7 +246,8 @@ def test_families_that_transformers_does_not_have(ranks, tmp_path, capsys, monke
     words = ("data=vectors",) if family == "mlp" else ()
     ranks(save, config_of(f"model={family}_tiny", *words), tmp_path)
     line = refused(capsys, monkeypatch, tmp_path, "--to", tmp_path / "to")
-    assert f"model.family={family}: transformers has no such model; export a run of llama" in line
+    problem = f"model.family={family}: transformers has no such model"
+    assert f"{problem}; export a run of llama, gpt2, mixtral, hf" in line
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "checkpoints.jsonl"}
 
 

@@ -48,7 +48,7 @@ def put_back(monkeypatch, tmp_path) -> Iterator[None]:
     yield
     sys.path[:] = path
     for each in (one for group in plugins.REGISTRIES.values() for one in group):
-        for name in set(each._values) - each.own:
+        for name in set(each._values).difference(each.own):
             each.remove(name)
     for group, options in ConfigStore.instance().repo.items():
         if group in plugins.AS_OPTION:

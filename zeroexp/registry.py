@@ -43,7 +43,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
     ) -> None:
         """`own` are our words. group: of entry points. needs: what `fits` accepts, in words."""
         self.key, self.group, self._needs, self._fits = key, group, needs, fits
-        self.own = frozenset(own)
+        self.own = tuple(own)  # in the order in which messages name them
         self._values, self._who = dict(own), dict.fromkeys(own, "zeroexp itself")
         Registry._all.append(self)
 
