@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import kept_port
-from zeroexp.tracking.mlflow import UI_PORT, MlflowTracker
+from zeroexp.tracking.store import UI_PORT, Store
 
 STARTING_SECONDS = 600.0
 
@@ -42,7 +42,7 @@ class MlflowServer:
         self.kill()
 
     def start(self) -> None:
-        command = shlex.split(MlflowTracker(None, "zeroexp", self._folder).ui_command())
+        command = shlex.split(Store(None, "zeroexp", self._folder).ui_command())
         command[command.index(str(UI_PORT))] = str(self._port)
         log = self._folder / "server.log"
         # Else seven more processes import MLflow, for jobs that nobody here gives.

@@ -74,7 +74,7 @@ DOORS = {
     "hydra": HYDRA,
     "omegaconf": HYDRA,
     "submitit": {"zeroexp.cluster.submit"},
-    "mlflow": {"zeroexp.tracking.mlflow"},
+    "mlflow": {"zeroexp.tracking.mlflow", "zeroexp.tracking.store"},
     "transformers": {
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",

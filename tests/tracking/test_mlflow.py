@@ -22,7 +22,8 @@ from zeroexp.cluster.sender import Sender
 from zeroexp.config import ConfigError, load, save
 from zeroexp.tracking import owner, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
-from zeroexp.tracking.mlflow import METRICS_PER_CALL, MlflowTracker, store_uri
+from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
 
 # What mlflow's own libraries think of one another is none of our business.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -160,7 +161,7 @@ def test_sending_again_changes_nothing(tracker: MlflowTracker, outputs: Path, sw
     before = ask(outputs, "select * from metrics where run_uuid = ? order by key, step", run_id)
     assert len(before) > NUM_STEPS * METRICS_PER_STEP
     assert tracker.log_run(folder) == run_id
-    assert MlflowTracker(None, tracker.experiment, outputs).log_run(folder) == run_id
+    assert MlflowTracker(None, tracker.store.experiment, outputs).log_run(folder) == run_id
     after = ask(outputs, "select * from metrics where run_uuid = ? order by key, step", run_id)
     assert after == before
     assert status(outputs, run_id) == "FINISHED"
@@ -232,7 +233,7 @@ def test_a_run_that_a_user_deleted_is_not_brought_back(
 
     folder = write_run(sweep / "run", status="running", num_steps=3)
     run_id = tracker.start_run(folder)
-    MlflowClient(tracker.uri).delete_run(run_id)
+    MlflowClient(tracker.store.uri).delete_run(run_id)
     write_json(folder / "state.json", {"status": "failed"})
     assert tracker.close_stale(sweep) == []
     assert ask(
@@ -269,7 +270,7 @@ def test_a_killed_run_does_not_stay_running(
     ended = write_run(sweep / "a" / "ended", status="running", num_steps=4)
     owner.take(sweep / "a")
     process = multiprocessing.get_context("forkserver").Process(
-        target=_start_and_die, args=(killed, outputs, tracker.experiment)
+        target=_start_and_die, args=(killed, outputs, tracker.store.experiment)
     )
     process.start()
     process.join()
@@ -350,12 +351,12 @@ def test_a_deleted_experiment_is_refused_with_the_remedy(
 
     folder = write_run(sweep / "run")
     tracker.log_run(folder)
-    client = MlflowClient(tracker.uri)
-    found = client.get_experiment_by_name(tracker.experiment)
+    client = MlflowClient(tracker.store.uri)
+    found = client.get_experiment_by_name(tracker.store.experiment)
     assert found is not None
     client.delete_experiment(found.experiment_id)
     with pytest.raises(ConfigError, match=r"tracking\.experiment=.* was deleted.*restore"):
-        MlflowTracker(None, tracker.experiment, outputs).write_views("x")
+        MlflowTracker(None, tracker.store.experiment, outputs).write_views("x")
 
 
 def test_the_store_is_an_absolute_path_wherever_one_starts(
@@ -365,7 +366,7 @@ def test_the_store_is_an_absolute_path_wherever_one_starts(
     assert store_uri(None, Path("outputs")) == f"sqlite:///{tmp_path}/outputs/mlflow.db"
     assert store_uri("sqlite:///here.db", Path("outputs")) == f"sqlite:///{tmp_path}/here.db"
     assert store_uri("http://host:5000/", Path("outputs")) == "http://host:5000"
-    command = MlflowTracker(None, "x").ui_command()
+    command = MlflowTracker(None, "x").store.ui_command()
     assert f"--backend-store-uri sqlite:///{tmp_path}/outputs/mlflow.db" in command
 
 

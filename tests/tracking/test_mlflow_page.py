@@ -15,7 +15,7 @@ from tests.browser import browse, needs_browser
 from tests.mlflow_server import MlflowServer
 from tests.run_folders import STRATEGIES, WORLD_SIZES
 from zeroexp.tracking import views
-from zeroexp.tracking.mlflow import UI_PORT
+from zeroexp.tracking.store import UI_PORT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

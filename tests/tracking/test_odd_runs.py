@@ -58,7 +58,7 @@ def test_a_key_that_is_refused_costs_that_key_alone(tracker: MlflowTracker, outp
     config = replace(config, model=replace(config.model, hf_config=odd))
     save(config, folder / "config.yaml")
     run_id = tracker.log_run(folder)
-    assert list(tracker.refused) == ["model.hf_config.what?"]
+    assert list(tracker.store.refused) == ["model.hf_config.what?"]
     params = dict(ask(outputs, "select key, value from params where run_uuid = ?", run_id))
     assert params["model.hf_config.fine"] == "2" and "optimizer.lr" in params
     assert ask(outputs, "select status from runs where run_uuid = ?", run_id) == [("FINISHED",)]
@@ -83,5 +83,5 @@ def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(
 ) -> None:
     run_id = tracker.log_run(write_run(outputs / name / "run", num_steps=4))
     experiment = ask(outputs, "select experiment_id from runs where run_uuid = ?", run_id)[0][0]
-    found = MlflowClient(tracker.uri).search_runs([str(experiment)], filter_of(name))
+    found = MlflowClient(tracker.store.uri).search_runs([str(experiment)], filter_of(name))
     assert [run.info.run_id for run in found] == [run_id]

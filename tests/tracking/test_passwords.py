@@ -11,7 +11,7 @@ from tests.composing import composed
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ConfigError
 from zeroexp.network import without_password
-from zeroexp.tracking.mlflow import STORE, MlflowTracker, store_uri, with_store
+from zeroexp.tracking.store import STORE, Store, store_uri, with_store
 
 SECRET = "hunter2"
 
@@ -58,7 +58,7 @@ def test_of_the_environment_it_stays_there(tmp_path, monkeypatch):
     (job,) = jobs(tmp_path).values()
     assert job.config.tracking.uri == "http://me@127.0.0.1:1", "where it is sent later"
     assert store_uri(job.config.tracking.uri, tmp_path) == f"http://me:{SECRET}@127.0.0.1:1"
-    assert SECRET not in MlflowTracker(job.config.tracking.uri, "x", tmp_path).ui_command()
+    assert SECRET not in Store(job.config.tracking.uri, "x", tmp_path).ui_command()
 
 
 def test_the_store_of_the_environment_is_used_where_none_is_named(tmp_path, monkeypatch):

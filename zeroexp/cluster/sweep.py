@@ -38,8 +38,8 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.files import folder_of_command, read_records, step_record, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
-from zeroexp.tracking.mlflow import with_store
 from zeroexp.tracking.run import UNFINISHED, Run, read_run
+from zeroexp.tracking.store import with_store
 
 FINE = ("done", "skipped")
 HYDRA = ".hydra"  # its folder in every run, as its users expect

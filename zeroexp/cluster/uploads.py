@@ -63,16 +63,16 @@ class Uploads:
         """Send the sweep's page and print the addresses, or the error and the command that sends the folder again."""
         self._worker.do(lambda: self._send_page(folder))
         if not self._worker.wait(END_SECONDS, again=True) and not self.failed:
-            where = self._tracker.waits_for or "the store"
+            where = self._tracker.store.waits_for or "the store"
             self._worker.error = TimeoutError(f"no answer from {where}")
         if (error := self._worker.error) is not None:
             first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
             print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
             return
-        for key, why in self._tracker.refused.items():
+        for key, why in self._tracker.store.refused.items():
             print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")
-        print(f"\nMLflow: {self._tracker.ui_command()}")
+        print(f"\nMLflow: {self._tracker.store.ui_command()}")
         for title, url in self._views:
             print(f"  {title}: {url}")
 
