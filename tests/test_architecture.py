@@ -30,8 +30,10 @@ ORDER = [
             "zeroexp.output",
             "zeroexp.ports",
         ),
-        *("zeroexp.sharding.layout", "zeroexp.sharding.placement", "zeroexp.measure.record"),
+        *("zeroexp.sharding.chunk", "zeroexp.sharding.placement", "zeroexp.measure.record"),
     },
+    {"zeroexp.sharding.owners"},
+    {"zeroexp.sharding.layout"},
     {"zeroexp.config"},
     {
         *("zeroexp.strategies.base", "zeroexp.strategies.values", "zeroexp.strategies.engines"),
@@ -152,6 +154,18 @@ def test_imports_run_one_way():
             if mine and theirs and theirs[1] != mine[1] and theirs[0] >= mine[0]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {imported}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_knows_no_transport():
+    """It is given memory and moves; which transport provides them, and how, is nowhere named."""
+    doors = ("base", "collectives", "facts", "gather_memory", "sizes")
+    known = {
+        module.split(".")[2]
+        for path in (ROOT / "zeroexp/sharding").rglob("*.py")
+        for _, module in imported_modules(path)
+        if module.startswith("zeroexp.comm.")
+    }
+    assert known == {*doors}
 
 
 @pytest.mark.parametrize("package", ["sharding", "comm", "plan", "strategies"])

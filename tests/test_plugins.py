@@ -22,7 +22,8 @@ from zeroexp.config import Config, ConfigError, UndefinedCombination, save
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.form import form_of, on_meta
 from zeroexp.registry import RegistryError
-from zeroexp.sharding.layout import LAYOUTS, OWNERS, Layout, by_buffer
+from zeroexp.sharding.layout import LAYOUTS, Layout, by_buffer
+from zeroexp.sharding.owners import OWNERS
 from zeroexp.sharding.placement import STAGES, Placement, Stage
 from zeroexp.strategies.engines import ENGINES, Engine
 from zeroexp.tracking.files import write_json

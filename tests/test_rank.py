@@ -16,9 +16,9 @@ import pytest
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
+from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.config import Config
 from zeroexp.measure.record import KINDS, MOMENTS
-from zeroexp.sharding.layout import PAGE_BYTES
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
 

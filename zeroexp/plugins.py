@@ -22,7 +22,8 @@ from zeroexp.data.kinds import DATA
 from zeroexp.models.families import MODELS
 from zeroexp.optim import OPTIMIZERS
 from zeroexp.registry import Registry, RegistryError
-from zeroexp.sharding.layout import LAYOUTS, OWNERS
+from zeroexp.sharding.layout import LAYOUTS
+from zeroexp.sharding.owners import OWNERS
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.engines import ENGINES
 

@@ -19,7 +19,8 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.predict import Form, PrecisionForm, ScheduleForm, UnitForm
-from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out, pages
+from zeroexp.sharding.chunk import Chunk, ParameterSpec
+from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
 
@@ -84,7 +85,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
     wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
-    rest = sum(pages(4 * chunk.padded_numel) for chunk in chunks)
+    rest = [4 * chunk.padded_numel for chunk in chunks]
     wire.meet()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
     return wire, chunks
@@ -222,7 +223,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     wire = Collectives(world, transport=transport)
     (chunk,) = chunks_of("one-padded-buffer", world.size)
     wire.meet()
-    wire.reserve(2 * pages(4 * chunk.padded_numel), 1000)
+    wire.reserve(2 * [4 * chunk.padded_numel], 1000)
     fulls, pendings = [], []
     for seed in (1, 2):
         full = wire.empty(chunk.padded_numel, torch.float32).zero_()

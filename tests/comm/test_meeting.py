@@ -160,11 +160,12 @@ def gather_unheard(world: World) -> str:
     """Rank 0 waits for an offer that rank 1 never makes."""
     wire = Collectives(world)
     wire.meet()
-    wire.reserve(1 << 16, 1 << 16)
+    wire.reserve([1 << 16], 1 << 16)
     wire._transport._arena.bell._timeout_seconds = 0.5
     said = ""
     if world.rank == 0:
-        from zeroexp.sharding.layout import ParameterSpec, lay_out
+        from zeroexp.sharding.chunk import ParameterSpec
+        from zeroexp.sharding.layout import lay_out
 
         (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
         full = wire.empty(chunk.padded_numel, torch.float32)
@@ -202,7 +203,7 @@ def fail_in_the_middle(world: World) -> tuple[set[tuple[str, str]], int]:
         wire = Collectives(world, transport="direct")
         try:
             wire.meet()
-            wire.reserve(1 << 16, 1 << 16)
+            wire.reserve([1 << 16], 1 << 16)
             raise ValueError("in the middle")
         except ValueError:
             barrier()
@@ -242,13 +243,14 @@ def test_evaluation_before_the_first_step_keeps_no_offers(ranks):
 def two_engines(world: World, transport: str) -> list[float]:
     """Their gradients travel at once; rank 1 waits for the second one's first."""
     from zeroexp.comm.base import ReducePart
-    from zeroexp.sharding.layout import ParameterSpec, lay_out
+    from zeroexp.sharding.chunk import ParameterSpec
+    from zeroexp.sharding.layout import lay_out
 
     (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
     wires = [Collectives(world, transport=transport) for _ in range(2)]
     for wire in wires:
         wire.meet()
-        wire.reserve(1 << 16, 1 << 16)
+        wire.reserve([1 << 16], 1 << 16)
     order = (0, 1) if world.rank == 0 else (1, 0)
     parts, pendings = {}, {}
     for index in order:

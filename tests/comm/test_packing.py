@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zeroexp.comm.packing import MANY_RANKS, packing_of
-from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
+from zeroexp.sharding.chunk import Chunk, ParameterSpec
+from zeroexp.sharding.layout import lay_out
 
 SIZES = [7, 130, 1, 64, 4096 * 40 + 3]
 

@@ -19,8 +19,10 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.meeting import Listener
 from zeroexp.comm.messages import Arrival
+from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
-from zeroexp.sharding.layout import PAGE_BYTES, Chunk, Member, ParameterSpec, lay_out
+from zeroexp.sharding.chunk import Chunk, Member, ParameterSpec
+from zeroexp.sharding.layout import lay_out
 from zeroexp.world import World, fake_world
 
 AWHILE_SECONDS = (
@@ -78,7 +80,7 @@ def neighbours_of(world: World, arena: Arena) -> dict[int, SharedChannel]:
 def write_three_reductions(world: World) -> list[float]:
     """Rank 0 writes to both others, two slots in all. Rank 1 reads at once, rank 2 keeps the first; what they read."""
     slot_bytes = 2 * 64  # 16 bytes for each of two peers, aligned
-    arena = Arena(world.size, 0, slot_bytes, num_slots=2, page_bytes=PAGE_BYTES)
+    arena = Arena(world.size, [], slot_bytes, num_slots=2, page_bytes=PAGE_BYTES)
     channels = neighbours_of(world, arena)
     arrivals: dict[int, Arrival] = {}
     views: dict[int, Tensor] = {}
@@ -117,7 +119,7 @@ def quiesce_alone(world: World) -> list[str]:
     """Rank 0 is done, and rank 1 not yet: it holds an offer that it has not read."""
     wire = Collectives(world, transport="direct")
     wire.meet()
-    wire.reserve(PAGE_BYTES, 64)
+    wire.reserve([PAGE_BYTES], 64)
     (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
     piece = wire.empty(4, torch.float32).fill_(1.0 + world.rank)
     part = GatherPart(chunk, torch.empty(8), piece)

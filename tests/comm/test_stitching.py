@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from zeroexp.comm import direct, stitching
+from zeroexp.comm.paging import PAGE_BYTES, rounding_to_pages
 from zeroexp.comm.sizes import mapped_bytes
 from zeroexp.comm.stitching import Stretch, stitch
 from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.layout import LARGE_PAGES, PAGE_BYTES, cut_elements
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, barrier
@@ -101,8 +101,9 @@ def compare_with_messages(world: World) -> None:
         assert torch.equal(got, expected)
     blocks = mapped.units[1:]
     for unit in blocks:
-        (tensors,) = unit.chunks
-        assert tensors.in_place and tensors.chunk.cuts[1] >= LARGE_PAGES * cut_elements(PAGE_BYTES)
+        (tensors,), (part,) = unit.chunks, unit.gather_parts()
+        assert part.in_place
+        assert tensors.chunk.cuts[1] >= rounding_to_pages(PAGE_BYTES).threshold
         unit.store.release(forget=True)
         unit.gather().wait()
         unit.show_gathered()
@@ -154,7 +155,7 @@ def train_with_pages(world: World, page_bytes: int, width: int) -> list[tuple[in
     expected = weights_after(copied, world, 2)
     for got, other in zip(weights_after(strategy, world, 2), expected, strict=True):
         assert torch.equal(got, other)
-    in_place = [t.in_place for unit in strategy.units[1:] for t in unit.chunks]
+    in_place = [part.in_place for unit in strategy.units[1:] for part in unit.gather_parts()]
     assert in_place == [True] * 3
     barrier()
     return asked

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroexp.sharding.bucket import SMALL_SHARE, Range, Slice, cut_in_buckets
-from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
+from zeroexp.sharding.chunk import Chunk, ParameterSpec
+from zeroexp.sharding.layout import lay_out
 
 Element = tuple[int, int, int]  # chunk, member, element of it
 

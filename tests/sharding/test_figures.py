@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
+from zeroexp.comm.paging import lies_on_pages, rounding_to_pages
 from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.sharding.chunk import ParameterSpec
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.layout import ParameterSpec, lay_out
+from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.options import MIB, Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World, fake_world
@@ -110,12 +112,13 @@ def test_a_slot_holds_a_bucket_and_not_a_unit(ranks, stage):
 )
 @pytest.mark.parametrize("family", ["tensor", "buffer"])
 def test_large_chunks_are_cut_on_pages(family, numel, world_size, per_rank):
-    (chunk,) = lay_out(family, [[ParameterSpec("a", numel, 2)]], world_size)[0]
+    units = [[ParameterSpec("a", numel, 2)]]
+    (chunk,) = lay_out(family, units, world_size, rounding=rounding_to_pages(4096))[0]
     assert chunk.cuts == tuple(per_rank * rank for rank in range(world_size + 1))
     on_pages = per_rank % 2048 == 0
     for rank in range(world_size):
-        assert chunk.lies_on_pages(rank, 2) is on_pages
-        assert chunk.lies_on_pages(rank, 4) is on_pages
+        assert lies_on_pages(chunk, rank, 2, 4096) is on_pages
+        assert lies_on_pages(chunk, rank, 4, 4096) is on_pages
 
 
 def pool_bytes(world: World, dtype: torch.dtype) -> int:

@@ -6,17 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.sharding.layout import (
-    ALIGNMENT_BYTES,
-    Chunk,
-    ParameterSpec,
-    aligned,
-    by_parameter,
-    fullest_bytes,
-    lay_out,
-    own_contiguously,
-    own_greedily,
-)
+from zeroexp.comm.paging import ALIGNMENT_BYTES, aligned
+from zeroexp.sharding.chunk import Chunk, ParameterSpec
+from zeroexp.sharding.layout import by_parameter, lay_out
+from zeroexp.sharding.owners import fullest_bytes, own_contiguously, own_greedily
 
 FAMILIES = ["parameter", "tensor", "buffer"]
 MIB = 1 << 20

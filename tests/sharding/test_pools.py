@@ -8,7 +8,9 @@ import os
 import pytest
 import torch
 
-from zeroexp.comm.stitching import open_memory
+from zeroexp.comm.gather_memory import Allocated, Mapped
+from zeroexp.comm.paging import PAGE_BYTES, pages
+from zeroexp.sharding.chunk import Chunk, Member
 from zeroexp.sharding.pools import Pool, Private
 
 CPU = torch.device("cpu")
@@ -19,9 +21,8 @@ def storage_bytes(store: Pool | Private) -> int:
 
 
 def make_pool(num_bytes: int) -> Pool:
-    pool = Pool()
-    pool.allocate(num_bytes, CPU)
-    return pool
+    chunk = Chunk((Member("a", 0, num_bytes),), (0, num_bytes))
+    return Pool(Allocated([[(chunk, torch.empty(0, dtype=torch.uint8))]], CPU))
 
 
 def test_a_pool_has_one_tenant_at_a_time():
@@ -38,11 +39,13 @@ def test_a_pool_has_one_tenant_at_a_time():
 
 
 def test_a_file_of_a_pool_is_closed_with_it():
-    pool = Pool()
-    pool.take(*open_memory(4096))
-    file = pool.file
-    assert file is not None and os.fstat(file).st_size == 4096
-    del pool
+    chunk = Chunk((Member("a", 0, 5000),), (0, 2500, 5000))
+    piece = torch.empty(2500, dtype=torch.uint8)
+    memory = Mapped([[(chunk, piece)]], 0, PAGE_BYTES, lambda tensor: (-1, 0))
+    pool = Pool(memory)
+    file = memory._file
+    assert os.fstat(file).st_size == pool.memory.nbytes == pages(5000)
+    del pool, memory
     gc.collect()
     with pytest.raises(OSError):
         os.fstat(file)

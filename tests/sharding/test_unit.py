@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.gather_memory import Allocated
 from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import group_parameters
@@ -114,8 +115,7 @@ def test_own_section_survives_being_freed(world):
 
 def test_units_take_turns_in_a_pool_at_the_same_place(world):
     one, two = make(world, "zero3")[1:]
-    pool = Pool()
-    pool.allocate(one.full_bytes, CPU)
+    pool = Pool(Allocated([one.pieces()], CPU))
     one.use_store(pool)
     two.use_store(pool)
     arrive(one)
@@ -133,8 +133,7 @@ def test_units_take_turns_in_a_pool_at_the_same_place(world):
 
 def test_a_unit_that_returns_first_needs_no_gather(world):
     one, two = make(world, "zero3")[1:]
-    pool = Pool()
-    pool.allocate(one.full_bytes, CPU)
+    pool = Pool(Allocated([one.pieces()], CPU))
     one.use_store(pool)
     two.use_store(pool)
     arrive(one)
@@ -148,8 +147,7 @@ def test_a_unit_that_returns_first_needs_no_gather(world):
 
 def test_forgetting_leaves_another_units_values_alone(world):
     one, two = make(world, "zero3")[1:]
-    pool = Pool()
-    pool.allocate(one.full_bytes, CPU)
+    pool = Pool(Allocated([one.pieces()], CPU))
     one.use_store(pool)
     two.use_store(pool)
     arrive(two)

@@ -9,6 +9,7 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
   messages.py        carries tensors between hosts as gloo messages; watch.py ends waits that would never end
   shared_memory.py   lets ranks of one host read each other's memory: meeting.py (how ranks find each other), board.py
                      (what they tell each other), bell.py (how they wait), sizes.py (how much memory it takes)
-stitching.py       maps a rank's own piece between the sections that it copies from others
+gather_memory.py   provides the memory that chunks are gathered into: allocated, or mapped by stitching.py, which lets a
+                   rank's own piece lie between the sections that it copies; paging.py knows pages and alignment
 tuning.py          how large a reduction should be on these links
 """

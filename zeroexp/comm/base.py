@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroexp import advance
 from zeroexp.comm.facts import Facts
 from zeroexp.measure.verbs import TimedMove, meter
-from zeroexp.sharding.layout import Chunk
+from zeroexp.sharding.chunk import Chunk
 
 
 @dataclass
@@ -37,6 +37,19 @@ class GatherPart:
     def __post_init__(self) -> None:
         even, world_size = self.chunk.even, len(self.chunk.cuts) - 1
         self.by_rank = self.full.view(world_size, -1) if even else None
+
+
+Pieces = Sequence[tuple[Chunk, Tensor]]  # the chunks of one unit, each with this rank's piece of it
+
+
+class GatherMemory(Protocol):
+    """Memory in which gathered chunks lie. Units that are never gathered at the same time may share one."""
+
+    memory: Tensor  # flat, uint8: all that it holds for the units that lie in it
+
+    def lay(self, unit: Pieces) -> list[GatherPart]:
+        """Return the parts of a unit, whose full parameters lie in this memory from now on."""
+        ...
 
 
 @dataclass
@@ -100,11 +113,6 @@ class Transport(Protocol):
         ...
 
     @property
-    def page_bytes(self) -> int:
-        """Page size in bytes, the largest among the ranks' machines; final after `meet`."""
-        ...
-
-    @property
     def staging_bytes(self) -> int:
         """Bytes of shared memory for gradients on their way to neighbours."""
         ...
@@ -123,16 +131,16 @@ class Transport(Protocol):
         """Find the ranks of this host. All ranks call it once."""
         ...
 
-    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
-        """Announce how many bytes `empty` will be asked for, and how many the largest reduction sends. Call it once."""
+    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
+        """Announce, once, the bytes of each tensor that `empty` will be asked for, and of the largest reduction."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate parameters at rest where peers can read them best."""
         ...
 
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the open file behind a tensor from `empty`, and the offset in it; None where no file backs it."""
+    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
+        """Provide memory in which the gathered chunks of these units lie by turns. Their pieces come from `empty`."""
         ...
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:

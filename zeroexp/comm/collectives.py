@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from zeroexp import advance
-from zeroexp.comm.base import GatherPart, Pending, ReducePart, Sent, Transport
+from zeroexp.comm.base import (
+    GatherMemory,
+    GatherPart,
+    Pending,
+    Pieces,
+    ReducePart,
+    Sent,
+    Transport,
+)
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
-from zeroexp.comm.stitching import open_memory
 from zeroexp.measure.record import Traffic, added
 from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.world import World
@@ -73,33 +80,23 @@ class Collectives:
         self._transport = TRANSPORTS[transport](world)
         self.world = world
         self.traffic = Traffic()
-        self._opened_bytes = 0
         _of_this_process.add(self)
 
     def meet(self) -> None:
         self._transport.meet()
 
-    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
-        self._transport.reserve(rest_bytes, slot_bytes)
+    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
+        self._transport.reserve(resting, slot_bytes)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype, self.world.device)
 
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        return self._transport.place_of(tensor)
+    def gather_memory(self, units: Sequence[Pieces]) -> GatherMemory:
+        return self._transport.gather_memory(units, self.world.device)
 
     @property
     def facts(self) -> Facts:
         return self._transport.facts
-
-    @property
-    def maps_memory(self) -> bool:
-        """Whether a file backs the memory from `empty`, see `place_of`."""
-        return self._transport.shared_bytes > 0
-
-    @property
-    def page_bytes(self) -> int:
-        return self._transport.page_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -108,12 +105,7 @@ class Collectives:
     @property
     def shared_bytes(self) -> int:
         """Bytes that this rank holds outside of torch's allocator; a complete peak includes them."""
-        return self._transport.shared_bytes + self._opened_bytes
-
-    def open_memory(self, num_bytes: int) -> tuple[Tensor, int]:
-        """Allocate memory that can be mapped beside tensors from `empty`; return it and its file's descriptor."""
-        self._opened_bytes += num_bytes
-        return open_memory(num_bytes)
+        return self._transport.shared_bytes
 
     @property
     def issued_checksum(self) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp import world as worlds
-from zeroexp.comm.base import Collective, GatherPart, Pending, ReducePart
+from zeroexp.comm.base import (
+    Collective,
+    GatherMemory,
+    GatherPart,
+    Pending,
+    Pieces,
+    ReducePart,
+)
 from zeroexp.comm.board import MOST_OFFERS
 from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.meeting import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
+from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
 from zeroexp.comm.watch import Watch
-from zeroexp.sharding.layout import PAGE_BYTES
 from zeroexp.world import World
 
 PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
@@ -55,37 +64,42 @@ class Direct:
         self._channels: dict[int, Channel] = {}
         self._world = world
         self._send_messages()
-        self.page_bytes = PAGE_BYTES
         self._share_memory = share_memory and world.size > 1
         self._neighbours: Neighbourhood | None = None
         self._arena: Arena | None = None
+        self._mapped_bytes = 0  # of memory that units gather into
+        self._facts = self._find_facts(PAGE_BYTES)
 
     @property
     def facts(self) -> Facts:
-        """The facts of shared memory where all peers are neighbours, else those of messages."""
-        neighbours = self._neighbours.peers if self._neighbours is not None else []
-        return TRANSPORTS["direct" if len(neighbours) == len(self._peers) else "gloo"]
+        return self._facts
 
     def meet(self) -> None:
         if self._world.size == 1:
             return
         with closing(Listener()) as listener:
-            mine = neighbour_identity(), listener.door, self.page_bytes, self._first_tag
+            mine = neighbour_identity(), listener.door, self._facts.page_bytes, self._first_tag
             hosts, doors, page_bytes, first_tags = zip(*worlds.gather(mine), strict=True)
-            self.page_bytes = max(page_bytes)
             self._first_tag = max(first_tags)
             self._send_messages()
             if self._share_memory:
                 self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
+        self._facts = self._find_facts(max(page_bytes))
 
-    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
+    def _find_facts(self, page_bytes: int) -> Facts:
+        """Return the facts of shared memory where all peers are neighbours, else those of messages."""
+        neighbours = self._neighbours.peers if self._neighbours is not None else []
+        name = "direct" if len(neighbours) == len(self._peers) else "gloo"
+        return replace(TRANSPORTS[name], page_bytes=page_bytes)
+
+    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
             self._arena = Arena(
                 self._world.size,
-                rest_bytes,
+                resting,
                 slot_bytes,
                 num_slots(self.facts.name),
-                self.page_bytes,
+                self._facts.page_bytes,
             )
             self._channels.update(self._neighbours.open(self._arena))
 
@@ -94,8 +108,12 @@ class Direct:
             return torch.empty(numel, dtype=dtype, device=device)
         return self._arena.empty(numel, dtype)
 
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        return None if self._arena is None else (self._arena.file, self._arena.offset_of(tensor))
+    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
+        if self._arena is None:
+            return Allocated(units, device)
+        memory = Mapped(units, self._rank, self._facts.page_bytes, self._arena.place_of)
+        self._mapped_bytes += memory.memory.nbytes
+        return memory
 
     @property
     def staging_bytes(self) -> int:
@@ -103,7 +121,7 @@ class Direct:
 
     @property
     def shared_bytes(self) -> int:
-        return self._arena.num_bytes if self._arena is not None else 0
+        return self._arena.num_bytes + self._mapped_bytes if self._arena is not None else 0
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
         if offer is None:

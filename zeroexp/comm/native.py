@@ -14,8 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.base import Collective, GatherPart, Pending, ReducePart, Sent
+from zeroexp.comm.base import (
+    Collective,
+    GatherMemory,
+    GatherPart,
+    Pending,
+    Pieces,
+    ReducePart,
+    Sent,
+)
 from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.gather_memory import Allocated
 from zeroexp.comm.journal import Journal
 from zeroexp.comm.packing import Packing, packing_of
 from zeroexp.world import World
@@ -25,7 +34,6 @@ class Native:
     """Every move is one collective of the backend."""
 
     staging_bytes = shared_bytes = 0
-    page_bytes = 4096  # nothing is mapped, so machines with any page size cut alike
     facts = TRANSPORTS["native"]
 
     def __init__(self, world: World):
@@ -44,7 +52,7 @@ class Native:
         """Give the ranks' journals a common name; the backend finds its peers itself."""
         self._journal.meet()
 
-    def reserve(self, rest_bytes: int, slot_bytes: int) -> None:
+    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         """Do nothing: the backend sends from any memory."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -53,8 +61,8 @@ class Native:
     def quiesce(self) -> None:
         """Do nothing: whoever waited for a move knows that the backend has read its tensors."""
 
-    def place_of(self, tensor: Tensor) -> None:
-        return None
+    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
+        return Allocated(units, device)
 
     def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
         return 0  # no offer is needed: the backend reads a piece when it is gathered

@@ -31,7 +31,7 @@ from zeroexp.comm.bell import Bell
 from zeroexp.comm.board import Board, OwnBoard
 from zeroexp.comm.meeting import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
-from zeroexp.sharding.layout import aligned, pages
+from zeroexp.comm.paging import aligned, pages
 from zeroexp.world import World, host_identity
 
 NO_TAG = 0
@@ -84,11 +84,17 @@ class Arena:
     """Anonymous shared memory of one rank: a stack of resting tensors, followed by slots for reductions."""
 
     def __init__(
-        self, world_size: int, rest_bytes: int, slot_bytes: int, num_slots: int, page_bytes: int
+        self,
+        world_size: int,
+        resting: Sequence[int],
+        slot_bytes: int,
+        num_slots: int,
+        page_bytes: int,
     ):
+        """resting: the bytes of each tensor that `empty` will be asked for."""
         self.staging_bytes = num_slots * slot_bytes
         self._page_bytes = page_bytes
-        rest_bytes = pages(rest_bytes, page_bytes)
+        rest_bytes = sum(pages(num_bytes, page_bytes) for num_bytes in resting)
         self.num_bytes = max(rest_bytes + self.staging_bytes, page_bytes)
         self.file = os.memfd_create("zeroexp")
         weakref.finalize(self, os.close, self.file)
@@ -128,6 +134,10 @@ class Arena:
             channel.ring()
         for channel in self.channels:
             channel.await_end()
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the open file behind a resting tensor, and the offset in it."""
+        return self.file, self.offset_of(tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Return the offset in bytes of a resting tensor in the arena; 0 for an empty one."""

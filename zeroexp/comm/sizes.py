@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.paging import PAGE_BYTES, aligned, lies_on_pages, pages
 from zeroexp.sharding.bucket import cut_in_buckets
-from zeroexp.sharding.layout import Chunk, aligned, pages
+from zeroexp.sharding.chunk import Chunk
 from zeroexp.sharding.placement import Move, Stage
 
 
@@ -38,7 +39,9 @@ def slot_bytes(
     return aligned(max(handed, default=0))
 
 
-def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
+def mapped_bytes(
+    chunks: Iterable[Chunk], rank: int, itemsize: int, page_bytes: int = PAGE_BYTES
+) -> int:
     """Return the bytes that a unit takes of a pool backed by a file.
 
     They are its chunks in whole pages, without the sections that `rank` maps from its arena.
@@ -46,8 +49,8 @@ def mapped_bytes(chunks: Iterable[Chunk], rank: int, itemsize: int) -> int:
     num_bytes = 0
     for chunk in chunks:
         section = chunk.section(rank)
-        num_bytes += pages(chunk.padded_numel * itemsize, chunk.page_bytes)
-        if chunk.lies_on_pages(rank, itemsize):
+        num_bytes += pages(chunk.padded_numel * itemsize, page_bytes)
+        if lies_on_pages(chunk, rank, itemsize, page_bytes):
             num_bytes -= (section.stop - section.start) * itemsize
     return num_bytes
 

@@ -5,7 +5,7 @@
     addresses            | section 0 |  piece  | section 2 | section 3 |
 
 So a rank neither copies its own section when it gathers, nor holds it twice. The mapping is made once and stays, so
-views of it remain valid. Sections must begin and end on pages; layout.py cuts large chunks so.
+views of it remain valid. Sections must begin and end on pages (paging.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from zeroexp.sharding.layout import Chunk, pages
 
 PROT_NONE, MAP_FIXED = 0, 0x10  # <sys/mman.h>; Python's mmap can not choose the address
 FAILED = ctypes.c_void_p(-1).value
@@ -50,38 +48,6 @@ def stitch(stretches: Sequence[Stretch]) -> Tensor:
         _map(start, stretch.num_bytes, both, flags, stretch.file, stretch.offset)
         start += stretch.num_bytes
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def open_memory(num_bytes: int) -> tuple[Tensor, int]:
-    """Allocate memory behind a new file; return it and the file's descriptor, which the caller closes."""
-    file = os.memfd_create("zeroexp-pool")
-    os.ftruncate(file, num_bytes)
-    memory = (
-        stitch([Stretch(file, 0, num_bytes)]) if num_bytes else torch.empty(0, dtype=torch.uint8)
-    )
-    return memory, file
-
-
-def beside_pieces(
-    pieces: Sequence[tuple[Chunk, Tensor, tuple[int, int] | None]], rank: int, pool: int
-) -> list[Stretch]:
-    """Return the stretches of these chunks: other ranks' sections in the pool's file, this rank's where it rests.
-
-    Each chunk begins on a new page. pieces: each chunk, this rank's piece of it, and the file and offset of that piece.
-    """
-    stretches: list[Stretch] = []
-    taken = 0
-    for chunk, piece, place in pieces:
-        num_bytes = pages(chunk.padded_numel * piece.itemsize, chunk.page_bytes)
-        if place is not None and chunk.lies_on_pages(rank, piece.itemsize):
-            before = chunk.cuts[rank] * piece.itemsize
-            stretches.append(Stretch(pool, taken, before))
-            stretches.append(Stretch(*place, piece.nbytes))
-            taken += before
-            num_bytes -= before + piece.nbytes
-        stretches.append(Stretch(pool, taken, num_bytes))
-        taken += num_bytes
-    return [stretch for stretch in stretches if stretch.num_bytes]
 
 
 def _map(

@@ -19,7 +19,8 @@ from zeroexp import world as worlds
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
-from zeroexp.sharding.layout import Chunk, ParameterSpec, lay_out
+from zeroexp.sharding.chunk import Chunk, ParameterSpec
+from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import STAGES
 from zeroexp.world import World
 
@@ -75,7 +76,7 @@ def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
     chunks = [_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
     wire = Collectives(world, transport=transport)
     wire.meet()
-    wire.reserve(0, slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
+    wire.reserve([], slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
     return [_seconds_of(chunk, wire) for chunk in chunks]
 
 

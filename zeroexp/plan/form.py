@@ -14,13 +14,11 @@ from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleFor
 from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
 from zeroexp.plan.transient import transient_bytes
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.sharding.layout import LAYOUTS, PAGE_BYTES, lay_out
+from zeroexp.sharding.layout import LAYOUTS, lay_out
 from zeroexp.sharding.options import settle_options
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.strategies.build import options_of, stage_of
 from zeroexp.strategies.engines import ENGINES
-
-NATIVE_PAGE_BYTES = 4096  # what comm/native.py cuts for
 
 AnyForm = Form | DdpForm | FsdpForm
 
@@ -68,7 +66,7 @@ def _ours(config: Config, model: BuiltModel, transport: str) -> Form:
         [specs_of(group) for group in groups],
         world_size,
         owners=options.owners,
-        page_bytes=NATIVE_PAGE_BYTES if transport == "native" else PAGE_BYTES,
+        rounding=TRANSPORTS[transport].rounding,
     )
     private = private_units([group.name for group in groups], options.keep)
     units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]

@@ -26,10 +26,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.paging import aligned
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
-from zeroexp.sharding.layout import Chunk, aligned
+from zeroexp.sharding.chunk import Chunk
 from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +40,7 @@ FROZEN = "frozen"  # the kind of chunks that get no gradient
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 
 
-Cut = tuple[str, int, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
+Cut = tuple[str, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,7 @@ class Form:
 
 def _cut_of(chunk: Chunk) -> Cut:
     """Return all of a chunk but its parameters' names."""
-    return chunk.kind, chunk.page_bytes, chunk.cuts, tuple(member.stop for member in chunk.members)
+    return chunk.kind, chunk.cuts, tuple(member.stop for member in chunk.members)
 
 
 def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
+from zeroexp.sharding.chunk import FROZEN, Chunk
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import watch
-from zeroexp.sharding.layout import FROZEN, Chunk, lay_out, pages
+from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors, allocate
 from zeroexp.sharding.unit import Unit
@@ -35,7 +36,7 @@ def make_units(
     """
     world = wire.world
     specs = [specs_of(group) for group in groups]
-    layout = lay_out(family, specs, world.size, owners=owners, page_bytes=wire.page_bytes)
+    layout = lay_out(family, specs, world.size, owners=owners, rounding=wire.facts.rounding)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
@@ -65,19 +66,17 @@ def _bytes_to_reserve(
     dtypes: Dtypes,
     wire: Collectives,
     bucket_bytes: int | None,
-) -> tuple[int, int]:
-    """Return the bytes of parameters at rest and of the largest reduction of a unit in flight.
-
-    Each tensor at rest lies on pages of its own.
-    """
+) -> tuple[list[int], int]:
+    """Return the bytes of each tensor of parameters at rest, and of the largest reduction of a unit in flight."""
     rank = wire.world.rank
     sharded = stage.parameters is Placement.SHARD
-    rest = 0
-    for chunk in (chunk for chunks in layout for chunk in chunks):
-        numel = chunk.section_numel(rank) if sharded else chunk.padded_numel
-        rest += pages(numel * dtypes.compute.itemsize, chunk.page_bytes)
+    resting = [
+        (chunk.section_numel(rank) if sharded else chunk.padded_numel) * dtypes.compute.itemsize
+        for chunks in layout
+        for chunk in chunks
+    ]
     trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
-    return rest, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
+    return resting, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 
 
 def load_values(values: Values, units: Sequence[Unit]) -> None:

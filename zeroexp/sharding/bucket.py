@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from zeroexp.sharding.layout import Chunk, Member
+from zeroexp.sharding.chunk import Chunk, Member
 
 SMALL_SHARE = 1 / 64  # members of up to this share of a bucket come last
 

@@ -93,7 +93,7 @@ class Sharded:
         self._buffers = Buffers(module, world)
         self.wire.meet()
         settled = settle_options(options, stage, self.wire.facts, world.size)
-        self.settings = settled.as_record(options, stage, self.wire.facts, self.wire.page_bytes)
+        self.settings = settled.as_record(options, stage, self.wire.facts)
         groups = group_parameters(module, blocks, options.unit)
         self.units = make_units(
             groups,

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
+from zeroexp.sharding.chunk import Span
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.layout import Span
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state import ChunkTensors
 from zeroexp.sharding.unit import Unit

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from zeroexp.comm.base import ReducePart
 from zeroexp.sharding.bucket import Slice
+from zeroexp.sharding.chunk import Span
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.layout import Span
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors
 from zeroexp.world import World

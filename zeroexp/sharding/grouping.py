@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zeroexp.sharding.layout import FROZEN, ParameterSpec
+from zeroexp.sharding.chunk import FROZEN, ParameterSpec
 from zeroexp.sharding.placement import Placement, Stage
 
 # These modules compute with the weights of modules inside them whose forward they never call.

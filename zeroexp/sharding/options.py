@@ -8,7 +8,8 @@ from typing import Any
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.facts import Facts
-from zeroexp.sharding.layout import LAYOUTS, OWNERS
+from zeroexp.sharding.layout import LAYOUTS
+from zeroexp.sharding.owners import OWNERS
 from zeroexp.sharding.placement import Placement, Stage
 
 MIB = 1 << 20
@@ -45,9 +46,7 @@ class SettledOptions:
     reduce_each: str
     bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
 
-    def as_record(
-        self, options: Options, stage: Stage, facts: Facts, page_bytes: int
-    ) -> dict[str, Any]:
+    def as_record(self, options: Options, stage: Stage, facts: Facts) -> dict[str, Any]:
         """Return what a run writes down of its engine; None: not applicable."""
         sharded = stage.parameters is Placement.SHARD
         return {
@@ -56,7 +55,7 @@ class SettledOptions:
             "prefetch": self.prefetch if sharded else None,
             "reduce_each": self.reduce_each,
             "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
-            "page_bytes": page_bytes,
+            "page_bytes": facts.page_bytes,
         }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import mapped_bytes
 from zeroexp.sharding.pools import Pool, Private
 from zeroexp.sharding.unit import Unit
 
@@ -27,16 +26,12 @@ def assign_memory(
     private = private_units([unit.name for unit in units], keep)
     alone = [unit for unit in units if unit.name in private]
     sharing = [unit for unit in units if unit not in alone]
-    pools = [Pool() for _ in range(num_pools)]
-    turns = [sharing[i :: len(pools)] for i in range(len(pools))]
-    for pool, tenants in zip(pools, turns, strict=True):
-        if wire.maps_memory:
-            needed = max((_mapped_bytes(unit, wire.world.rank) for unit in tenants), default=0)
-            pool.take(*wire.open_memory(needed))
-        else:
-            pool.allocate(max((unit.full_bytes for unit in tenants), default=0), wire.world.device)
+    pools: list[Pool] = []
+    for index in range(num_pools):
+        tenants = sharing[index::num_pools]
+        pools.append(Pool(wire.gather_memory([unit.pieces() for unit in tenants])))
         for unit in tenants:
-            unit.use_store(pool)
+            unit.use_store(pools[-1])
     for unit in alone:
         unit.use_store(Private(unit.full_bytes, wire.world.device))
     return pools
@@ -47,10 +42,3 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
     if keep == "all":
         return set(names)
     return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
-
-
-def _mapped_bytes(unit: Unit, rank: int) -> int:
-    """Return the bytes that `unit` takes of a pool whose memory it maps beside its own pieces."""
-    chunks = [tensors.chunk for tensors in unit.chunks]
-    itemsize = unit.chunks[0].piece.itemsize if unit.chunks else 0
-    return mapped_bytes(chunks, rank, itemsize)

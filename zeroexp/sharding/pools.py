@@ -10,21 +10,21 @@ anybody else needs no gather.
 
 from __future__ import annotations
 
-import os
-import weakref
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from zeroexp.comm.base import GatherMemory, GatherPart, Pieces
+from zeroexp.comm.gather_memory import lay_side_by_side
 
 
 class Store(Protocol):
     memory: Tensor  # flat, uint8
     valid_for: object | None  # the unit whose valid values lie here
     tenant: object | None  # the unit that may write and read here now
-    # Descriptor of the file behind the memory, if any; tenants map it beside their own pieces (stitching.py).
-    file: int | None
 
+    def lay(self, unit: Pieces) -> list[GatherPart]: ...
     def lease(self, tenant: object) -> None: ...
     def release(self, *, forget: bool) -> None: ...
     @property
@@ -32,21 +32,13 @@ class Store(Protocol):
 
 
 class Pool:
-    """A pool is memory shared by units that are never needed at the same time."""
+    """A pool is memory shared by units that are never needed at the same time; the transport provides it."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, memory: GatherMemory) -> None:
+        self.memory = memory.memory
         self.valid_for: object | None = None
         self.tenant: object | None = None
-        self.file: int | None = None
-
-    def allocate(self, num_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    def take(self, memory: Tensor, file: int) -> None:
-        """Take memory behind a file, which units can map; the file is closed with the pool."""
-        self.memory, self.file = memory, file
-        weakref.finalize(self, os.close, file)
+        self.lay = memory.lay
 
     @property
     def is_free(self) -> bool:
@@ -73,8 +65,10 @@ class Private:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.valid_for: object | None = None
         self.tenant: object | None = None
-        self.file: int | None = None
         self._num_bytes = num_bytes
+
+    def lay(self, unit: Pieces) -> list[GatherPart]:
+        return lay_side_by_side(unit, self.memory)
 
     @property
     def is_free(self) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding import guard
+from zeroexp.sharding.chunk import FROZEN, Chunk, Span
 from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.layout import FROZEN, Chunk, Span, aligned
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.strategies.values import Read
 
@@ -58,7 +58,6 @@ class ChunkTensors:
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
-    in_place: bool = False  # whether this rank's section of full is the piece itself
     empty: Tensor = field(init=False)  # the empty tensor that freed parameters show
 
     def __post_init__(self) -> None:
@@ -69,19 +68,10 @@ class ChunkTensors:
         """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
         return self.chunk.kind != FROZEN
 
-    @property
-    def full_bytes(self) -> int:
-        return self.chunk.padded_numel * self.piece.itemsize
-
-    @property
-    def aligned_bytes(self) -> int:
-        """Bytes of the full chunk in memory where chunks lie side by side."""
-        return aligned(self.full_bytes)
-
-    def place_in(self, memory: Tensor) -> None:
-        """Let the full parameters lie in `memory`, uint8 of `full_bytes`."""
-        self.full = memory.view(self.piece.dtype)
-        self.views = self.views_of(self.full)
+    def place_in(self, full: Tensor) -> None:
+        """Let the full parameters lie in `full`, flat and padded."""
+        self.full = full
+        self.views = self.views_of(full)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """Return a view of each parameter, in its shape, of a flat tensor that holds the chunk."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroexp.sharding.layout import Span
+from zeroexp.sharding.chunk import Span
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors
 from zeroexp.sharding.unit import Unit

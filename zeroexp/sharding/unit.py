@@ -14,15 +14,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from zeroexp.comm.base import GatherPart, Pending
+from zeroexp.comm.base import GatherPart, Pending, Pieces
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.stitching import beside_pieces, stitch
+from zeroexp.comm.gather_memory import bytes_side_by_side
 from zeroexp.measure.verbs import named
 from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.gradients import Gradients
-from zeroexp.sharding.layout import pages
 from zeroexp.sharding.placement import Move, Stage
 from zeroexp.sharding.pools import Private, Store
 from zeroexp.sharding.state import MAY_BECOME, ChunkTensors, Residence
@@ -59,7 +58,7 @@ class Unit:
         self._stage = stage
         self._wire = wire
         self._offer: int | None = None
-        self._parts: list[GatherPart] = []
+        self._parts = [GatherPart(t.chunk, t.full, t.piece) for t in chunks if t.full is not None]
         self._gradients = [Gradients(t, stage, dtypes, wire.world) for t in self.trainable]
         self.buckets = cut_in_buckets(
             [tensors.chunk for tensors in self.trainable], dtypes.reduce.itemsize, bucket_bytes
@@ -193,8 +192,11 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of all full chunks, each aligned."""
-        return sum(tensors.aligned_bytes for tensors in self.chunks)
+        """Bytes of all full chunks side by side, each aligned."""
+        return bytes_side_by_side(self.pieces())
+
+    def pieces(self) -> Pieces:
+        return [(tensors.chunk, tensors.piece) for tensors in self.chunks]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for tensors in self.chunks for parameter in tensors.parameters)
@@ -242,42 +244,23 @@ class Unit:
     # -- where it lies ---------------------------------------------------------------------------
 
     def use_store(self, store: Store) -> None:
-        """Make views of the full parameters in `store`, where they lie from now on, and free the unit."""
+        """Let the full parameters lie in `store` from now on, and free the unit."""
         self.store = store
-        memory = store.memory if store.file is None else self._map_beside(store.file)
-        start = 0
-        for tensors in self.chunks:
-            chunk, itemsize = tensors.chunk, tensors.piece.itemsize
-            on_pages = chunk.lies_on_pages(self._wire.world.rank, itemsize)
-            tensors.in_place = store.file is not None and on_pages
-            tensors.place_in(memory[start : start + tensors.full_bytes])
-            whole = pages(tensors.full_bytes, chunk.page_bytes)
-            start += tensors.aligned_bytes if store.file is None else whole
-        self._parts = []
+        self._parts = store.lay(self.pieces())
+        for tensors, part in zip(self.chunks, self._parts, strict=True):
+            tensors.place_in(part.full)
         store.release(forget=True)
         self.residence = Residence.FREED
         self.show()
         if self._offer is None:
             self.offer()
-        self.gather_parts()  # their views must exist when views of this memory are counted
-
-    def _map_beside(self, file: int) -> Tensor:
-        """Map the pool's file, with the sections that this rank owns in their place where those lie on pages."""
-        pieces = [(t.chunk, t.piece, self._wire.place_of(t.piece)) for t in self.chunks]
-        return stitch(beside_pieces(pieces, self._wire.world.rank, file))
 
     def offer(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
         self._offer = self._wire.offer(self.gather_parts(), self._offer)
 
     def gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
-        """Return parts for all chunks, or for the trainable ones; they are made once per memory the unit lies in."""
-        if not self._parts:
-            self._parts = [
-                GatherPart(tensors.chunk, tensors.full, tensors.piece, tensors.in_place)
-                for tensors in self.chunks
-                if tensors.full is not None
-            ]
+        """Return parts for all chunks, or for the trainable ones."""
         pairs = zip(self.chunks, self._parts, strict=True)
         return [part for tensors, part in pairs if tensors.trainable or not trainable]
 

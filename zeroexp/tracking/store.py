@@ -249,7 +249,8 @@ def _make_tables(database: Path) -> None:
 
 
 def _log_batch(client: MlflowClient, run_id: str, kind: str, items: Sequence[Any]) -> None:
-    client.log_batch(run_id, **{kind: items})
+    arguments: dict[str, Any] = {kind: items}
+    client.log_batch(run_id, **arguments)
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -1,0 +1,103 @@
+"""A chunk is what one collective moves: parameters side by side, and cuts that say which rank owns which elements.
+
+This is a chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, cut evenly:
+
+        element   0 1 2 3 4 5 6 7 8 9 . .      cuts = (0, 3, 6, 9, 12); '.' is padding, always zero
+        member    a a a a b b b c c c
+        rank      0 0 0 1 1 1 2 2 2 3 3 3      rank 1 owns the spans a[3:4] and b[0:2]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+FROZEN = "frozen"  # the kind of parameters that get no gradient
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    name: str
+    numel: int
+    itemsize: int  # bytes of one element
+    kind: str = ""  # dtype and trainability, which all parameters of one chunk share
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member is a parameter inside a chunk: it fills the elements [start, stop) of the chunk."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span is the elements [start, stop) of a flattened member; it lies at `offset` in its owner's piece."""
+
+    member: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk is what one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
+
+    members: tuple[Member, ...]
+    cuts: tuple[int, ...]
+    kind: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of real elements, without padding."""
+        return self.members[-1].stop
+
+    @property
+    def padded_numel(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank owns equally many elements, so that collectives of even sections apply."""
+        return len({b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)}) == 1
+
+    def section(self, rank: int) -> slice:
+        """Return the elements of the chunk that `rank` owns, padding included."""
+        return slice(self.cuts[rank], self.cuts[rank + 1])
+
+    def section_numel(self, rank: int) -> int:
+        """Return the number of elements that `rank` owns, padding included."""
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    def real_section(self, rank: int) -> slice:
+        """Return the elements of the chunk that `rank` owns, without padding."""
+        start, stop = self.cuts[rank], self.cuts[rank + 1]
+        return slice(min(start, self.numel), min(stop, self.numel))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Return, in order, the parts of members that `rank` owns; padding belongs to no span."""
+        return self._spans_by_rank[rank]
+
+    def whole(self) -> tuple[Span, ...]:
+        """Return a span for each whole member, as a rank owns it where nothing is sharded; `offset` is in the chunk."""
+        return tuple(Span(i, 0, m.stop - m.start, m.start) for i, m in enumerate(self.members))
+
+    @cached_property
+    def _spans_by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        return tuple(self._cut(rank) for rank in range(len(self.cuts) - 1))
+
+    def _cut(self, rank: int) -> tuple[Span, ...]:
+        low, high = self.cuts[rank], self.cuts[rank + 1]
+        spans: list[Span] = []
+        for index, member in enumerate(self.members):
+            start, stop = max(low, member.start), min(high, member.stop)
+            if start < stop:
+                spans.append(Span(index, start - member.start, stop - member.start, start - low))
+        return tuple(spans)
