@@ -36,10 +36,10 @@ from zeroexp.__main__ import compose
 from zeroexp.comm.collectives import shared_bytes
 from zeroexp.config import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
-from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import outcome_of
-from zeroexp.plan.peak import peak_of
-from zeroexp.plan.place import place_of
+from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.plan.points import Plans
 
 MIB = 1 << 20
@@ -129,9 +129,9 @@ def config_of(words: str) -> Config:
 
 def planned_bytes(config: Config) -> int:
     """Return the rehearsed peak of the fullest rank."""
-    place = place_of(config, "cpu")
-    form = form_of(config, on_meta(config), place.transport)
-    return peak_of(config, place, form, outcome_of("", config, form, place)).num_bytes
+    place = machines_of(config, "cpu")
+    form = form_of(config, build_on_meta(config), place.transport)
+    return rehearse_fullest_rank(config, place, form, outcome_of("", config, form, place)).num_bytes
 
 
 # -- ranks under a limit ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError, UndefinedCombination, save
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
-from zeroexp.plan.form import form_of, on_meta
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.registry import RegistryError
 from zeroexp.sharding.layout import LAYOUTS, Layout, by_buffer
 from zeroexp.sharding.owners import OWNERS
@@ -189,7 +189,7 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     rows = (late.strategy.parameters, late.strategy.gradients, late.strategy.optimizer)
     assert [row.placement for row in rows] == ["shard", "partial", "shard"]
     assert late.strategy.reduce_each == "step" and late.optimizer.settings == {"rho": 0.7}
-    assert form_of(late, on_meta(late), "direct").optimizer.num_moments == 3
+    assert form_of(late, build_on_meta(late), "direct").optimizer.num_moments == 3
     for wrong, told in {
         "+optimizer.settings.rhoo=1": "has no such setting; did you mean rho? use one of rho",
         "optimizer.betas=[0.1,0.2]": "optimizer.betas=[0.1, 0.2]: no effect with optimizer.name=op",
@@ -265,7 +265,7 @@ def test_an_engine_of_others_is_checked_like_ours():
         with pytest.raises(UndefinedCombination, match=told):
             check(config)
     with pytest.raises(UndefinedCombination, match="brings no closed form"):
-        form_of(mine, on_meta(mine), "gloo")
+        form_of(mine, build_on_meta(mine), "gloo")
 
 
 def test_settings_are_those_of_the_word():

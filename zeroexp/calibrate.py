@@ -24,7 +24,7 @@ import torch
 
 from zeroexp import world as worlds
 from zeroexp.comm.tuning import PROBED_BYTES, fit, measure_moves
-from zeroexp.plan.speed import Calibration, path_in, save, this_machine
+from zeroexp.plan.speed import Calibration, calibration_path, save, this_machine
 
 SIZES = (64, 256, 768)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,7 +43,7 @@ def main() -> int:
     torch.set_num_threads(1)
     began = time.perf_counter()
     found = calibrate()
-    path = path_in(outputs)
+    path = calibration_path(outputs)
     try:
         save(found, path)
     except OSError as error:

@@ -16,7 +16,7 @@ import pytest
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.slurm import Shape, SlurmCluster
+from zeroexp.cluster.slurm import JobShape, SlurmCluster
 from zeroexp.cluster.slurm_state import Sighting, conclude, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
@@ -31,17 +31,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("world_size", "most", "shape"),
     [
-        (1, 8, Shape(1, 1)),
-        (8, 8, Shape(1, 8)),
-        (12, 8, Shape(2, 6)),
-        (9, 4, Shape(3, 3)),
-        (5, 4, Shape(5, 1)),
+        (1, 8, JobShape(1, 1)),
+        (8, 8, JobShape(1, 8)),
+        (12, 8, JobShape(2, 6)),
+        (9, 4, JobShape(3, 3)),
+        (5, 4, JobShape(5, 1)),
     ],
 )
 def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(
-    world_size: int, most: int, shape: Shape
+    world_size: int, most: int, shape: JobShape
 ) -> None:
-    assert Shape.of(world_size, most) == shape
+    assert JobShape.of(world_size, most) == shape
 
 
 SEEN = {

@@ -18,7 +18,7 @@ from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.predict import Form, PrecisionForm, ScheduleForm, UnitForm
+from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm, UnitForm
 from zeroexp.sharding.chunk import Chunk, ParameterSpec
 from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import STAGES
@@ -167,7 +167,7 @@ def check(
 ) -> tuple[int, int]:
     """(bytes counted, bytes the closed form says)"""
     stage, kind = FORMS[name]
-    form = Form(
+    form = ShardedForm(
         [UnitForm(chunks_of(case, world.size))],
         STAGES[stage],
         world.size,

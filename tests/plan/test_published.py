@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.composing import compose_once
-from zeroexp.plan.published import redundant
+from zeroexp.plan.published import sent_with_redundant_optimizers
 from zeroexp.plan.published_page import compare_study, page
-from zeroexp.plan.published_tables import TABLES, Table
+from zeroexp.plan.published_tables import TABLES, PublishedTable
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "published.md"
 # Cells in which the publication is known to differ; all others must agree.
@@ -26,13 +26,13 @@ def in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def check_cells(table: Table) -> None:
+def check_cells(table: PublishedTable) -> None:
     cells = compare_study(table)
     assert len(cells) == sum(len(row.cells) for row in table.rows), (
         "a row has no point in the study"
     )
     different = [c for c in cells if not c.agrees]
-    assert [("/".join(c.row.point), c.column) for c in different] == DIFFER.get(table.study, [])
+    assert [("/".join(c.row.engine), c.column) for c in different] == DIFFER.get(table.study, [])
     assert all(c.row.why for c in different)
 
 
@@ -54,7 +54,7 @@ def test_the_page_is_what_its_command_prints():
 
 def test_redundant_optimizers_trade_slow_links_for_fast_ones():
     """Published for N = 8, K = 4: 6P/8 over slow links, and the ring's exact total for every K."""
-    assert redundant(num_slow=4, num_fast=2) == (6 / 8, 2 * 7 / 8)
+    assert sent_with_redundant_optimizers(num_slow=4, num_fast=2) == (6 / 8, 2 * 7 / 8)
     for num_slow in (1, 2, 4, 8):
-        slow, total = redundant(num_slow, 8 // num_slow)
+        slow, total = sent_with_redundant_optimizers(num_slow, 8 // num_slow)
         assert total == pytest.approx(2 * 7 / 8) and slow <= total

@@ -21,13 +21,13 @@ from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.depth import depth_of, with_depth
-from zeroexp.plan.form import form_of, on_meta
-from zeroexp.plan.predict import Form
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import (
-    UNDISTURBED,
+    UNDISTURBED_STEP,
     NoData,
-    RankRehearsal,
+    RehearsedRank,
     prepared,
     rehearse,
     rehearse_rank,
@@ -53,7 +53,7 @@ def config_of(*words: str) -> Config:
     return composed(*batch, "data.micro_batch_size=1", *words)
 
 
-def agree(rehearsed: RankRehearsal, expected: Form) -> None:
+def agree(rehearsed: RehearsedRank, expected: ShardedForm) -> None:
     for moment, held in rehearsed.held_bytes.items():
         assert held == expected.held_bytes(moment, rehearsed.rank), moment
     sent = dict(rehearsed.traffic.bytes_by_kind)
@@ -75,8 +75,8 @@ def points() -> list[object]:
 def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, unit):
     chosen = (f"strategy={stage}", f"strategy.implementation={layout}", f"strategy.unit={unit}")
     config = config_of(*words, *chosen)
-    expected = form_of(config, on_meta(config), "native")
-    assert isinstance(expected, Form)
+    expected = form_of(config, build_on_meta(config), "native")
+    assert isinstance(expected, ShardedForm)
     rehearsal = rehearse(config)
     assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
     for each in rehearsal.ranks:
@@ -147,8 +147,8 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     records, before = train_with_memory(config, 1)
     (rehearsed,) = rehearse(config, ranks=[1]).ranks
     assert rehearsed.held_bytes == records[-1].memory_bytes
-    assert rehearsed.traffic == records[UNDISTURBED].traffic
-    peak = records[UNDISTURBED].peak_bytes
+    assert rehearsed.traffic == records[UNDISTURBED_STEP].traffic
+    peak = records[UNDISTURBED_STEP].peak_bytes
     assert peak is not None
     kept = RNG_STATE_BYTES * depth_of(config) if recomputes else 0
     kept += FSDP2_BYTES if implementation == "torch" else 0
@@ -180,7 +180,7 @@ def test_ddp_is_rehearsed_with_the_peak_of_the_real_reducer(stage, views):
     records, before = train_alone(config)
     (rehearsed,) = rehearse(config).ranks
     assert rehearsed.held_bytes == records[-1].memory_bytes
-    peak = records[UNDISTURBED].peak_bytes
+    peak = records[UNDISTURBED_STEP].peak_bytes
     assert peak is not None
     assert 0 <= peak - before - rehearsed.peak_bytes <= FSDP2_BYTES
 

@@ -12,7 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroexp.comm.base import Pending
 from zeroexp.config import ConfigError
 from zeroexp.measure.verbs import meter
-from zeroexp.plan.speed import Calibration, Speed, load, path_in, prior, save, this_machine
+from zeroexp.plan.speed import (
+    Calibration,
+    Speed,
+    calibration_path,
+    load,
+    prior_speed,
+    save,
+    this_machine,
+)
 from zeroexp.plan.timing import Seconds, Timeline, step_seconds
 
 SPEED = Speed(
@@ -67,13 +75,13 @@ def test_collectives_that_nobody_tells_widen_the_range():
 
 
 def test_the_prior_of_an_h100_leaves_sparsity_out():
-    speed = prior(1, 8)
+    speed = prior_speed(1, 8)
     assert "not calibrated" in speed.label
     assert speed.products_per_second["bfloat16"] < 989e12  # NVIDIA's dense figure
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
-    path = path_in(tmp_path)
+    path = calibration_path(tmp_path)
     assert load(path) is None
     here = Calibration(
         this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e6, 1e-5, {"gloo": [1e-3, 1e9]}

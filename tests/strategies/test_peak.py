@@ -1,7 +1,7 @@
 """The peak of a step is explained: states and buffers as they are held, and at most 1.10 times the activations.
 
-What is held equals the closed forms (tests/plan/test_predict.py). Activations are what one process needs for the same
-pass beside its parameters when every gradient is dropped as it comes.
+What is held equals the closed forms (tests/plan/test_closed_forms.py). Activations are what one process needs for the
+same pass beside its parameters when every gradient is dropped as it comes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
 from zeroexp.config import ClusterConfig
-from zeroexp.plan.place import Shape
+from zeroexp.plan.machines import JobShape
 from zeroexp.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import folder_of_command
@@ -33,7 +33,7 @@ ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-tas
 
 def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
     """Return the text that sbatch is given; `name` is the job's."""
-    shape = Shape.of(job.config.world_size, config.slurm.ranks_per_node)
+    shape = JobShape.of(job.config.world_size, config.slurm.ranks_per_node)
     sections = {
         "what the job takes": _directives(job, config, shape, name),
         "what its ranks find": _exports(job, config),
@@ -47,7 +47,7 @@ def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
 
 def array_file(jobs: Sequence[Job], config: ClusterConfig, name: str) -> str:
     """Return the text of a job array in which element i runs the batch file of the i-th of these jobs of one shape."""
-    shape = Shape.of(jobs[0].config.world_size, config.slurm.ranks_per_node)
+    shape = JobShape.of(jobs[0].config.world_size, config.slurm.ranks_per_node)
     replaced = ("--output=", "--error=", "--dependency=")
     asks = [
         line
@@ -70,7 +70,7 @@ def max_requeues(config: ClusterConfig) -> int:
     return config.slurm.max_requeues if config.requeue else 0
 
 
-def _directives(job: Job, config: ClusterConfig, shape: Shape, name: str) -> list[str]:
+def _directives(job: Job, config: ClusterConfig, shape: JobShape, name: str) -> list[str]:
     site, logs = config.slurm, job.folder.resolve() / "slurm"
     asks: dict[str, Any] = {
         "job-name": name,
@@ -139,7 +139,7 @@ def _meeting(job: Job, config: ClusterConfig) -> list[str]:
     The secret stands in no file: the environment of a process is readable by its user alone.
     """
     file = shlex.quote(str(job.folder.resolve() / "slurm" / "rendezvous"))
-    one_node = Shape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
+    one_node = JobShape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
     host = "127.0.0.1" if one_node else "$first_node"
     return [
         f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",

@@ -25,18 +25,18 @@ def _is_for_slurm(point: Point) -> bool:
 
 def _judged(point: Point) -> Point:
     # torch and transformers take seconds to import, and only Slurm's points are judged.
-    from zeroexp.plan.form import form_of, on_meta
+    from zeroexp.plan.form_of_config import build_on_meta, form_of
+    from zeroexp.plan.machines import machines_of
     from zeroexp.plan.outcome import outcome_of
-    from zeroexp.plan.place import place_of
 
     config = point.config
-    place = place_of(config, "cpu" if config.cluster.device == "cpu" else "cuda")
+    machines = machines_of(config, "cpu" if config.cluster.device == "cpu" else "cuda")
     try:
-        form = form_of(config, on_meta(config), place.transport)
+        form = form_of(config, build_on_meta(config), machines.transport)
     except UndefinedCombination as error:
         print(f"no plan of {point.name}: {error}")
         return point
-    outcome = outcome_of(point.name, config, form, place)
+    outcome = outcome_of(point.name, config, form, machines)
     states, peak = outcome.total.fullest / GIB, outcome.peak.fullest / GIB
     verdict = (
         "" if outcome.verdict is None else f"; fits {outcome.memory_gib:g} GiB: {outcome.verdict}"

@@ -11,7 +11,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, note
 from zeroexp.cluster.tail import Complaints, Tail
-from zeroexp.plan.place import Shape
+from zeroexp.plan.machines import JobShape
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 from zeroexp.tracking.json_files import loads
@@ -46,7 +46,7 @@ def refresh(jobs: Iterable[Job]) -> None:
             job.enter(state["status"], state["reason"])
     for job in jobs:
         if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
-            shape = Shape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
+            shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
             note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
             job.enter("pending")
     open_jobs = unfinished(jobs)

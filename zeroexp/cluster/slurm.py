@@ -18,7 +18,7 @@ from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.submit import note, submit, submit_array
 from zeroexp.cluster.task import DUTY, Duty
 from zeroexp.config import ClusterConfig
-from zeroexp.plan.place import Shape
+from zeroexp.plan.machines import JobShape
 from zeroexp.tracking.files import write_json
 
 # As many more ranks read the same files, so that cluster.start_s is given them once more.
@@ -59,7 +59,7 @@ class SlurmCluster:
 
     def _note(self, job: Job, job_id: str) -> None:
         self._num_submitted += 1
-        shape = Shape.of(job.config.world_size, self._config.slurm.ranks_per_node)
+        shape = JobShape.of(job.config.world_size, self._config.slurm.ranks_per_node)
         note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
 
     def script(self, job: Job) -> str:

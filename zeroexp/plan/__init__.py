@@ -1,8 +1,10 @@
 """What a run will cost, computed before it runs: `python -m zeroexp.plan` with the words of the run.
 
-predict.py, torch_forms.py    closed forms of bytes sent and held: our engine, torch's engines
+closed_forms.py               bytes that our engine sends and holds
+torch_closed_forms.py         the same for torch's engines
 transient.py                  what exists for a moment beside the model states
-form.py, place.py             the form of a configured point; the machines that it is planned for
+form_of_config.py             the closed form of a configured point
+machines.py                   the machines that a point is planned for
 outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
 rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory
 depth.py, ddp_buckets.py      a deep model, rehearsed at three small depths; DistributedDataParallel's buckets

@@ -6,9 +6,9 @@ from typing import Any
 
 from zeroexp.config import Config
 from zeroexp.measure.record import KINDS
-from zeroexp.plan.form import form_of, on_meta
-from zeroexp.plan.outcome import of_ranks
-from zeroexp.plan.predict import Form
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.outcome import planned_ranks
 
 
 def plan_beside(
@@ -18,11 +18,11 @@ def plan_beside(
 
     settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
     """
-    form = form_of(config, on_meta(config, vocab_size), settings["transport"])
-    ranks = of_ranks(form)
+    form = form_of(config, build_on_meta(config, vocab_size), settings["transport"])
+    ranks = planned_ranks(form)
     planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
     planned["total"] = max(rank.total_bytes for rank in ranks)
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
-    if isinstance(form, Form):
+    if isinstance(form, ShardedForm):
         planned["sent"] = max(sum(rank.sent.values()) for rank in ranks)
     return planned

@@ -2,7 +2,7 @@
 
 The reducer's buckets are as large as the trainable parameters. When a gradient is complete, the reducer copies it into
 its bucket and, with `gradient_as_bucket_view`, puts a view of the bucket in its place. How the copies travel is not
-rehearsed: the closed form of torch_forms.py has the traffic. A test compares the peak with that of the real reducer.
+rehearsed: the closed form in torch_closed_forms.py has the traffic. A test compares the peak with the real reducer's.
 
 ZeroRedundancyOptimizer exchanges objects when it starts, so that its rule is told again too: each parameter, the
 largest first, goes to the rank that updates least so far.
@@ -65,7 +65,7 @@ class Buckets(nn.Module):
                 parameter.grad.copy_(bucket)
 
 
-def own_optimizer(
+def optimizer_of_own_parameters(
     groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
 ) -> tuple[Optimizer, Optimizer]:
     """Return the optimizer of what this rank updates, twice, as `_make_optimizer` of TorchDDP does."""
@@ -85,10 +85,10 @@ def own_optimizer(
 
 @contextmanager
 def buckets_in_python() -> Generator[None]:
-    """Let TorchDDP use `Buckets` and `own_optimizer` inside."""
+    """Let TorchDDP use `Buckets` and `optimizer_of_own_parameters` inside."""
     real = torch_ddp.DistributedDataParallel, torch_ddp._make_optimizer
     torch_ddp.DistributedDataParallel = Buckets  # pyright: ignore[reportAttributeAccessIssue]
-    torch_ddp._make_optimizer = own_optimizer
+    torch_ddp._make_optimizer = optimizer_of_own_parameters
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ LEAST_DEPTH = 4  # fewer blocks never fill the pools and reductions in flight
 ROUNDING_BYTES = 1  # a rank's share of a sum over ranks is rounded down to whole bytes
 
 
-def at_any_depth(
+def measure_at_depth(
     config: Config,
     measure: Callable[[Config], list[Numbers]],
     check: Callable[[Config], list[Numbers]] | None = None,
@@ -40,11 +40,11 @@ def at_any_depth(
         return measure(config), (depth,)
     one, two = (measure(with_depth(config, each)) for each in near[:2])
     three = (check or measure)(with_depth(config, near[2]))
-    expected = [_on_line(a, b, 2) for a, b in zip(one, two, strict=True)]
+    expected = [_extrapolate(a, b, 2) for a, b in zip(one, two, strict=True)]
     if not all(_agree(a, b) for a, b in zip(expected, three, strict=False)):
         return measure(config), (*near, depth)
     times = (depth - first) // turns
-    return [_on_line(a, b, times) for a, b in zip(one, two, strict=True)], near
+    return [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)], near
 
 
 def depth_of(config: Config) -> int:
@@ -60,12 +60,12 @@ def with_depth(config: Config, depth: int) -> Config:
     return config
 
 
-def _on_line(one: Any, two: Any, times: int) -> Any:
+def _extrapolate(one: Any, two: Any, times: int) -> Any:
     """Return `one + times * (two - one)` for every number inside; what is no number is taken from `one`."""
     if is_dataclass(one) and not isinstance(one, type):
-        return type(one)(**_on_line(vars(one), vars(two), times))
+        return type(one)(**_extrapolate(vars(one), vars(two), times))
     if isinstance(one, dict):
-        return {k: _on_line(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
+        return {k: _extrapolate(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
     return one + times * (two - one) if isinstance(one, int | float) else one
 
 

@@ -14,12 +14,12 @@ from textwrap import wrap
 
 from zeroexp.config import Config, ConfigError, UndefinedCombination
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.form import form_of
+from zeroexp.plan.form_of_config import form_of
+from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import outcome_of
-from zeroexp.plan.peak import peak_of
-from zeroexp.plan.place import place_of
+from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.plan.points import Planned, Plans
-from zeroexp.plan.remedy import most_ranks, planned, smallest_world, with_world
+from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
 
 GIB, WIDTH = 2**30, 80
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -70,7 +70,7 @@ def _answer(plans: Plans, each: Planned) -> tuple[str, str]:
             size *= 2
     except UndefinedCombination as refusal:
         assert size is not None
-        outcome = planned(with_world(config, size), model, each.device)
+        outcome = plan_point(with_world(config, size), model, each.device)
         assert outcome is not None
         return _cells(size, outcome.peak.fullest, limit), f"Without activations: {refusal}."
     return f"  not up to {most_ranks(each.device)}", ""
@@ -145,6 +145,8 @@ def _longest(model: BuiltModel) -> int:
 
 
 def _peak(config: Config, model: BuiltModel, device: str) -> int:
-    place = place_of(config, device)
-    form = form_of(config, model, place.transport)
-    return peak_of(config, place, form, outcome_of("", config, form, place)).num_bytes
+    machines = machines_of(config, device)
+    form = form_of(config, model, machines.transport)
+    return rehearse_fullest_rank(
+        config, machines, form, outcome_of("", config, form, machines)
+    ).num_bytes

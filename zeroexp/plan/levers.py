@@ -13,7 +13,7 @@ from textwrap import wrap
 from zeroexp.config import Config, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.outcome import Outcome
-from zeroexp.plan.remedy import planned, with_stage, with_world
+from zeroexp.plan.remedy import plan_point, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
@@ -59,27 +59,27 @@ def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) ->
         "The largest terms:",
         *[f"  {term}: {MEANS.get(term, term)}." for term, _ in largest],
         "",
-        *_units(config, model),
+        *_unit_lines(config, model),
         "",
-        *_levers(config, model, device, outcome),
+        *_lever_lines(config, model, device, outcome),
     ]
     return "\n".join(
         part for line in lines for part in (wrap(line, WIDTH) if len(line) > WIDTH else [line])
     )
 
 
-def levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[Lever]:
+def compute_levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[Lever]:
     """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
     found: list[Lever] = []
-    for words, changed in _changes(config):
-        other = planned(changed, model, device)
+    for words, changed in _changed_configs(config):
+        other = plan_point(changed, model, device)
         if other is not None:
             peak = other.peak.fullest - outcome.peak.fullest
             found.append(Lever(words, peak, other.sent.fullest - outcome.sent.fullest))
     return sorted(found, key=lambda lever: lever.peak_bytes)
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the words of each lever and the point with it."""
     strategy = config.strategy
     for stage in STAGES:
@@ -101,10 +101,10 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         for value in values:
             if value != getattr(strategy, key):
                 word = str(value).lower() if isinstance(value, bool) else value
-                yield f"strategy.{key}={word}", _with(config, key, value)
+                yield f"strategy.{key}={word}", _with_value(config, key, value)
 
 
-def _with(config: Config, key: str, value: object) -> Config:
+def _with_value(config: Config, key: str, value: object) -> Config:
     config = deepcopy(config)
     setattr(config.strategy, key, value)
     if key == "implementation":
@@ -114,7 +114,7 @@ def _with(config: Config, key: str, value: object) -> Config:
     return resolve(config)
 
 
-def _units(config: Config, model: BuiltModel) -> list[str]:
+def _unit_lines(config: Config, model: BuiltModel) -> list[str]:
     """Return a line for each unit of another size, and the largest tensors."""
     groups = group_parameters(model.module, model.blocks, config.strategy.unit or "block")
     sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
@@ -133,8 +133,8 @@ def _units(config: Config, model: BuiltModel) -> list[str]:
     return lines
 
 
-def _levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[str]:
-    rows = levers(config, model, device, outcome)
+def _lever_lines(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[str]:
+    rows = compute_levers(config, model, device, outcome)
     lines = ["What each lever would change, in MiB of the fullest rank:", ""]
     lines.append(f"{'peak':>14} {'sent/step':>14}  lever")
     for lever in rows:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from zeroexp.config import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
-from zeroexp.plan.form import AnyForm, transients
-from zeroexp.plan.place import Place
-from zeroexp.plan.predict import Holding
+from zeroexp.plan.closed_forms import HeldElements
+from zeroexp.plan.form_of_config import ClosedForm, transient_bytes_of
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.transient import PHASES
 from zeroexp.strategies.engines import ENGINES
 
@@ -28,7 +28,7 @@ class RankPeak:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class RehearsedPeaks:
     """What a rehearsal (peak.py) adds to a planned point."""
 
     ranks: list[RankPeak]
@@ -65,7 +65,7 @@ class Outcome:
     sent_between: float
     label: str | None = None  # what the engine is, where its name tells less
     memory_gib: float | None = None  # cluster.device_memory_gib less cluster.reserved_gib
-    rehearsed: Rehearsed | None = None  # with activations, where that was asked for
+    rehearsed: RehearsedPeaks | None = None  # with activations, where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
     remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class RankOutcome:
+class PlannedRank:
     """What one rank holds and sends."""
 
     by_kind: dict[str, int]
@@ -111,7 +111,7 @@ class RankOutcome:
     peak_phase: str
     peak_terms: dict[str, int]
     sent: dict[str, int]
-    holding: Holding
+    held_elements: HeldElements
     bytes_at: dict[str, int]  # moment -> bytes of all kinds
 
     @property
@@ -119,8 +119,8 @@ class RankOutcome:
         return sum(self.peak_terms.values())
 
 
-def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcome:
-    ranks = of_ranks(form)
+def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:
+    ranks = planned_ranks(form)
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])
@@ -130,18 +130,20 @@ def outcome_of(name: str, config: Config, form: AnyForm, place: Place) -> Outcom
         implementation=config.strategy.implementation,
         model=config.model.name,
         world_size=form.world_size,
-        place=str(place),
+        place=str(machines),
         by_kind={kind: spread([rank.by_kind[kind] for rank in ranks]) for kind in KINDS},
         total=spread([rank.total_bytes for rank in ranks]),
-        owned=spread([rank.holding.owned for rank in ranks]),
+        owned=spread([rank.held_elements.owned for rank in ranks]),
         peak=spread([rank.peak_bytes for rank in ranks]),
         peak_phase=fullest.peak_phase,
         peak_terms=fullest.peak_terms,
-        padding_bytes=spread([rank.holding.padding * form.parameter_itemsize for rank in ranks]),
+        padding_bytes=spread(
+            [rank.held_elements.padding * form.parameter_itemsize for rank in ranks]
+        ),
         sent=sent,
         sent_by_kind=busiest.sent,
-        sent_inside=sent.mean * place.inside(),
-        sent_between=sent.mean * (1 - place.inside()),
+        sent_inside=sent.mean * machines.share_inside_node(),
+        sent_between=sent.mean * (1 - machines.share_inside_node()),
         label=_label(config),
         memory_gib=_available_gib(config),
     )
@@ -154,41 +156,41 @@ def _available_gib(config: Config) -> float | None:
     return cluster.device_memory_gib - (cluster.reserved_gib or 0.0)
 
 
-def of_ranks(form: AnyForm) -> list[RankOutcome]:
+def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
     """Return what every rank holds and sends; ranks that are alike are computed once."""
-    first: dict[Hashable, RankOutcome] = {}
-    ranks: list[RankOutcome] = []
+    first: dict[Hashable, PlannedRank] = {}
+    ranks: list[PlannedRank] = []
     for rank in range(form.world_size):
-        like = form.like(rank)
-        if like not in first:
-            first[like] = _of_rank(form, rank)
-        ranks.append(first[like])
+        key = form.equivalence_key(rank)
+        if key not in first:
+            first[key] = _planned_rank(form, rank)
+        ranks.append(first[key])
     return ranks
 
 
-def _of_rank(form: AnyForm, rank: int) -> RankOutcome:
+def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
     terms = {phase: peak_terms(form, phase, rank) for phase in PHASES}
     phase = max(PHASES, key=lambda phase: sum(terms[phase].values()))
-    return RankOutcome(
+    return PlannedRank(
         by_kind={kind: max(kinds[kind] for kinds in held) for kind in KINDS},
         total_bytes=max(sum(kinds.values()) for kinds in held),
         peak_phase=phase,
         peak_terms=dict(sorted(terms[phase].items(), key=lambda term: -term[1])),
         sent=form.traffic(rank).bytes_by_kind,
-        holding=form.holding(rank),
+        held_elements=form.held_elements(rank),
         bytes_at={m: sum(kinds.values()) for m, kinds in zip(MOMENTS, held, strict=True)},
     )
 
 
-def peak_terms(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
+def peak_terms(form: ClosedForm, phase: str, rank: int) -> dict[str, int]:
     """Return what `rank` holds at most in one of PHASES, by term; terms that are zero are left out.
 
     Model states are those after backward, when all gradients exist; backward also has what exists for a moment.
     """
     terms = form.held_bytes("after_backward", rank)
     del terms["buffers"]
-    for more in (form.buffer_bytes("after_backward", rank), transients(form, phase, rank)):
+    for more in (form.buffer_bytes("after_backward", rank), transient_bytes_of(form, phase, rank)):
         for term, num_bytes in more.items():
             terms[term] = terms.get(term, 0) + num_bytes
     return {term: num_bytes for term, num_bytes in terms.items() if num_bytes}

@@ -15,9 +15,9 @@ from zeroexp.cluster.points import Composed, Point, points_of
 from zeroexp.config import Config, ConfigError, UndefinedCombination
 from zeroexp.models.beforehand import check_model
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.form import AnyForm, form_of, on_meta
+from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
+from zeroexp.plan.machines import Machines, device_of, machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
-from zeroexp.plan.place import Place, device_of, place_of
 from zeroexp.plan.remedy import remedies
 
 on_paper = partial(check, on_paper=True)
@@ -32,11 +32,11 @@ class Planned:
     point: Point
     device: str  # cpu | cuda
     outcome: Outcome | None
-    form: AnyForm | None = None
+    form: ClosedForm | None = None
 
     @property
-    def place(self) -> Place:
-        return place_of(self.point.config, self.device)
+    def machines(self) -> Machines:
+        return machines_of(self.point.config, self.device)
 
 
 class Plans:
@@ -102,12 +102,12 @@ class Plans:
         planned = Planned(point, device, None)
         model = self._model(point.config)
         try:
-            form = form_of(point.config, model, planned.place.transport)
+            form = form_of(point.config, model, planned.machines.transport)
         except UndefinedCombination as error:
             return replace(planned, point=replace(point, refusal=str(error)))
-        outcome = outcome_of(point.name, point.config, form, planned.place)
+        outcome = outcome_of(point.name, point.config, form, planned.machines)
         if self._rehearses:
-            outcome = _rehearsed(point.config, planned.place, form, outcome)
+            outcome = _with_rehearsal(point.config, planned.machines, form, outcome)
         if outcome.fits is False and outcome.rehearsed is None:
             outcome = replace(outcome, remedies=remedies(point.config, model, device))
         return replace(planned, outcome=outcome, form=form)
@@ -121,22 +121,26 @@ class Plans:
         for known, model in self._models:
             if (known.model, known.data.vocab_size) == (config.model, config.data.vocab_size):
                 return model
-        self._models.append((config, on_meta(config)))
+        self._models.append((config, build_on_meta(config)))
         return self._models[-1][1]
 
 
-def _rehearsed(config: Config, place: Place, form: AnyForm, outcome: Outcome) -> Outcome:
+def _with_rehearsal(
+    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
+) -> Outcome:
     """Return the outcome with its rehearsal, or with the reason why there is none."""
     # The training loop takes a second to import.
-    from zeroexp.plan.peak import rehearsed
-    from zeroexp.plan.speed import calibrated, load, path_in, prior
+    from zeroexp.plan.peak import rehearse_point
+    from zeroexp.plan.speed import calibrated_speed, calibration_path, load, prior_speed
 
-    found = None if place.device == "cuda" else load(path_in(Path(OUTPUTS)))
-    shape = place.shape
+    found = None if machines.device == "cuda" else load(calibration_path(Path(OUTPUTS)))
+    shape = machines.shape
     speed = (
-        calibrated(found, place.transport) if found else prior(shape.nodes, shape.ranks_per_node)
+        calibrated_speed(found, machines.transport)
+        if found
+        else prior_speed(shape.nodes, shape.ranks_per_node)
     )
     try:
-        return replace(outcome, rehearsed=rehearsed(config, place, form, outcome, speed))
+        return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
     except ConfigError as error:
         return replace(outcome, not_rehearsed=str(error))

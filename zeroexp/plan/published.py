@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
-from zeroexp.plan.form import AnyForm, transients
-from zeroexp.plan.predict import OptimizerForm
+from zeroexp.plan.closed_forms import OptimizerForm
+from zeroexp.plan.form_of_config import ClosedForm, transient_bytes_of
 
 RATIOS = ("vs baseline", "fullest vs baseline", "times", "saving")  # columns without a unit
 MIB, GIB, GB = 2**20, 2**30, 10**9
 
 # What a cell says -> how ours is computed from the forms of its row and of the table's first row.
-Point = tuple[str, str]  # strategy and implementation
-Measure = Callable[[AnyForm, AnyForm], float]
+Engine = tuple[str, str]  # strategy and implementation
+Measure = Callable[[ClosedForm, ClosedForm], float]
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One row of a published table, and the point of the study that is its own."""
 
     strategy: str
@@ -31,30 +31,30 @@ class Row:
     why: str | None = None  # why ours differ where they do, or what the figure leaves out
 
     @property
-    def point(self) -> Point:
+    def engine(self) -> Engine:
         return self.strategy, self.implementation
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """One published table."""
 
     study: str
     title: str
     unit: str
-    rows: Sequence[Row]
+    rows: Sequence[PublishedRow]
     measures: Mapping[str, Measure]
-    num_bytes: float = 1.0  # of the unit
+    unit_bytes: float = 1.0  # of the unit
     slack: float = 0.51  # units of the last digit that rounding accounts for; more if terms were rounded before
     nominal: float | None = None  # published number of parameters, where it is a round one
     notes: Sequence[str] = field(default_factory=tuple[str])
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedCell:
     """One cell: the published figure beside ours."""
 
-    row: Row
+    row: PublishedRow
     column: str
     published: str
     ours: float
@@ -67,39 +67,41 @@ class Compared:
         return len(self.published.partition(".")[2])
 
 
-def compare(table: Table, forms: Mapping[Point, AnyForm]) -> list[Compared]:
+def compare_cells(table: PublishedTable, forms: Mapping[Engine, ClosedForm]) -> list[ComparedCell]:
     """Return every cell of the table whose row is in `forms`, the study's points; the first row must be."""
-    baseline = forms[table.rows[0].point]
-    rows = [row for row in table.rows if row.point in forms]
+    baseline = forms[table.rows[0].engine]
+    rows = [row for row in table.rows if row.engine in forms]
     return [
-        _cell(table, row, column, table.measures[column](forms[row.point], baseline), baseline)
+        _cell(table, row, column, table.measures[column](forms[row.engine], baseline), baseline)
         for row in rows
         for column in row.cells
     ]
 
 
-def _cell(table: Table, row: Row, column: str, measured: float, baseline: AnyForm) -> Compared:
+def _cell(
+    table: PublishedTable, row: PublishedRow, column: str, measured: float, baseline: ClosedForm
+) -> ComparedCell:
     published = row.cells[column]
     is_ratio = column in RATIOS
-    actual = measured if is_ratio else measured / table.num_bytes
+    actual = measured if is_ratio else measured / table.unit_bytes
     scales = table.nominal is not None and not is_ratio
     ours = actual * table.nominal / num_parameters(baseline) if table.nominal and scales else actual
     digits = len(published.partition(".")[2])
     agrees = isclose(ours, float(published), rel_tol=0, abs_tol=table.slack * 10**-digits)
-    return Compared(row, column, published, ours, actual if scales else None, agrees)
+    return ComparedCell(row, column, published, ours, actual if scales else None, agrees)
 
 
 # -- measures --------------------------------------------------------------------------------------
 
 
-def _kinds(form: AnyForm, kinds: Sequence[str], moment: str = "after_backward") -> list[float]:
+def _kinds(form: ClosedForm, kinds: Sequence[str], moment: str = "after_backward") -> list[float]:
     """Return the bytes of these kinds on every rank."""
     held = [form.held_bytes(moment, rank) for rank in range(form.world_size)]
     return [sum(each[kind] for kind in kinds) for each in held]
 
 
 def mean_of(*kinds: str, moment: str = "after_backward") -> Measure:
-    def measure(form: AnyForm, _: AnyForm) -> float:
+    def measure(form: ClosedForm, _: ClosedForm) -> float:
         return sum(_kinds(form, kinds, moment)) / form.world_size
 
     return measure
@@ -110,38 +112,38 @@ total = mean_of(*STATES)
 at_rest = mean_of(*STATES, moment="at_rest")
 
 
-def fullest(form: AnyForm, _: AnyForm) -> float:
+def fullest(form: ClosedForm, _: ClosedForm) -> float:
     return max(_kinds(form, STATES))
 
 
-def of_baseline(form: AnyForm, baseline: AnyForm) -> float:
+def ratio_to_baseline(form: ClosedForm, baseline: ClosedForm) -> float:
     return total(form, form) / total(baseline, baseline)
 
 
-def fullest_of_baseline(form: AnyForm, baseline: AnyForm) -> float:
+def fullest_ratio_to_baseline(form: ClosedForm, baseline: ClosedForm) -> float:
     return fullest(form, form) / total(baseline, baseline)
 
 
-def one_moment(form: AnyForm, baseline: AnyForm) -> float:
+def one_moment(form: ClosedForm, baseline: ClosedForm) -> float:
     """Half of Adam's state, without the count of steps."""
     moments = form.optimizer.num_moments or OptimizerForm().num_moments
-    steps = form.optimizer.bytes_per_tensor * form.holding(0).num_owned
+    steps = form.optimizer.bytes_per_tensor * form.held_elements(0).num_owned
     return (form.held_bytes("at_rest", 0)["optimizer"] - steps) / moments
 
 
-def cast(form: AnyForm, _: AnyForm) -> float:
-    return transients(form, "step", 0).get("cast to master", 0)
+def cast(form: ClosedForm, _: ClosedForm) -> float:
+    return transient_bytes_of(form, "step", 0).get("cast to master", 0)
 
 
-def with_cast(form: AnyForm, baseline: AnyForm) -> float:
+def with_cast(form: ClosedForm, baseline: ClosedForm) -> float:
     return total(form, baseline) + cast(form, baseline)
 
 
-def saving(form: AnyForm, baseline: AnyForm) -> float:
+def saving(form: ClosedForm, baseline: ClosedForm) -> float:
     return 1 - with_cast(form, baseline) / at_rest(baseline, baseline)
 
 
-def times(form: AnyForm, baseline: AnyForm) -> float:
+def times(form: ClosedForm, baseline: ClosedForm) -> float:
     """Return what a rank sends, in units of P (N-1)/N; the mean over ranks, without the norm."""
     ranks = range(form.world_size)
     sent = [form.traffic(rank).bytes_by_kind for rank in ranks]
@@ -149,13 +151,13 @@ def times(form: AnyForm, baseline: AnyForm) -> float:
     return mean / (num_parameters(form) * form.parameter_itemsize) * len(ranks) / (len(ranks) - 1)
 
 
-def num_parameters(form: AnyForm) -> int:
+def num_parameters(form: ClosedForm) -> int:
     """Return the elements that all ranks' optimizers update, each once: of a model without frozen parameters all."""
-    owned = [form.holding(rank).owned for rank in range(form.world_size)]
+    owned = [form.held_elements(rank).owned for rank in range(form.world_size)]
     return owned[0] if form.updates_everywhere else sum(owned)
 
 
-def redundant(num_slow: int, num_fast: int) -> tuple[float, float]:
+def sent_with_redundant_optimizers(num_slow: int, num_fast: int) -> tuple[float, float]:
     """Return (what crosses slow links, what is sent in all) by one rank, in P, with an optimizer in each slow group.
 
     Gradients are reduce-scattered over the fast links of a group, their pieces all-reduced over the slow links between

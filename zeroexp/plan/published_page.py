@@ -10,7 +10,12 @@ from textwrap import wrap
 from zeroexp import output
 from zeroexp.__main__ import compose
 from zeroexp.plan.points import Plans
-from zeroexp.plan.published import Compared, Table, compare, redundant
+from zeroexp.plan.published import (
+    ComparedCell,
+    PublishedTable,
+    compare_cells,
+    sent_with_redundant_optimizers,
+)
 from zeroexp.plan.published_tables import TABLES
 
 COMMAND = "python -m zeroexp.plan.published_page > docs/published.md"
@@ -30,54 +35,54 @@ def main() -> int:
 def page() -> str:
     parts = ["# Published tables, planned", _wrapped(INTRODUCTION)]
     parts += [section(table, compare_study(table)) for table in TABLES]
-    return "\n\n".join([*parts, _redundant()])
+    return "\n\n".join([*parts, _redundant_optimizers()])
 
 
-def compare_study(table: Table) -> list[Compared]:
+def compare_study(table: PublishedTable) -> list[ComparedCell]:
     """Plan the table's study and compare every cell."""
     plans = Plans([])
     with tempfile.TemporaryDirectory() as folder:
         words = [f"study={table.study}", "cluster.device=cuda"]
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     points = [(each.point.config.strategy, each.form) for each in plans.planned]
-    return compare(table, {(s.name, s.implementation): form for s, form in points if form})
+    return compare_cells(table, {(s.name, s.implementation): form for s, form in points if form})
 
 
-def section(table: Table, cells: list[Compared]) -> str:
+def section(table: PublishedTable, cells: list[ComparedCell]) -> str:
     """Return the table's section: one line a cell, then what differs and why."""
     scaled = table.nominal is not None
     names = ["point", "column", "published", "planned", *(["as it is"] if scaled else []), ""]
     rules = ["---", "---", "---:", "---:", *(["---:"] if scaled else []), "---"]
     rows = [_row(cell, scaled) for cell in cells]
     lines = [f"| {' | '.join(each)} |".replace("|  |", "| |") for each in (names, rules, *rows)]
-    why = [_wrapped(text) for text in _explained(table)]
+    why = [_wrapped(text) for text in _reasons_of_differences(table)]
     unit = _wrapped(f"`study={table.study}`; {table.unit}.")
     return "\n\n".join([f"## {table.title}", unit, "\n".join(lines), *why])
 
 
-def _row(cell: Compared, scaled: bool) -> list[str]:
+def _row(cell: ComparedCell, scaled: bool) -> list[str]:
     ours = f"{cell.ours:.{max(cell.digits, 2)}f}"
     actual = [] if not scaled else ["" if cell.actual is None else f"{cell.actual:.2f}"]
-    point = "/".join(cell.row.point)
+    point = "/".join(cell.row.engine)
     return [point, cell.column, cell.published, ours, *actual, "" if cell.agrees else "differs"]
 
 
-def _explained(table: Table) -> Iterator[str]:
+def _reasons_of_differences(table: PublishedTable) -> Iterator[str]:
     for row in table.rows:
         if row.why:
-            yield f"{'/'.join(row.point)}: {row.why}"
+            yield f"{'/'.join(row.engine)}: {row.why}"
     yield from table.notes
 
 
-def _redundant() -> str:
+def _redundant_optimizers() -> str:
     """Return the section about K redundant optimizers, which is arithmetic alone."""
-    slow, total = redundant(num_slow=4, num_fast=2)
+    slow, total = sent_with_redundant_optimizers(num_slow=4, num_fast=2)
     lines = [
         "## K redundant optimizers, N = 8 ranks in 4 slow groups of 2 fast ones, K = 4",
         _wrapped(
             "Gradients are reduce-scattered inside of a group, all-reduced between groups, and "
             "parameters are gathered inside. No strategy of zeroexp does this yet, so these figures "
-            "are arithmetic (`zeroexp.plan.published.redundant`)."
+            "are arithmetic (`zeroexp.plan.published.sent_with_redundant_optimizers`)."
         ),
         "| figure | published | computed |\n| --- | ---: | ---: |\n"
         f"| over slow links, in P | 6/8 | {slow:.3f} |\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroexp.plan import published as ours
-from zeroexp.plan.published import GB, GIB, MIB, Row, Table
+from zeroexp.plan.published import GB, GIB, MIB, PublishedRow, PublishedTable
 
 READ_AFTER_STEP = (
     "The source read the memory after the step; between forward and backward FSDP2 without reshard "
@@ -15,23 +15,23 @@ ROOT_STAYS = "The root (embedding and head) stays gathered from forward to backw
 PADDED = "Every rank owns whole pages of a unit, which pads the parameters by 0.1 %."
 NO_GRADIENTS = "The published baseline is read while no gradient exists; after backward ours holds 2.50 GiB more."
 
-TABLE_A = Table(
+TABLE_A = PublishedTable(
     study="table_a",
     title="A. SmolLM2-360M with a head of five labels, fp32, AdamW, 2 ranks",
     unit="MiB, mean over ranks but for the last two columns",
-    num_bytes=MIB,
+    unit_bytes=MIB,
     slack=1.51,
     measures={
         "model": ours.mean_of("parameters"),
         "grad": ours.mean_of("gradients"),
         "optim": ours.mean_of("optimizer"),
         "total": ours.total,
-        "vs baseline": ours.of_baseline,
+        "vs baseline": ours.ratio_to_baseline,
         "fullest": ours.fullest,
-        "fullest vs baseline": ours.fullest_of_baseline,
+        "fullest vs baseline": ours.fullest_ratio_to_baseline,
     },
     rows=(
-        Row(
+        PublishedRow(
             "ddp",
             "parameter",
             {
@@ -43,7 +43,7 @@ TABLE_A = Table(
                 "fullest": "5521.03",
             },
         ),
-        Row(
+        PublishedRow(
             "zero1_allreduce",
             "parameter",
             {
@@ -56,7 +56,7 @@ TABLE_A = Table(
                 "fullest vs baseline": "0.784",
             },
         ),
-        Row(
+        PublishedRow(
             "zero2",
             "parameter",
             {
@@ -69,7 +69,7 @@ TABLE_A = Table(
                 "fullest vs baseline": "0.676",
             },
         ),
-        Row(
+        PublishedRow(
             "zero3",
             "parameter",
             {
@@ -82,7 +82,7 @@ TABLE_A = Table(
                 "fullest vs baseline": "0.568",
             },
         ),
-        Row(
+        PublishedRow(
             "zero1",
             "torch",
             {
@@ -94,7 +94,7 @@ TABLE_A = Table(
             },
             NO_SUCH_ROW,
         ),
-        Row(
+        PublishedRow(
             "zero2",
             "torch",
             {
@@ -106,7 +106,7 @@ TABLE_A = Table(
             },
             READ_AFTER_STEP,
         ),
-        Row(
+        PublishedRow(
             "zero3",
             "torch",
             {
@@ -123,45 +123,45 @@ TABLE_A = Table(
         "and the embedding makes one rank's share larger (the columns of the fullest rank).",
     ),
 )
-TABLE_B = Table(
+TABLE_B = PublishedTable(
     study="table_b",
     title="B. 7B parameters, fp32, Adam, 8 ranks",
     unit="GB (1e9 bytes) of one rank",
-    num_bytes=GB,
+    unit_bytes=GB,
     nominal=7e9,
     measures={"total": ours.total},
     rows=(
-        Row("ddp", "buffer", {"total": "112"}),
-        Row("zero1", "buffer", {"total": "63"}),
-        Row("zero2", "buffer", {"total": "38.5"}),
-        Row("zero3", "buffer", {"total": "14"}),
+        PublishedRow("ddp", "buffer", {"total": "112"}),
+        PublishedRow("zero1", "buffer", {"total": "63"}),
+        PublishedRow("zero2", "buffer", {"total": "38.5"}),
+        PublishedRow("zero3", "buffer", {"total": "14"}),
     ),
     notes=(
         "7B is a round number: LLaMA 7B has 6,738,415,616 parameters, which the last column counts.",
     ),
 )
-TABLE_C = Table(
+TABLE_C = PublishedTable(
     study="table_c",
     title="C. 7.5B parameters at 16 bytes each, 64 ranks",
     unit="GB (1e9 bytes) of one rank",
-    num_bytes=GB,
+    unit_bytes=GB,
     nominal=7.5e9,
     measures={"total": ours.total},
     rows=(
-        Row("ddp", "buffer", {"total": "120"}),
-        Row("zero1", "buffer", {"total": "31.406"}, PADDED),
-        Row("zero2", "buffer", {"total": "16.641"}, PADDED),
-        Row("zero3", "buffer", {"total": "1.875"}),
+        PublishedRow("ddp", "buffer", {"total": "120"}),
+        PublishedRow("zero1", "buffer", {"total": "31.406"}, PADDED),
+        PublishedRow("zero2", "buffer", {"total": "16.641"}, PADDED),
+        PublishedRow("zero3", "buffer", {"total": "1.875"}),
     ),
     notes=(
         "The model planned is LLaMA 7B, scaled to 7.5B; the last column is that of LLaMA 7B itself.",
     ),
 )
-TABLE_D = Table(
+TABLE_D = PublishedTable(
     study="table_d",
     title="D. MLP of 10 layers, d = 4096, bf16 with fp32 master weights, 4 ranks",
     unit="GiB of one rank",
-    num_bytes=GIB,
+    unit_bytes=GIB,
     measures={
         "parameters": ours.mean_of("parameters"),
         "gradients": ours.mean_of("gradients"),
@@ -174,7 +174,7 @@ TABLE_D = Table(
         "saving": ours.saving,
     },
     rows=(
-        Row(
+        PublishedRow(
             "ddp",
             "buffer",
             {
@@ -186,7 +186,7 @@ TABLE_D = Table(
             },
             NO_GRADIENTS,
         ),
-        Row(
+        PublishedRow(
             "zero1",
             "buffer",
             {
@@ -203,21 +203,21 @@ TABLE_D = Table(
         ),
     ),
 )
-TRAFFIC = Table(
+TRAFFIC = PublishedTable(
     study="traffic",
     title="Traffic of a step, by the plain schedule",
     unit="P (N-1)/N: P is the bytes of all parameters, N the ranks (8)",
     measures={"times": ours.times},
     rows=(
-        Row("ddp", "buffer", {"times": "2.00"}),
-        Row("zero1", "buffer", {"times": "2.00"}),
-        Row("zero2", "buffer", {"times": "2.00"}),
-        Row("zero3", "buffer", {"times": "3.00"}),
-        Row("zero1_allreduce", "buffer", {"times": "3.00"}),
-        Row("ddp", "torch", {"times": "2.00"}),
-        Row("zero1", "torch", {"times": "2.00"}, LAZY),
-        Row("zero2", "torch", {"times": "2.00"}),
-        Row("zero3", "torch", {"times": "3.00"}, ROOT_STAYS),
+        PublishedRow("ddp", "buffer", {"times": "2.00"}),
+        PublishedRow("zero1", "buffer", {"times": "2.00"}),
+        PublishedRow("zero2", "buffer", {"times": "2.00"}),
+        PublishedRow("zero3", "buffer", {"times": "3.00"}),
+        PublishedRow("zero1_allreduce", "buffer", {"times": "3.00"}),
+        PublishedRow("ddp", "torch", {"times": "2.00"}),
+        PublishedRow("zero1", "torch", {"times": "2.00"}, LAZY),
+        PublishedRow("zero2", "torch", {"times": "2.00"}),
+        PublishedRow("zero3", "torch", {"times": "3.00"}, ROOT_STAYS),
     ),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ from zeroexp.models.build import build_model, materialize, on_fake_tensors
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.families import MODELS
 from zeroexp.plan.ddp_buckets import buckets_in_python
-from zeroexp.plan.depth import at_any_depth
+from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import MESSAGES, Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
@@ -44,13 +44,13 @@ from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
-NUM_STEPS, UNDISTURBED = 3, 1  # [Note: three steps]
+NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
-OF_TRANSPORT = (MESSAGES, "buffers")
+TRANSPORT_KINDS = (MESSAGES, "buffers")
 
 
 @dataclass(frozen=True)
-class RankRehearsal:
+class RehearsedRank:
     """What one rank held and sent. All numbers are bytes, but for `traffic.calls_by_kind`."""
 
     rank: int
@@ -60,7 +60,7 @@ class RankRehearsal:
     ]  # moment -> kind -> model states, as a run's record has them
     traffic: Traffic  # of one step
     # The peaks of everything but messages and pools, which depend on the transport.
-    peaks_apart: dict[str, Peak] = field(default_factory=dict[str, Peak])
+    peaks_without_transport: dict[str, Peak] = field(default_factory=dict[str, Peak])
     seconds: dict[str, Seconds] = field(default_factory=dict[str, Seconds])  # by phase, estimated
 
     @property
@@ -85,7 +85,7 @@ class Rehearsal:
 
     world_size: int
     device: str
-    ranks: list[RankRehearsal]
+    ranks: list[RehearsedRank]
     depths: tuple[int, ...]
 
 
@@ -112,11 +112,11 @@ def rehearse(
             raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
     device = _device(config)
 
-    def measure(at: Config, chosen: Sequence[int]) -> list[RankRehearsal]:
+    def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
         return [rehearse_rank(at, rank, device, reads=reads, speed=speed) for rank in chosen]
 
     # One rank tells whether further blocks cost what a line says.
-    found, depths = at_any_depth(
+    found, depths = measure_at_depth(
         config, lambda at: measure(at, ranks), lambda at: measure(at, ranks[:1])
     )
     return Rehearsal(size, device, found, depths)
@@ -152,7 +152,7 @@ def _device(config: Config) -> str:
 
 def rehearse_rank(
     config: Config, rank: int, device: str, *, reads: bool = True, speed: Speed | None = None
-) -> RankRehearsal:
+) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
@@ -175,11 +175,13 @@ def rehearse_rank(
         instruments = Instruments(config.train, world, Path())
         data = cast(Data, NoData(config))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)
-        records = list(islice(steps, NUM_STEPS if reads else UNDISTURBED + 1))
+        records = list(islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1))
         watched.end_undisturbed()
     held = records[-1].memory_bytes or {}
-    traffic = records[UNDISTURBED].traffic
-    return RankRehearsal(rank, watched.peaks, held, traffic, watched.peaks_apart, watched.seconds)
+    traffic = records[UNDISTURBED_STEP].traffic
+    return RehearsedRank(
+        rank, watched.peaks, held, traffic, watched.peaks_without_transport, watched.seconds
+    )
 
 
 def num_words(module: nn.Module) -> int | None:
@@ -220,20 +222,20 @@ class _Watched:
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.peaks: dict[str, Peak] = {}
-        self.peaks_apart: dict[str, Peak] = {}
+        self.peaks_without_transport: dict[str, Peak] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
-        if self._num_microbatches == 0 and self._step == UNDISTURBED:
+        if self._num_microbatches == 0 and self._step == UNDISTURBED_STEP:
             self._storages.forget_phases()
             self._timeline.forget()
-        if self._num_microbatches == 0 and self._step == UNDISTURBED + 1:
+        if self._num_microbatches == 0 and self._step == UNDISTURBED_STEP + 1:
             self.end_undisturbed()
         self._num_microbatches += 1
-        self._storages.enter("forward")
+        self._storages.begin_phase("forward")
         self._timeline.enter("forward")
         with self._strategy.microbatch(last=last):
             yield
@@ -243,19 +245,19 @@ class _Watched:
         if not self.peaks:
             self.peaks = self._storages.peaks()
             self.seconds = self._timeline.by_phase()
-            self.peaks_apart = self._storages.peaks(without=OF_TRANSPORT)
+            self.peaks_without_transport = self._storages.peaks(without=TRANSPORT_KINDS)
 
     def backward(self, loss: Tensor) -> None:
-        self._storages.enter("backward")
+        self._storages.begin_phase("backward")
         self._timeline.enter("backward")
         self._strategy.backward(loss)
 
     def step(self, *, drain: bool) -> Tensor:
-        if self._step == UNDISTURBED:
+        if self._step == UNDISTURBED_STEP:
             states = self._strategy.model_states()  # waits for reductions, as the step does at once
             for kind in KINDS:
-                self._storages.name(kind, getattr(states, kind))
-        self._storages.enter("step")
+                self._storages.assign_kind(kind, getattr(states, kind))
+        self._storages.begin_phase("step")
         self._timeline.enter("step")
         self._step, self._num_microbatches = self._step + 1, 0
         return self._strategy.step(drain=drain)

@@ -8,9 +8,9 @@ from copy import deepcopy
 from zeroexp.check import check
 from zeroexp.config import Config, ConfigError, resolve
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.form import form_of
+from zeroexp.plan.form_of_config import form_of
+from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
-from zeroexp.plan.place import place_of
 from zeroexp.sharding.placement import STAGES
 
 LATER = ("zero1", "zero2", "zero3")
@@ -47,14 +47,14 @@ def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int
     return None
 
 
-def planned(config: Config, model: BuiltModel, device: str) -> Outcome | None:
+def plan_point(config: Config, model: BuiltModel, device: str) -> Outcome | None:
     """Plan a changed point; None if it is not defined."""
     try:
         check(config, on_paper=True)
     except ConfigError:
         return None
-    place = place_of(config, device)
-    return outcome_of("", config, form_of(config, model, place.transport), place)
+    machines = machines_of(config, device)
+    return outcome_of("", config, form_of(config, model, machines.transport), machines)
 
 
 def with_stage(config: Config, stage: str) -> Config:
@@ -87,5 +87,5 @@ def _later(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, model: BuiltModel, device: str) -> bool:
-    outcome = planned(config, model, device)
+    outcome = plan_point(config, model, device)
     return outcome is not None and outcome.fits is True

@@ -93,7 +93,7 @@ def this_machine() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def path_in(outputs: Path) -> Path:
+def calibration_path(outputs: Path) -> Path:
     """Return where this machine's calibration is kept: beside the links of runs."""
     return outputs / "links" / "calibration.json"
 
@@ -121,7 +121,7 @@ def load(path: Path) -> Calibration | None:
     return found
 
 
-def calibrated(found: Calibration, transport: str) -> Speed:
+def calibrated_speed(found: Calibration, transport: str) -> Speed:
     """Return this machine's speed for ranks on its CPU."""
     products = {dtype: max(rates.values()) for dtype, rates in found.products.items()}
     latency, rate = found.links.get(transport) or found.links["gloo"]
@@ -137,7 +137,7 @@ def calibrated(found: Calibration, transport: str) -> Speed:
     )
 
 
-def prior(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
+def prior_speed(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
     """Return what a cluster of H100s would do by tables."""
     network = network or NETWORKS["nvlink-infiniband"]
     info = lookup_device_info(PRIOR_DEVICE)

@@ -7,7 +7,7 @@ aliases count once, since storages are counted and not tensors.
 
 [Note: kinds] What a storage is becomes known later: an engine names its model states at some moments, and a storage
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
-`peak_of` goes through them again once the phase is over.
+`peaks` goes through them again once the phase is over.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
@@ -86,7 +86,7 @@ class Storages(TorchDispatchMode):
 
     def __enter__(self) -> Storages:
         self._resize = torch.UntypedStorage.resize_
-        resize, seen = self._resize, self._resized
+        resize, seen = self._resize, self._record_resize
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -113,12 +113,12 @@ class Storages(TorchDispatchMode):
         for tensor in tree_iter(result):
             # DTensor asks for shapes with tensors of its own, which no rank ever holds.
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:
-                self._note(tensor, func)
+                self._record(tensor, func)
         return result
 
     # -- what the caller tells and asks ------------------------------------------------------------
 
-    def enter(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin a phase; all changes belong to it until the next one."""
         if self._phase.name == "forward":
             for serial in self._serials.values():
@@ -131,7 +131,7 @@ class Storages(TorchDispatchMode):
         """Drop what happened since the first phase; storages that live stay known."""
         del self._phases[1:]
 
-    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def assign_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what the storages behind these tensors are. The first name stays."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
@@ -153,7 +153,7 @@ class Storages(TorchDispatchMode):
 
     # -- how ---------------------------------------------------------------------------------------
 
-    def _note(self, tensor: FakeTensor, func: Any) -> None:
+    def _record(self, tensor: FakeTensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
         serial = self._serials.get(address)
@@ -163,28 +163,30 @@ class Storages(TorchDispatchMode):
             kind = MESSAGES if meter.is_issuing else None
             self._all.append(Storage(self._phase.name, str(func), is_logits, kind=kind))
             self._serials[address] = serial
-            self._references[serial] = weakref.ref(storage, lambda _: self._died(address, serial))
-        self._change(serial, storage.nbytes())
+            self._references[serial] = weakref.ref(
+                storage, lambda _: self._record_death(address, serial)
+            )
+        self._record_size(serial, storage.nbytes())
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _record_resize(self, storage: torch.UntypedStorage) -> None:
         serial = self._serials.get(storage._cdata)
         if serial is not None:
-            self._change(serial, storage.nbytes())
+            self._record_size(serial, storage.nbytes())
 
-    def _died(self, address: int, serial: int) -> None:
+    def _record_death(self, address: int, serial: int) -> None:
         if self._serials.get(address) == serial:
             del self._serials[address]
         del self._references[serial]
-        self._change(serial, 0)
+        self._record_size(serial, 0)
 
-    def _change(self, serial: int, num_bytes: int) -> None:
+    def _record_size(self, serial: int, num_bytes: int) -> None:
         if self._all[serial].num_bytes != num_bytes:
             self._all[serial].num_bytes = num_bytes
             self._phase.changes.append((serial, num_bytes))
 
     def _peak_of(self, phase: _Phase, without: Collection[str]) -> Peak:
         if without:
-            phase = self._left(phase, without)
+            phase = self._without_kinds(phase, without)
         now = dict(phase.before)
         total = most = sum(now.values())
         when = 0
@@ -201,7 +203,7 @@ class Storages(TorchDispatchMode):
         told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
         return Peak(most, {kind: size for kind, size in by_kind.items() if size}, told)
 
-    def _left(self, phase: _Phase, without: Collection[str]) -> _Phase:
+    def _without_kinds(self, phase: _Phase, without: Collection[str]) -> _Phase:
         before = {s: size for s, size in phase.before.items() if self._kind_of(s) not in without}
         changes = [each for each in phase.changes if self._kind_of(each[0]) not in without]
         return _Phase(phase.name, before, changes)

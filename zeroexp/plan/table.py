@@ -12,7 +12,7 @@ from textwrap import wrap
 from zeroexp.measure.record import KINDS
 from zeroexp.plan.outcome import Outcome, RankPeak
 from zeroexp.plan.points import Planned
-from zeroexp.plan.published import compare
+from zeroexp.plan.published import compare_cells
 from zeroexp.plan.published_tables import TABLES
 
 WIDTH = 80
@@ -274,17 +274,17 @@ def _published(planned: Sequence[Planned]) -> list[str]:
         for p in planned
         if p.outcome and p.form
     }
-    if table is None or table.rows[0].point not in forms:
+    if table is None or table.rows[0].engine not in forms:
         return []
-    cells = compare(table, forms)
+    cells = compare_cells(table, forms)
     lines = ["", *_wrapped(f"Published: {table.title}; {table.unit}"), ""]
     lines.append(f"{'point':26}{'column':20}{'published':>11}{'planned':>11}")
     for cell in cells:
         ours = f"{cell.ours:.{cell.digits}f}"
         told = "" if cell.agrees else "  differs"
-        point = "/".join(cell.row.point)
+        point = "/".join(cell.row.engine)
         lines.append(f"{point:26}{cell.column:20}{cell.published:>11}{ours:>11}{told}")
-    whys = dict.fromkeys(f"{'/'.join(c.row.point)}: {c.row.why}" for c in cells if c.row.why)
+    whys = dict.fromkeys(f"{'/'.join(c.row.engine)}: {c.row.why}" for c in cells if c.row.why)
     return [*lines, "", *[line for text in (*whys, *table.notes) for line in _wrapped(text)]]
 
 

@@ -9,19 +9,19 @@ torch's operations need inside are not in here: they depend on the batch, and no
 
 from __future__ import annotations
 
-from zeroexp.plan.predict import ITEMSIZE, Alike, Form
+from zeroexp.plan.closed_forms import ITEMSIZE, ShardedForm, UnitsOfOneShape
 from zeroexp.sharding.placement import Move, Placement
 
 PHASES = ("backward", "step")
 
 
-def transient_bytes(form: Form, phase: str, rank: int) -> dict[str, int]:
+def transient_bytes(form: ShardedForm, phase: str, rank: int) -> dict[str, int]:
     """Return an upper bound of the bytes that `rank` holds for a moment in one of PHASES, by name of the term."""
     reduce, master = ITEMSIZE[form.precision.reduce], ITEMSIZE[form.precision.master]
     if phase == "step":
         casts = form.precision.reduce != form.precision.master
-        return {"cast to master": form.holding(rank).owned * master if casts else 0}
-    units = [unit for unit in form.alike if unit.unit.trainable]
+        return {"cast to master": form.held_elements(rank).owned * master if casts else 0}
+    units = [unit for unit in form.units_by_shape if unit.unit.trainable]
     compute = ITEMSIZE[form.precision.compute]
     largest = max((_numel(unit) for unit in units), default=0)
     alone = form.world_size == 1
@@ -38,18 +38,18 @@ def transient_bytes(form: Form, phase: str, rank: int) -> dict[str, int]:
     }
 
 
-def _numel(unit: Alike) -> int:
+def _numel(unit: UnitsOfOneShape) -> int:
     return sum(chunk.numel for chunk in unit.unit.trainable)
 
 
-def _in_flight(form: Form, unit: Alike, rank: int) -> int:
+def _in_flight(form: ShardedForm, unit: UnitsOfOneShape, rank: int) -> int:
     """Return the bytes of messages of gradients in flight: what is sent, and what arrives from peers."""
     itemsize, facts = ITEMSIZE[form.precision.reduce], form.schedule.facts
     num = 1 + (facts.reductions_in_flight if form.schedule.overlap else 0)
     most = 0
     for bucket in unit.buckets:
         chunks = [part.chunk for part in bucket.slices]
-        whole = sum(form.moved(chunk) for chunk in chunks)
+        whole = sum(form.moved_numel(chunk) for chunk in chunks)
         own = sum(chunk.section(rank).stop - chunk.section(rank).start for chunk in chunks)
         if facts.is_collective:
             held = whole if form.reduction is Move.ALL_REDUCE else whole + own
@@ -61,13 +61,13 @@ def _in_flight(form: Form, unit: Alike, rank: int) -> int:
     return num * most * itemsize
 
 
-def _gather_message(form: Form, rank: int) -> int:
+def _gather_message(form: ShardedForm, rank: int) -> int:
     """Return the bytes in which the backend's collective moves several chunks at once."""
     gathers = Move.ALL_GATHER in (form.stage.gather, form.stage.publish)
     if not (gathers and form.schedule.facts.is_collective):
         return 0
     itemsize, most = ITEMSIZE[form.precision.compute], 0
-    for alike in form.alike:
+    for alike in form.units_by_shape:
         chunks = alike.unit.chunks
         if len(chunks) > 1:
             sections = [chunk.section(rank) for chunk in chunks]

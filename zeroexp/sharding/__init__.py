@@ -55,5 +55,5 @@ Read the files with a star first: they are the algorithm. Imports run in the ord
     engine.py *         runs microbatch, backward and step: the verbs in their order
     refusals/           raises where code around the engine would train another model without a word
 
-Bytes move in `zeroexp/comm/`; `zeroexp/plan/predict.py` predicts what a step sends and holds.
+Bytes move in `zeroexp/comm/`; `zeroexp/plan/closed_forms.py` predicts what a step sends and holds.
 """

@@ -25,7 +25,8 @@ class Engine:
     keys: the keys of `strategy` that it reads beside those; every other one is refused.
     mixes_dtypes: whether it reads the group `precision`; without it, all but fp32 is refused.
     refuse: returns why a point has no meaning for it, or None.
-    form: takes Config and BuiltModel and returns the closed form of plan/torch_forms.py; None: it can not be planned.
+    form: takes Config and BuiltModel and returns a closed form, as those in plan/torch_closed_forms.py; without one the
+    engine can not be planned.
     rests: where its tensors rest, for stages under whose name it does something else; `labels` says what, in words.
     """
 

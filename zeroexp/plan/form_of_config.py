@@ -10,8 +10,14 @@ from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config import AUTO, Config, UndefinedCombination, resolve
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import OPTIMIZERS, parameter_groups
-from zeroexp.plan.predict import Form, OptimizerForm, PrecisionForm, ScheduleForm, UnitForm
-from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
+from zeroexp.plan.closed_forms import (
+    OptimizerForm,
+    PrecisionForm,
+    ScheduleForm,
+    ShardedForm,
+    UnitForm,
+)
+from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.plan.transient import transient_bytes
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.layout import LAYOUTS, lay_out
@@ -20,16 +26,16 @@ from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.strategies.build import options_of, stage_of
 from zeroexp.strategies.engines import ENGINES
 
-AnyForm = Form | DdpForm | FsdpForm
+ClosedForm = ShardedForm | DdpForm | FsdpForm
 
 
-def on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
+def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
     """Build the point's model without memory; `vocab_size` is the data's, if known. Raises ConfigError."""
     words = vocab_size or config.data.vocab_size
     return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 
-def form_of(config: Config, model: BuiltModel, transport: str) -> AnyForm:
+def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
     """Return the form of a point over a transport of our engine; `model` may be on the device `meta`.
 
     Raises UndefinedCombination for an engine that brings no form.
@@ -37,9 +43,11 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> AnyForm:
     config = resolve(config)
     name = config.strategy.implementation
     if name in LAYOUTS:
-        return _ours(config, model, transport)
+        return _sharded_form(config, model, transport)
     if name == "torch":
-        return (_ddp if config.strategy.name in ("ddp", "zero1") else _fsdp)(config, model)
+        return (_ddp_form if config.strategy.name in ("ddp", "zero1") else _fsdp_form)(
+            config, model
+        )
     form = ENGINES[name].form
     if form is None:
         problem = "this engine brings no closed form, so that it can not be planned"
@@ -47,14 +55,14 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> AnyForm:
     return form(config, model)
 
 
-def transients(form: AnyForm, phase: str, rank: int) -> dict[str, int]:
+def transient_bytes_of(form: ClosedForm, phase: str, rank: int) -> dict[str, int]:
     """Return an upper bound of the bytes that exist for a moment in a phase, by name of the term."""
-    if isinstance(form, Form):
+    if isinstance(form, ShardedForm):
         return transient_bytes(form, phase, rank)
     return form.transient_bytes(phase, rank)
 
 
-def _ours(config: Config, model: BuiltModel, transport: str) -> Form:
+def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
     if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
         strategy.bucket_mb = None
@@ -81,10 +89,10 @@ def _ours(config: Config, model: BuiltModel, transport: str) -> Form:
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))
-    return Form(units, stage, world_size, schedule, precision, _optimizer(config))
+    return ShardedForm(units, stage, world_size, schedule, precision, _optimizer(config))
 
 
-def _ddp(config: Config, model: BuiltModel) -> DdpForm:
+def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
     groups = parameter_groups(model.module, config.optimizer)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     return DdpForm(
@@ -99,7 +107,7 @@ def _ddp(config: Config, model: BuiltModel) -> DdpForm:
     )
 
 
-def _fsdp(config: Config, model: BuiltModel) -> FsdpForm:
+def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     groups = group_parameters(model.module, model.blocks, "block")
     return FsdpForm(
         units=[_shapes(group.parameters.values()) for group in groups],
@@ -111,8 +119,8 @@ def _fsdp(config: Config, model: BuiltModel) -> FsdpForm:
     )
 
 
-def _shapes(parameters: Iterable[nn.Parameter]) -> list[Parameter]:
-    return [Parameter(tuple(p.shape), p.requires_grad) for p in parameters]
+def _shapes(parameters: Iterable[nn.Parameter]) -> list[ParameterShape]:
+    return [ParameterShape(tuple(p.shape), p.requires_grad) for p in parameters]
 
 
 def _precision(config: Config) -> PrecisionForm:

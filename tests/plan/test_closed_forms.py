@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.predict import (
+from zeroexp.plan.closed_forms import (
     ITEMSIZE,
-    Form,
     OptimizerForm,
     PrecisionForm,
     ScheduleForm,
+    ShardedForm,
     UnitForm,
 )
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
@@ -97,7 +97,7 @@ def engine(world: World, stage: str, options: Options, precision: PrecisionForm,
 
 def form_of(
     strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
-) -> Form:
+) -> ShardedForm:
     """Built as a planner builds it, from the names and layouts of the units."""
     names = [unit.name for unit in strategy.units]
     private = private_units(names, schedule.keep)
@@ -106,7 +106,9 @@ def form_of(
         for unit in strategy.units
     ]
     world_size = strategy.wire.world.size
-    return Form(units, stage_for_world(STAGES[stage], world_size), world_size, schedule, **forms)
+    return ShardedForm(
+        units, stage_for_world(STAGES[stage], world_size), world_size, schedule, **forms
+    )
 
 
 def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> Traffic:

@@ -12,8 +12,8 @@ from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.traffic import sent_bytes
 from zeroexp.models.build import build_model
-from zeroexp.plan.form import form_of, on_meta
-from zeroexp.plan.torch_forms import DdpForm, FsdpForm, Parameter
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.strategies.build import build_strategy
 from zeroexp.world import World, barrier
 
@@ -53,7 +53,7 @@ def check_on_ranks(world: World) -> None:
     for stage in ("ddp", "zero1", "zero2", "zero3"):
         for accumulation in (1, 2):
             config = config_of(stage, world.size, accumulation)
-            form = form_of(config, on_meta(config), "gloo")
+            form = form_of(config, build_on_meta(config), "gloo")
             model = build_model(config.model, seed=0, device=world.device)
             strategy = build_strategy(config, model, world)
             held: dict[str, dict[str, int]] = {}
@@ -72,7 +72,7 @@ def test_real_ranks_hold_what_the_forms_say(ranks, world_size):
 def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
     """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that."""
     config = config_of(stage, world.size, 2, *words)
-    form = form_of(config, on_meta(config), "gloo")
+    form = form_of(config, build_on_meta(config), "gloo")
     model = build_model(config.model, seed=0, device=world.device)
     strategy = build_strategy(config, model, world)
     for _ in range(2):
@@ -95,19 +95,19 @@ def test_the_wire_carries_what_the_forms_say(ranks, stage):
 def test_the_state_of_zero1_is_dealt_out_by_size():
     """Sizes 9, 5, 4 and then 2, 2: the ranks get 9 | 5 + 4, then both 2 to the ranks with least, one each."""
     groups = [
-        [Parameter((4,)), Parameter((9,)), Parameter((5,))],
-        [Parameter((2,)), Parameter((2,))],
+        [ParameterShape((4,)), ParameterShape((9,)), ParameterShape((5,))],
+        [ParameterShape((2,)), ParameterShape((2,))],
     ]
-    form = DdpForm(groups, [Parameter((3,), trainable=False)], 2, shards_optimizer=True)
-    assert [form.holding(rank).owned for rank in range(2)] == [9 + 2, 5 + 4 + 2]
+    form = DdpForm(groups, [ParameterShape((3,), trainable=False)], 2, shards_optimizer=True)
+    assert [form.held_elements(rank).owned for rank in range(2)] == [9 + 2, 5 + 4 + 2]
     assert form.held_bytes("at_rest", 0)["optimizer"] == 8 * 11 + 4 * 2
     assert form.traffic(0).bytes_by_kind == {"reduce": 4 * 22, "publish": 4 * 11}
-    assert replace(form, shards_optimizer=False).holding(1).owned == 22
+    assert replace(form, shards_optimizer=False).held_elements(1).owned == 22
 
 
 def test_the_last_ranks_of_fsdp2_have_fewer_rows():
     """Five rows of 3 on 4 ranks: 2, 2, 1 and 0 rows, each in the room of two."""
-    form = FsdpForm([[Parameter((5, 3))]], 4)
-    assert [form.holding(rank).owned for rank in range(4)] == [6, 6, 3, 0]
-    assert [form.holding(rank).padding for rank in range(4)] == [0, 0, 3, 6]
+    form = FsdpForm([[ParameterShape((5, 3))]], 4)
+    assert [form.held_elements(rank).owned for rank in range(4)] == [6, 6, 3, 0]
+    assert [form.held_elements(rank).padding for rank in range(4)] == [0, 0, 3, 6]
     assert {form.held_bytes("at_rest", rank)["parameters"] for rank in range(4)} == {4 * 6}

@@ -17,13 +17,13 @@ from functools import cached_property
 from math import prod
 
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.predict import ITEMSIZE, Holding, OptimizerForm, PrecisionForm
+from zeroexp.plan.closed_forms import ITEMSIZE, HeldElements, OptimizerForm, PrecisionForm
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterShape:
     shape: tuple[int, ...]
     trainable: bool = True
 
@@ -39,8 +39,8 @@ class DdpForm:
     groups: the optimizer's parameter groups, which ZeroRedundancyOptimizer deals out one after the other.
     """
 
-    groups: Sequence[Sequence[Parameter]]
-    frozen: Sequence[Parameter]
+    groups: Sequence[Sequence[ParameterShape]]
+    frozen: Sequence[ParameterShape]
     world_size: int
     shards_optimizer: bool = False
     gradient_as_bucket_view: bool = True
@@ -54,19 +54,19 @@ class DdpForm:
         around = 2 * trainable * (self.world_size - 1) // self.world_size
         sent = {"reduce": around} if self.world_size > 1 else {}
         if self.shards_optimizer and self.world_size > 1:
-            own = self.parameter_itemsize * self.holding(rank).owned
+            own = self.parameter_itemsize * self.held_elements(rank).owned
             sent["publish"] = (self.world_size - 1) * own
         return Traffic(bytes_by_kind=sent)
 
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         """Return the bytes of model states on `rank` at one of MOMENTS, by kind, as TorchDDP counts them."""
         assert moment in MOMENTS, moment
-        holding = self.holding(rank)
-        moments = self.optimizer.num_moments * self.parameter_itemsize * holding.owned
+        held = self.held_elements(rank)
+        moments = self.optimizer.num_moments * self.parameter_itemsize * held.owned
         return {
-            "parameters": self.parameter_itemsize * holding.resting,
+            "parameters": self.parameter_itemsize * held.resting,
             "gradients": self._gradient_bytes if self._has_gradients(moment) else 0,
-            "optimizer": moments + self.optimizer.bytes_per_tensor * holding.num_owned,
+            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
             "master": 0,
             "buffers": sum(self.buffer_bytes(moment, rank).values()),
         }
@@ -83,15 +83,15 @@ class DdpForm:
         largest = max((p.numel for group in self.groups for p in group), default=0)
         return {"largest gradient": self.parameter_itemsize * largest}
 
-    def holding(self, rank: int) -> Holding:
+    def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        return Holding(resting, 0, sum(owned), len(owned))
+        return HeldElements(resting, 0, sum(owned), len(owned))
 
-    def like(self, rank: int) -> Hashable:
+    def equivalence_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks that hold and send as much."""
-        return self.holding(rank)
+        return self.held_elements(rank)
 
     @cached_property
     def _owned(self) -> list[list[int]]:
@@ -134,7 +134,7 @@ class DdpForm:
 class FsdpForm:
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward."""
 
-    units: Sequence[Sequence[Parameter]]
+    units: Sequence[Sequence[ParameterShape]]
     world_size: int
     reshards: bool = True  # blocks are freed after forward: zero3
     accumulation: int = 1
@@ -164,14 +164,14 @@ class FsdpForm:
     def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
         """Return the bytes of model states on `rank` at one of MOMENTS, by kind, as TorchFSDP2 counts them."""
         assert moment in MOMENTS, moment
-        holding, master = self.holding(rank), ITEMSIZE[self.precision.master]
+        held, master = self.held_elements(rank), ITEMSIZE[self.precision.master]
         between = moment == "after_forward" and self.accumulation > 1
         has_gradients = between or moment in ("after_backward", "after_step")
-        moments = self.optimizer.num_moments * master * holding.owned
+        moments = self.optimizer.num_moments * master * held.owned
         return {
-            "parameters": master * holding.resting,
+            "parameters": master * held.resting,
             "gradients": master * self._shard(self._trainable) if has_gradients else 0,
-            "optimizer": moments + self.optimizer.bytes_per_tensor * holding.num_owned,
+            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
             "master": 0,  # the shards are the master weights
             "buffers": sum(self.buffer_bytes(moment, rank).values()),
         }
@@ -195,21 +195,21 @@ class FsdpForm:
         gathered = root + 2 * whole if self.reshards else self._whole_bytes(self._all)
         return {"gathered units": gathered, "unit's gradients": whole, "messages": message}
 
-    def holding(self, rank: int) -> Holding:
+    def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
         real = own = 0
         for parameter, num in self._different.items():
             numel = num * _rows(parameter, rank, self.world_size) * _rest(parameter)
             real += numel
             own += numel if parameter.trainable else 0
-        return Holding(self._resting, self._resting - real, own, len(self._trainable))
+        return HeldElements(self._resting, self._resting - real, own, len(self._trainable))
 
-    def like(self, rank: int) -> Hashable:
+    def equivalence_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks that hold and send as much."""
-        return self.holding(rank)
+        return self.held_elements(rank)
 
     @cached_property
-    def _different(self) -> Counter[Parameter]:
+    def _different(self) -> Counter[ParameterShape]:
         return Counter(self._all)
 
     @cached_property
@@ -227,30 +227,30 @@ class FsdpForm:
         return ITEMSIZE[self.precision.master]
 
     @cached_property
-    def _trainable(self) -> list[Parameter]:
+    def _trainable(self) -> list[ParameterShape]:
         return [p for p in self._all if p.trainable]
 
     @cached_property
-    def _all(self) -> list[Parameter]:
+    def _all(self) -> list[ParameterShape]:
         return [p for unit in self.units for p in unit]
 
-    def _shard(self, unit: Sequence[Parameter]) -> int:
+    def _shard(self, unit: Sequence[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
         return sum(-(-_length(p) // self.world_size) * _rest(p) for p in unit)
 
-    def _whole_bytes(self, unit: Sequence[Parameter]) -> int:
+    def _whole_bytes(self, unit: Sequence[ParameterShape]) -> int:
         return self.world_size * self._shard(unit) * ITEMSIZE[self.precision.compute]
 
 
-def _length(parameter: Parameter) -> int:
+def _length(parameter: ParameterShape) -> int:
     return parameter.shape[0] if parameter.shape else 1
 
 
-def _rest(parameter: Parameter) -> int:
+def _rest(parameter: ParameterShape) -> int:
     return prod(parameter.shape[1:])
 
 
-def _rows(parameter: Parameter, rank: int, world_size: int) -> int:
+def _rows(parameter: ParameterShape, rank: int, world_size: int) -> int:
     """Return the real rows of `rank`; by torch.chunk's rule the last ranks may have fewer, or none."""
     rows, most = _length(parameter), -(-_length(parameter) // world_size)
     return max(0, min(rows, (rank + 1) * most) - rank * most)

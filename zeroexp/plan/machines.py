@@ -9,14 +9,14 @@ from zeroexp.config import Config
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """The size of one point's job: `nodes * ranks_per_node` is its world size."""
 
     nodes: int
     ranks_per_node: int
 
     @classmethod
-    def of(cls, world_size: int, most_per_node: int) -> Shape:
+    def of(cls, world_size: int, most_per_node: int) -> JobShape:
         """Return the fewest nodes that share the ranks evenly."""
         nodes = -(-world_size // most_per_node)
         while world_size % nodes:
@@ -25,11 +25,11 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Place:
+class Machines:
     """The machines a point is planned for."""
 
     device: str  # cpu | cuda
-    shape: Shape
+    shape: JobShape
 
     @property
     def transport(self) -> str:
@@ -38,7 +38,7 @@ class Place:
             return "native"
         return "direct" if self.shape.nodes == 1 else "gloo"
 
-    def inside(self) -> float:
+    def share_inside_node(self) -> float:
         """Return the part of what a rank sends that stays inside its node, the mean over ranks.
 
         Between CPUs every rank sends as much to each peer. Between GPUs messages go round a ring through all ranks,
@@ -56,7 +56,7 @@ class Place:
         return f"{self.device}, {nodes} of {self.shape.ranks_per_node}"
 
 
-def place_of(config: Config, device: str) -> Place:
+def machines_of(config: Config, device: str) -> Machines:
     """Return where the ranks of a point are.
 
     On Slurm and on GPUs at most cluster.slurm.ranks_per_node share a node. The ranks of a local run on CPUs share one
@@ -64,8 +64,8 @@ def place_of(config: Config, device: str) -> Place:
     """
     world_size, cluster = config.world_size, config.cluster
     if cluster.kind == "slurm" or device == "cuda":
-        return Place(device, Shape.of(world_size, cluster.slurm.ranks_per_node))
-    return Place(device, Shape(1, world_size))
+        return Machines(device, JobShape.of(world_size, cluster.slurm.ranks_per_node))
+    return Machines(device, JobShape(1, world_size))
 
 
 def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:

@@ -1,6 +1,6 @@
 """Closed forms of what a step sends and what a rank holds, from layout, stage row and schedule.
 
-    form = Form(units, stage, world_size=8)
+    form = ShardedForm(units, stage, world_size=8)
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
     form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
@@ -87,7 +87,7 @@ class OptimizerForm:
     bytes_per_tensor: int = 4
 
 
-class Holding(NamedTuple):
+class HeldElements(NamedTuple):
     """What one rank holds of all chunks, in elements; padding is part of no owned span."""
 
     resting: int  # parameters at rest, padding included
@@ -96,7 +96,7 @@ class Holding(NamedTuple):
     num_owned: int  # spans that the optimizer updates, each a tensor
 
 
-class Alike(NamedTuple):
+class UnitsOfOneShape(NamedTuple):
     """Units of one shape that are gathered equally often, see [Note: repeated blocks]."""
 
     unit: UnitForm  # the first of them
@@ -106,7 +106,7 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class ShardedForm:
     """The traffic and memory of one model, stage and world size.
 
     units: the root first, then the others in the order they run. stage: the row as `world_size` ranks carry it out.
@@ -125,16 +125,20 @@ class Form:
         """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         traffic = Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
-        for unit, num_units, num_gathers, buckets in self.alike:
-            gathered = self._gather(unit.chunks, rank, compute) if num_gathers else 0
+        for unit, num_units, num_gathers, buckets in self.units_by_shape:
+            gathered = self._gather_bytes(unit.chunks, rank, compute) if num_gathers else 0
             _add(traffic, "gather", num_units * num_gathers, gathered)
             if not unit.trainable:
                 continue
             for bucket in buckets:
-                num_bytes = self._reduce([part.chunk for part in bucket.slices], rank, reduce)
+                num_bytes = self._reduction_bytes(
+                    [part.chunk for part in bucket.slices], rank, reduce
+                )
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
             if self.stage.publish is Move.ALL_GATHER:
-                _add(traffic, "publish", num_units, self._gather(unit.trainable, rank, compute))
+                _add(
+                    traffic, "publish", num_units, self._gather_bytes(unit.trainable, rank, compute)
+                )
         if self.world_size > 1:
             compared = self.schedule.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
@@ -145,31 +149,31 @@ class Form:
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         return traffic
 
-    def _gather(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
+    def _gather_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
         """Return the bytes `rank` sends in an all-gather: its section, to every peer."""
-        own = sum(self._section(chunk, rank) for chunk in chunks)
+        own = sum(self._section_numel(chunk, rank) for chunk in chunks)
         return (self.world_size - 1) * own * itemsize
 
-    def _reduce(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
+    def _reduction_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
         """Return the bytes `rank` sends in a reduction.
 
         Each peer gets the terms that it sums; in an all-reduce it also gets the sums of `rank`.
         """
-        own = sum(self._section(chunk, rank) for chunk in chunks)
-        total = sum(self.moved(chunk) for chunk in chunks)
+        own = sum(self._section_numel(chunk, rank) for chunk in chunks)
+        total = sum(self.moved_numel(chunk) for chunk in chunks)
         if self.reduction is not Move.ALL_REDUCE:
             return (total - own) * itemsize
         if self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much, without padding.
             total = sum(chunk.numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
-        return (total - own) * itemsize + self._gather(chunks, rank, itemsize)
+        return (total - own) * itemsize + self._gather_bytes(chunks, rank, itemsize)
 
-    def moved(self, chunk: Chunk) -> int:
+    def moved_numel(self, chunk: Chunk) -> int:
         """Return the elements of a chunk that travel; only the backend's collectives send padding."""
         return chunk.padded_numel if self.schedule.facts.is_collective else chunk.numel
 
-    def _section(self, chunk: Chunk, rank: int) -> int:
+    def _section_numel(self, chunk: Chunk, rank: int) -> int:
         padded = self.schedule.facts.is_collective
         return _length(chunk.section(rank) if padded else chunk.real_section(rank))
 
@@ -193,7 +197,7 @@ class Form:
         counts = [2 * times if self.schedule.keep != "all" else times] * len(self.units)
         if self.schedule.keep == "last":
             counts[0] = times  # the root stays from forward to backward
-            for pool in self._pools:
+            for pool in self._units_of_pools:
                 for index in pool[:1]:
                     counts[index] -= times - 1
                 for index in pool[-1:]:
@@ -201,7 +205,7 @@ class Form:
         return [n if unit.chunks else 0 for n, unit in zip(counts, self.units, strict=True)]
 
     @property
-    def _pools(self) -> list[list[int]]:
+    def _units_of_pools(self) -> list[list[int]]:
         """For each pool, the indices of the units that take turns in it."""
         sharing = [index for index, unit in enumerate(self.units) if not unit.private]
         return [sharing[i :: self.schedule.num_pools] for i in range(self.schedule.num_pools)]
@@ -209,15 +213,17 @@ class Form:
     # -- what is alike -----------------------------------------------------------------------------
 
     @cached_property
-    def alike(self) -> list[Alike]:
+    def units_by_shape(self) -> list[UnitsOfOneShape]:
         """All units, those of one shape together."""
         same: dict[tuple[int, tuple[Cut, ...]], list[UnitForm]] = {}
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
-            key = num_gathers, tuple(_cut_of(chunk) for chunk in unit.chunks)
+            key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit.chunks)
             same.setdefault(key, []).append(unit)
         reduce, most = ITEMSIZE[self.precision.reduce], self.schedule.bucket_bytes
         return [
-            Alike(units[0], len(units), num, cut_in_buckets(units[0].trainable, reduce, most))
+            UnitsOfOneShape(
+                units[0], len(units), num, cut_in_buckets(units[0].trainable, reduce, most)
+            )
             for (num, _), units in same.items()
         ]
 
@@ -227,7 +233,7 @@ class Form:
         same: dict[Cut, list[Chunk]] = {}
         for unit in self.units:
             for chunk in unit.chunks:
-                same.setdefault(_cut_of(chunk), []).append(chunk)
+                same.setdefault(_cut_without_names(chunk), []).append(chunk)
         return [(chunks[0], len(chunks)) for chunks in same.values()]
 
     # -- bytes held --------------------------------------------------------------------------------
@@ -239,26 +245,28 @@ class Form:
         """
         assert moment in MOMENTS, moment
         compute, master = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.master]
-        holding = self.holding(rank)
+        held = self.held_elements(rank)
         has_master = self.precision.master != self.precision.compute
-        moments = self.optimizer.num_moments * master * holding.owned
+        moments = self.optimizer.num_moments * master * held.owned
         return {
-            "parameters": compute * holding.resting,
-            "gradients": self._gradient_bytes(moment, holding.owned),
-            "optimizer": moments + self.optimizer.bytes_per_tensor * holding.num_owned,
-            "master": master * holding.owned if has_master else 0,
+            "parameters": compute * held.resting,
+            "gradients": self._gradient_bytes(moment, held.owned),
+            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
+            "master": master * held.owned if has_master else 0,
             "buffers": sum(self.buffer_bytes(moment, rank).values()),
         }
 
-    def holding(self, rank: int) -> Holding:
+    def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds of all chunks."""
-        if rank not in self._holdings:
-            parts = [(self._holding(chunk, rank), num) for chunk, num in self._chunks]
-            sums = (sum(num * part[i] for part, num in parts) for i in range(len(Holding._fields)))
-            self._holdings[rank] = Holding(*sums)
-        return self._holdings[rank]
+        if rank not in self._held_by_rank:
+            parts = [(self._held_of_chunk(chunk, rank), num) for chunk, num in self._chunks]
+            sums = (
+                sum(num * part[i] for part, num in parts) for i in range(len(HeldElements._fields))
+            )
+            self._held_by_rank[rank] = HeldElements(*sums)
+        return self._held_by_rank[rank]
 
-    def like(self, rank: int) -> Hashable:
+    def equivalence_key(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks that hold and send as much."""
         if self.schedule.facts.shares_memory:
             return rank  # what peers read of it differs
@@ -269,18 +277,18 @@ class Form:
         )
 
     @cached_property
-    def _holdings(self) -> dict[int, Holding]:
+    def _held_by_rank(self) -> dict[int, HeldElements]:
         return {}
 
-    def _holding(self, chunk: Chunk, rank: int) -> Holding:
+    def _held_of_chunk(self, chunk: Chunk, rank: int) -> HeldElements:
         whole = self.stage.parameters is not Placement.SHARD
         resting = chunk.padded_numel if whole else _length(chunk.section(rank))
         real = chunk.numel if whole else _length(chunk.real_section(rank))
         if chunk.kind == FROZEN:
-            return Holding(resting, resting - real, 0, 0)
+            return HeldElements(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
         spans = chunk.spans(rank) if sharded else chunk.whole()
-        return Holding(resting, resting - real, sum(span.numel for span in spans), len(spans))
+        return HeldElements(resting, resting - real, sum(span.numel for span in spans), len(spans))
 
     @property
     def updates_everywhere(self) -> bool:
@@ -322,12 +330,15 @@ class Form:
         """Return the bytes of all pools; each pool is as large as its largest unit."""
         if self.stage.gather is not Move.ALL_GATHER:
             return 0
-        return sum(max((self._pooled(i, rank) for i in pool), default=0) for pool in self._pools)
+        return sum(
+            max((self._pool_bytes_of_unit(i, rank) for i in pool), default=0)
+            for pool in self._units_of_pools
+        )
 
-    def _pooled(self, index: int, rank: int) -> int:
+    def _pool_bytes_of_unit(self, index: int, rank: int) -> int:
         """Return the bytes a unit takes of its pool. On one host a rank's own section is mapped and takes none."""
         if not self.schedule.facts.shares_memory or self.world_size == 1:
-            return self._full_bytes[index]
+            return self._gathered_bytes[index]
         return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
 
     @cached_property
@@ -335,30 +346,32 @@ class Form:
         """Bytes that stay gathered outside of pools between forward and backward."""
         if self.stage.gather is not Move.ALL_GATHER or self.schedule.keep == "none":
             return 0
-        return sum(self._full_bytes if self.schedule.keep == "all" else self._full_bytes[:1])
+        return sum(
+            self._gathered_bytes if self.schedule.keep == "all" else self._gathered_bytes[:1]
+        )
 
     def _staging_bytes(self, rank: int) -> int:
         if not self.schedule.facts.shares_memory or self.world_size == 1:
             return 0
-        if rank not in self._staged:
-            units = [alike.unit.trainable for alike in self.alike]
+        if rank not in self._staging_bytes_by_rank:
+            units = [alike.unit.trainable for alike in self.units_by_shape]
             schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
             slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
-            self._staged[rank] = num_slots(schedule.transport) * slot
-        return self._staged[rank]
+            self._staging_bytes_by_rank[rank] = num_slots(schedule.transport) * slot
+        return self._staging_bytes_by_rank[rank]
 
     @cached_property
-    def _staged(self) -> dict[int, int]:
+    def _staging_bytes_by_rank(self) -> dict[int, int]:
         return {}
 
     @cached_property
-    def _full_bytes(self) -> list[int]:
+    def _gathered_bytes(self) -> list[int]:
         """Bytes of each unit while it is gathered."""
         itemsize = ITEMSIZE[self.precision.compute]
         return [sum(aligned(c.padded_numel * itemsize) for c in unit.chunks) for unit in self.units]
 
 
-def _cut_of(chunk: Chunk) -> Cut:
+def _cut_without_names(chunk: Chunk) -> Cut:
     """Return all of a chunk but its parameters' names."""
     return chunk.kind, chunk.cuts, tuple(member.stop for member in chunk.members)
 
