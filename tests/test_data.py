@@ -400,6 +400,45 @@ def test_wrong_data_is_one_line(changes, line, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ({"a.txt": ""}, r"data.path=.*a.txt: is empty; name a file with rows"),
+        ({"a.csv": "text,n\n"}, r"data.path=.*a.csv: has no rows; name a file with rows"),
+        ({"a.csv": "text;n\na;1\n"}, r"its columns are separated by ';', no comma; convert it"),
+        ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, r"its files have different columns; name"),
+        ({"a.csv": "text\na\n", "b.txt": "b\n"}, r"files of several kinds \(.csv, .txt\); name"),
+    ],
+)
+def test_files_without_rows_or_of_several_forms_are_one_line(tmp_path, files, line, capfd):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
+    with pytest.raises(ConfigError, match=line) as caught:
+        opened("yelp_causal", path=str(path))
+    assert "\n" not in str(caught.value) and not capfd.readouterr().err
+
+
+def test_a_table_is_no_text_and_the_line_says_what_reads_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.kind=text reads no .csv; use data=hf for tables"):
+        opened("offline", path=str(write_csv(tmp_path)))
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    """Its name may be in capitals, what is hidden beside it is no data, and NA is a word."""
+    words = ["NA", "null", "None", "nan", "N/A", "0x10", "1.50", "∅ ☃", "a\nb"] * 9
+    rows = "".join(f'"{word}",{n % 2}\n' for n, word in enumerate(words))
+    (tmp_path / "A.CSV").write_text(f"text,n\n{rows}", encoding="utf-8")
+    (tmp_path / ".A.csv.swp").write_text("x")
+    (tmp_path / ".checkpoints").mkdir()
+    (tmp_path / ".checkpoints/A.csv").write_text("other\n1\n")
+    data = opened("yelp_causal", path=str(tmp_path), seq_len=8, micro_batch_size=1)
+    read = in_stored_order(data).microbatches
+    ids = [int(i) for row in read for i in row.inputs["input_ids"][0]]
+    stream = [token for word in words for token in (*TOKENIZER.encode(word).ids, 0)]
+    assert ids == stream[: len(ids)] and len(stream) - len(ids) <= 8
+
+
 def labelled(folder: Path, values: Sequence[object], **changes) -> list[int]:
     """The classes that the head of five sees for these values of the column `stars`."""
     file = folder / "stars.jsonl"
@@ -419,6 +458,7 @@ def labelled(folder: Path, values: Sequence[object], **changes) -> list[int]:
         ([-2, 2, 0], {"labels": [-2, -1, 0, 1, 2]}, [0, 4, 2]),
         (["d", "a", "c", "b", "e"], {}, [3, 0, 2, 1, 4]),
         (["10", "9", "1", "5", "7"], {}, [4, 3, 0, 1, 2]),
+        ([1, 3], {"labels": ["1", "2", "3", "4", "5"]}, [0, 2]),
         (["good", "bad"], {"labels": ["bad", "poor", "fair", "good", "great"]}, [3, 0]),
         ([True, False], {}, [1, 0]),
         # The limit is on what is trained on, and does not change what a label means.
@@ -444,6 +484,8 @@ def test_values_of_the_label_column_are_classes(tmp_path, values, changes, class
             r"data.label_column=stars: holds 2 words \(a,b\) .*set model.num_labels=2",
         ),
         ([0.5, 1.0], {}, r"data.label_column=stars: holds float, no labels"),
+        ([[1], [2]], {}, r"data.label_column=stars: holds List, no labels; use another column"),
+        ([1, 2], {"labels": [1, 2, 3, 4, 4]}, r"data.labels=\[1,2,3,4,4\]: names 4 twice; name"),
         ([1, None], {}, r"data.label_column=stars: 1 of 2 rows in .* have no value there"),
         ([1, 6], {"labels": [1, 2, 3, 4, 5]}, r"data.labels=\[1,2,3,4,5\]: .*also holds 6; name"),
         (

@@ -113,6 +113,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (trained,) = (folder / "outputs/compare").glob("zero3*")
     trained.rename(trained.with_name("run"))
     run(folder, "zeroexp.export", ["outputs/compare/run", "--to", "DIR"])
+    rows = [f"a word,{1 + i % 5},{('bad', 'fine', 'good')[i % 3]}" for i in range(9)]
+    (folder / "reviews.csv").write_text("\n".join(["review,stars,verdict", *rows, ""]))
+    (folder / "corpus").mkdir()
+    for name in ("train", "test"):
+        (folder / f"corpus/{name}.txt").write_text("a line\n" * 9)
     yield folder
 
 
@@ -195,3 +200,15 @@ def test_commands_are_found() -> None:
     modules = {command.split()[2] for _, command in found}
     assert modules <= {*MODULES}
     assert all(find_spec(module) for module in modules)
+
+
+def test_each_key_of_own_data_has_a_command_with_it() -> None:
+    text = (ROOT / "docs/data.md").read_text()
+    named = set(re.findall(r"\b((?:data|model|train)\.[a-z]\w+)\b", text)) - {"data.md"}
+    given = {
+        word.lstrip("'").partition("=")[0]
+        for page, command in commands()
+        if page == "docs/data.md"
+        for word in command.split()
+    }
+    assert {"data.split", "data.labels", "data.vocab_size"} < named <= given

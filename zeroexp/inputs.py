@@ -29,8 +29,14 @@ def data_files(config: DataConfig) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    if path.is_dir():  # what a system or an editor hides is no data
+        found = [p for p in found if not any(n.startswith(".") for n in p.relative_to(path).parts)]
     suffixes = DATA[config.kind].suffixes
-    files = [file for file in found if file.suffix in suffixes]
+    files = [file for file in found if file.suffix.lower() in suffixes]
+    tables = sorted({file.suffix.lower() for file in found} & set(TABLES))
+    if not files and tables:
+        problem = f"data.kind={config.kind} reads no {', '.join(tables)}"
+        raise ConfigError(f"data.path={config.path}: {problem}; use data=hf for tables")
     if not files:
         kinds = ", ".join(suffixes)
         raise ConfigError(f"data.path={config.path}: no file in it ends in {kinds}; add one")

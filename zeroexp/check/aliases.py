@@ -43,6 +43,16 @@ WORDS = {
     ): f"use model=tiny, small, smollm2_135m or llama_7b, all of which are LLaMAs, {OR_ANY}",
     ("model", "gpt2"): f"use model=gpt2_tiny, {OR_ANY}",
     ("model", "mixtral"): f"use model=mixtral_tiny, {OR_ANY}",
+    **{
+        ("data", word): f"use data=hf data.path=... with a {word} file or a folder of them"
+        for word in ("csv", "tsv", "json", "jsonl", "parquet")
+    },
+    **{
+        ("data", word): "use data=hf data.path=... with its id on the hub"
+        for word in ("hub", "huggingface", "datasets", "imdb", "wikitext", "openwebtext", "c4")
+    },
+    ("data", "txt"): "use data=offline data.path=... with a .txt file",
+    ("data", "text"): "use data=offline data.path=... with a .txt file",
     ("data", "yelpreviewfull"): "use data=yelp, or data=yelp_causal for a causal model",
 }
 # A key without its signs -> what to use
@@ -54,6 +64,9 @@ KEYS = {
     ),
     **dict.fromkeys(("steps", "maxsteps", "numsteps", "iterations"), "use train.steps"),
     **dict.fromkeys(("epochs", "numepochs"), "runs are counted in steps: use train.steps"),
+    **dict.fromkeys(("dataset", "datasetname"), "use data=hf data.path=..., or another data="),
+    **dict.fromkeys(("file", "files", "datafiles", "trainfile"), "use data.path (with data=hf)"),
+    **dict.fromkeys(("column", "textfield", "datasettextfield"), "use data.text_column"),
     **dict.fromkeys(("seqlen", "seqlength", "blocksize", "contextlength"), "use data.seq_len"),
     **dict.fromkeys(
         ("gpus", "ngpus", "nproc", "nprocpernode", "worldsize", "ranks"), "use world_size"

@@ -47,7 +47,14 @@ def classes_of(
 
 
 def _as_asked(values: Collection[Any], asked: list[Any], names: list[str] | None) -> list[Any]:
-    classes = [names.index(name) if names and name in names else name for name in asked]
+    written = {str(value): value for value in values}
+    classes = [written.get(str(name), name) for name in asked]  # '1' means 1 in a column of numbers
+    if names:
+        classes = [names.index(name) if name in names else name for name in asked]
+    if twice := [name for name in asked if [str(one) for one in asked].count(str(name)) > 1]:
+        raise ConfigError(
+            f"data.labels=[{_shown(asked)}]: names {twice[0]} twice; name each value once"
+        )
     if missing := [value for value in values if value not in classes]:
         more = [names[value] for value in missing] if names else missing
         raise ConfigError(

@@ -39,7 +39,7 @@ Table = datasets.Dataset
 
 # A sweep's screen and a rank's log show nothing of how the library reads.
 datasets.disable_progress_bars()
-datasets.logging.set_verbosity_error()
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is raised, too
 
 
 def read_documents(config: DataConfig, files: list[Path]) -> tuple[Table, str]:
@@ -74,7 +74,9 @@ def require_columns(config: DataConfig, files: list[Path]) -> None:
             return
         loader, options = _loader(config, files)
         if loader == "csv":  # every value is a word there, and a number may be text
-            _require_names(options.get("names") or _header(files[0], **options), config)
+            _require_names(
+                options.get("names") or _header(files[0], options.get("sep", ",")), config
+            )
             return
         whole = {name: [str(file) for file in files] for name in [split_name(config.split)]}
         rows = datasets.load_dataset(
@@ -158,10 +160,19 @@ def _are_saved(files: list[Path]) -> bool:
 
 def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]:
     """Return the loader of the files' kind and its options. Raises ConfigError for several kinds."""
-    if len({file.suffix for file in files}) > 1:
-        raise ConfigError(f"data.path={config.path}: files of several kinds; name one of them")
-    suffix = files[0].suffix
-    options: dict[str, Any] = {"sep": "\t"} if suffix == ".tsv" else {}
+    suffixes = sorted({file.suffix.lower() for file in files})
+    if len(suffixes) > 1:
+        kinds = ", ".join(suffixes)
+        raise ConfigError(
+            f"data.path={config.path}: files of several kinds ({kinds}); name one of them"
+        )
+    if not any(file.stat().st_size for file in files):
+        raise ConfigError(f"data.path={config.path}: is empty; name a file with rows")
+    suffix, options = suffixes[0], {}
+    if LOADERS[suffix] == "csv":  # a word such as NA or null is a text or a label, and no gap
+        options = {"keep_default_na": False, "na_values": [""]}
+    if suffix == ".tsv":
+        options["sep"] = "\t"
     if suffix == ".csv" and not _has_header(files[0]):
         options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
     return LOADERS[suffix], options
@@ -211,6 +222,10 @@ def _one_line_errors(config: DataConfig) -> Iterator[None]:
         if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
             reason = " ".join(str(cause).split())[:300]
             remedy = "choose one with data.subset"
+        elif "corresponds to no data" in reason:
+            reason, remedy = "has no rows", "name a file with rows"
+        elif "same columns" in str(error) or "Schema at index" in reason:
+            reason, remedy = "its files have different columns", "name one, or give all the same"
         elif "split" in reason.lower():
             remedy = "choose one with data.split or data.validation_split"
         elif Path(str(config.path)).expanduser().exists():
@@ -225,6 +240,11 @@ def _require_columns(table: Table, config: DataConfig) -> None:
         if num_empty := table.data.column(name).null_count:
             problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
             raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
+    if LABEL in columns_of(config):
+        key, name = columns_of(config)[LABEL]
+        kind = type(table.features[name]).__name__
+        if kind not in ("Value", "ClassLabel"):
+            raise ConfigError(f"{key}={name}: holds {kind}, no labels; use another column")
     key, name = columns_of(config)[TEXT]
     kind = str(getattr(table.features[name], "dtype", type(table.features[name]).__name__))
     if kind not in ("string", "large_string"):
@@ -239,6 +259,9 @@ def _require_columns(table: Table, config: DataConfig) -> None:
 def _require_names(names: list[str], config: DataConfig) -> None:
     known = ", ".join(names)[:200]
     for key, name in columns_of(config).values():
+        if name not in names and len(names) == 1 and (separators := set(";\t|") & set(names[0])):
+            problem = f"its columns are separated by {separators.pop()!r}, no comma"
+            raise ConfigError(f"data.path={config.path}: {problem}; convert it")
         if name not in names:
             raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
 
