@@ -19,6 +19,7 @@ from tests.composing import CONF, composed, options
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
 from zeroexp.config import (
+    ENGINE_SETTINGS,
     Config,
     ConfigError,
     UndefinedCombination,
@@ -29,6 +30,7 @@ from zeroexp.config import (
 )
 from zeroexp.models.build import build_model
 from zeroexp.sharding.layout import LAYOUTS
+from zeroexp.sharding.options import WORDS, Options
 from zeroexp.sharding.placement import STAGES, Stage
 from zeroexp.strategies.engines import ENGINES
 
@@ -280,3 +282,14 @@ def test_another_system_is_told_in_one_line(monkeypatch, capsys):
     told = capsys.readouterr()
     assert told.err.startswith("zeroexp: darwin: ranks need Linux") and not told.out
     assert told.err.count("\n") == 1
+
+
+def test_the_engines_settings_are_its_options():
+    """The library has defaults of its own, since it needs no config; they are those of the config."""
+    for name, told in ENGINE_SETTINGS.items():
+        if told["stands_for"] is not None:
+            assert getattr(Options(), name) == told["stands_for"]
+        if told["words"]:
+            assert {*told["words"]} == {*WORDS[name]} - {None}
+    own = {"gradient_as_bucket_view", "settings"}  # of torch's engines, and of others
+    assert {*ENGINE_SETTINGS} >= {"unit", "bucket_mb"} and not own & {*ENGINE_SETTINGS}

@@ -30,6 +30,11 @@ class UndefinedCombination(ConfigError):
     """A point whose values are each valid but mean nothing together; a sweep skips it."""
 
 
+def of_engine(stands_for: Any = None, *words: str) -> Any:
+    """Declare a setting of our engine, which is null unless set: what null stands for, and the words it may be."""
+    return field(default=None, metadata={"stands_for": stands_for, "words": words})
+
+
 @dataclass
 class Row:
     """The placement of one kind of state between uses, and its dtype."""
@@ -94,17 +99,25 @@ class StrategyConfig:
     optimizer: Row = field(default_factory=Row)
     implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
     # These are settings of our engine; None = its default.
-    unit: str | None = None  # model | block | module: what moves together (torch: block)
-    overlap: bool | None = None  # communication beside compute, or strictly after it
-    owners: str | None = None  # contiguous | greedy, or a plugin's: who owns which parameter
-    prefetch: int | None = None  # units gathered ahead (zero3); None: 1, in shared memory 0
-    keep: str | None = None  # none | last | all: units left gathered until their backward (zero3)
-    reduce_each: str | None = None  # microbatch | step: when accumulated gradients are reduced
+    # What moves together (torch: block).
+    unit: str | None = of_engine("block", "model", "block", "module")
+    overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
+    # Who owns which parameter: contiguous | greedy, or a plugin's.
+    owners: str | None = of_engine("greedy")
+    prefetch: int | None = of_engine()  # units gathered ahead (zero3); None: 1, in shared memory 0
+    # Units left gathered until their backward (zero3).
+    keep: str | None = of_engine("last", "none", "last", "all")
+    # When accumulated gradients are reduced; None: as the stage says.
+    reduce_each: str | None = of_engine(None, "microbatch", "step")
     # The most MiB of one reduction; None: the transport's best; auto: computed from the links' measured speed.
-    bucket_mb: Any = None
+    bucket_mb: Any = of_engine()
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
+
+
+# What `of_engine` has declared, by name. Options of zeroexp/sharding has the same words and defaults.
+ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) if item.metadata}
 
 
 @dataclass
@@ -270,14 +283,13 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
 
     `bucket_mb` and `prefetch` stay None: the ranks take what is best for the transport they find.
     """
-    defaults: dict[str, Any] = {"unit": "block", "overlap": True}
-    defaults["reduce_each"] = reduce_each(strategy.gradients.placement)
-    has_owners = LAYOUTS[strategy.implementation].has_owners
-    if has_owners and strategy.optimizer.placement == "shard":
-        defaults["owners"] = "greedy"
+    has_effect = {"unit", "overlap"}
+    if LAYOUTS[strategy.implementation].has_owners and strategy.optimizer.placement == "shard":
+        has_effect.add("owners")
     if strategy.parameters.placement == "shard":
-        defaults["keep"] = "last"
-    return defaults
+        has_effect.add("keep")
+    defaults = {name: ENGINE_SETTINGS[name]["stands_for"] for name in has_effect}
+    return {**defaults, "reduce_each": reduce_each(strategy.gradients.placement)}
 
 
 def save(config: Config, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.check.aliases import word_meant
 from zeroexp.check.refusal import nearest, value_of, wrong
-from zeroexp.config import AUTO, Config, ConfigError
+from zeroexp.config import AUTO, ENGINE_SETTINGS, Config, ConfigError
 from zeroexp.plugins import REGISTRIES
 from zeroexp.ports import first_and_last
 from zeroexp.registry import RegistryError
@@ -33,9 +33,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "strategy.parameters.dtype": DTYPES,
     "strategy.gradients.dtype": DTYPES,
     "strategy.optimizer.dtype": DTYPES,
-    "strategy.unit": (None, "model", "block", "module"),
-    "strategy.keep": (None, "none", "last", "all"),
-    "strategy.reduce_each": (None, "microbatch", "step"),
+    **{f"strategy.{k}": (None, *v["words"]) for k, v in ENGINE_SETTINGS.items() if v["words"]},
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "cluster.kind": ("local", "slurm"),
     "cluster.device": ("auto", "cpu", "cuda"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from zeroexp.check.refusal import undefined, without_effect
-from zeroexp.config import Config, StrategyConfig
+from zeroexp.config import ENGINE_SETTINGS, Config, StrategyConfig
 from zeroexp.models.families import MODELS
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.engines import ENGINES
-
-ENGINE_SETTINGS = ("unit", "overlap", "owners", "prefetch", "keep", "reduce_each", "bucket_mb")
 
 
 def rows(config: Config) -> None:
