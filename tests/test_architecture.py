@@ -21,6 +21,7 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 
 # The written order: a module may import its own row's package and every row above it. The longest prefix counts.
 ORDER = [
+    {"zeroexp.misfits"},
     {"zeroexp.registry"},
     {
         *(

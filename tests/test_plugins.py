@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 
 from tests.composing import compose_once, composed
@@ -19,14 +20,18 @@ from zeroexp.cluster.points import points_of
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, ConfigError, UndefinedCombination, save
+from zeroexp.models.families import MODELS, ModelFamily
+from zeroexp.models.loss import loss_sum
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.registry import RegistryError
 from zeroexp.sharding.layout import LAYOUTS, Layout, by_buffer
 from zeroexp.sharding.owners import OWNERS
 from zeroexp.sharding.placement import STAGES, Placement, Stage
+from zeroexp.strategies.beforehand import check_strategy
+from zeroexp.strategies.build import with_members
 from zeroexp.strategies.engines import ENGINES, Engine
-from zeroexp.tracking.files import write_json
+from zeroexp.tracking.files import read_json, write_json
 
 R, PARTIAL, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 PLUGIN = """
@@ -35,7 +40,11 @@ from zeroexp.sharding.placement import STAGES, Placement, Stage
 
 S = Placement.SHARD
 STAGES.add("late_of_test", Stage(S, Placement.PARTIAL, S))
-kind = OptimizerKind(print, num_moments=lambda config: 3, settings={"rho": 0.5})
+def make(groups, config):
+    import torch
+    return torch.optim.SGD(groups, lr=config.lr)
+
+kind = OptimizerKind(make, num_moments=lambda config: 3, settings={"rho": 0.5})
 OPTIMIZERS.add("optimizer_of_test", kind)
 """
 WORDS = ["plugins=plugin_of_test", "model=tiny", "data=synthetic", "tracking=files"]
@@ -97,6 +106,12 @@ def test_a_word_can_be_typed(word):
         (STAGES, Stage(R, S, R), "a Stage whose optimizer rests sharded"),
         (STAGES, Stage(PARTIAL, S, S), "whose parameters are not partial"),
         (OWNERS, "greedy", "use a function"),
+        (OWNERS, lambda specs: {}, "can not be called with 2 arguments"),
+        (LAYOUTS, Layout(lambda unit, size: ()), "gives cut=<lambda>.*with 3 arguments"),
+        (OPTIMIZERS, OptimizerKind(print, num_moments=1), "num_moments=1: no function; give one"),  # pyright: ignore
+        (MODELS, ModelFamily(print, tasks="causal"), "tasks='causal': no tuple of words"),  # pyright: ignore
+        (MODELS, ModelFamily(print, tasks=()), "tasks=.*: empty; name one or more"),
+        (MODELS, ModelFamily(print, settings={"x": print}), "no dict of plain values"),
     ],
 )
 def test_a_value_of_another_kind_is_refused(one, value, needs):
@@ -150,7 +165,14 @@ def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
     ("text", "words", "told"),
     [
         (None, "plugins=plugin_gone", "no module plugin_gone is installed or in "),
-        (None, "plugins=[./plugin_of_test.py]", "no name of a module; write mine for mine.py"),
+        (
+            None,
+            "plugins=[./plugin_of_test.py]",
+            "no name of a module; write plugins=plugin_of_test",
+        ),
+        (None, "plugins=plugin_of_test.py", "no name of a module; write plugins=plugin_of_test"),
+        (None, "plugins=plugin-of-test", "with a dash: rename the file to plugin_of_test.py"),
+        (None, "plugins=a/b.py", "write plugins=a.b, with the command given above a"),
         ("1 / 0", "plugins=plugin_of_test", "(ZeroDivisionError: division by zero, at plugin_of_"),
         ("import plugin_lib", "plugins=[plugin_of_test]", "No module named 'plugin_lib'"),
         ("raise SystemExit(3)", "plugins=plugin_of_test", "can not be imported (SystemExit: 3"),
@@ -191,7 +213,7 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     assert late.strategy.reduce_each == "step" and late.optimizer.settings == {"rho": 0.7}
     assert form_of(late, build_on_meta(late), "direct").optimizer.num_moments == 3
     for wrong, told in {
-        "+optimizer.settings.rhoo=1": "has no such setting; did you mean rho? use one of rho",
+        "++optimizer.settings.rhoo=1": "has no such setting; did you mean rho? use one of rho",
         "optimizer.betas=[0.1,0.2]": "optimizer.betas=[0.1, 0.2]: no effect with optimizer.name=op",
         "strategy=late_of_tes": "did you mean late_of_test?",
         "+model.settings.x=1": "model.family=llama has no such setting; leave it out",
@@ -202,6 +224,11 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     told = capsys.readouterr().out
     assert "late_of_test         added by a plugin" in told
     assert "one of adamw, sgd, optimizer_of_test" in told
+    assert say(monkeypatch, "--help", "optimizer.settings.rho", "plugins=plugin_of_test") == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[1:] == [
+        "  a setting of optimizer.name=optimizer_of_test; default: 0.5"
+    ]
 
 
 def test_a_rank_imports_plugins_from_where_the_command_was_given(tmp_path, monkeypatch):
@@ -231,6 +258,180 @@ def test_jobs_get_the_plugin_that_was_submitted(tmp_path, monkeypatch):
     plugin.write_text(f"{PLUGIN}# edited\n")
     assert take_snapshot(tmp_path / "sweep", names) != code
     assert "edited" not in (code / "plugin_of_test.py").read_text()
+
+
+def test_a_file_with_the_name_of_another_module_is_refused(tmp_path, monkeypatch, capsys):
+    for name in ("random", "yaml"):  # of Python, and of a package
+        (tmp_path / f"{name}.py").write_text(PLUGIN)
+        assert say(monkeypatch, f"plugins={name}", "model=tiny") == zeroexp.REFUSED
+        told = capsys.readouterr().err
+        assert "another module has this name (" in told and f"rename {name}.py" in told
+
+
+def test_plugins_are_named_once(monkeypatch, capsys):
+    """Hydra takes the last of two words for a key, so that ranks would miss what the first had registered."""
+    assert say(monkeypatch, "plugins=a", "plugins=[b,c]") == zeroexp.REFUSED
+    assert "said twice, and Hydra takes the last; use plugins=a,b,c" in capsys.readouterr().err
+
+
+def test_a_setting_that_one_of_two_words_has_skips_the_other(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    words = ["optimizer=optimizer_of_test,adamw", "world_size=1"]
+    assert say(monkeypatch, *WORDS, *words, "optimizer.settings.rho=0.7") == zeroexp.REFUSED
+    assert "not there so far; use ++optimizer.settings.rho=0.7" in capsys.readouterr().err
+    found = points(monkeypatch, *words, "++optimizer.settings.rho=0.7")
+    assert [config.optimizer.name for config in found] == ["optimizer_of_test", "adamw"]
+    reasons = [
+        str(job["reason"]) for job in map(read_json, sorted(Path().glob("*/*/*/state.json"))) if job
+    ]
+    assert sum("optimizer.name=adamw has no such setting" in reason for reason in reasons) == 1
+
+
+# ---- what code of others returns is tried before a rank starts
+
+LAYOUT = """
+from zeroexp.sharding.layout import LAYOUTS, Layout, by_tensor
+from dataclasses import replace
+
+def cut(unit, size, rounding):
+    chunks = by_tensor(unit, size, rounding)
+    return {}
+
+LAYOUTS.add("layout_of_test", Layout(cut))
+"""
+OF_OWNERS = """
+from zeroexp.sharding.owners import OWNERS
+OWNERS.add("owners_of_test", lambda specs, size: {})
+"""
+OF_OPTIMIZER = """
+import torch
+from zeroexp.optim import OPTIMIZERS, OptimizerKind
+
+class Closing(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+
+kind = OptimizerKind({}, num_moments=lambda config: 1)
+OPTIMIZERS.add("optimizer_of_test", kind)
+"""
+OF_DATA = """
+import numpy as np, torch
+from zeroexp.data import Microbatch
+from zeroexp.data.kinds import DATA, DataKind
+
+class Source:
+    vocab_size, source = 50, "a test"
+
+    def __init__(self, config, model, seed):
+        pass
+
+    def __len__(self):
+        return 9
+
+    def read(self, indices):
+        rows = torch.from_numpy(np.stack([np.arange(9) + i for i in indices]))
+        return Microbatch({{"input_ids": rows[:, :-1]}}, rows[:, 1:])
+
+    def count(self, indices):
+        return 8 * len(indices), 8 * len(indices)
+
+    {}
+
+DATA.add("data_of_test", DataKind(Source))
+"""
+OF_MODEL = """
+from torch import nn
+from zeroexp.models.families import MODELS, ModelFamily
+
+def build(config, words):
+    {}
+
+MODELS.add("model_of_test", ModelFamily(build))
+"""
+BY = {
+    "layout": [LAYOUT, "strategy.implementation=layout_of_test"],
+    "owners": [OF_OWNERS, "strategy.implementation=parameter", "strategy.owners=owners_of_test"],
+    "optimizer": [OF_OPTIMIZER, "optimizer=optimizer_of_test"],
+    "data": [OF_DATA, "data=data_of_test"],
+    "model": [OF_MODEL, "model=model_of_test"],
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("layout", "chunks[1:]", "implementation=layout_of_test: loses model.embed_tokens.weight;"),
+        ("layout", "(*chunks, chunks[0])", "holds model.embed_tokens.weight twice, or in a unit"),
+        ("layout", "None", "cuts a unit into None; return a tuple of Chunk"),
+        ("layout", "[replace(c, kind='') for c in chunks]", "(trainable) into a chunk of kind ''"),
+        ("layout", "[replace(c, cuts=c.cuts[1:]) for c in chunks]", "3 whole numbers that rise"),
+        (
+            "layout",
+            "[replace(c, cuts=(0, 1, 2)) for c in chunks]",
+            "elements for 2 ranks at (0, 1,",
+        ),
+        ("layout", "unit[0]['x']", "module plugin_of_test: raised TypeError: 'ParameterSpec' obj"),
+        ("owners", "{}", "gives model.embed_tokens.weight to rank None; use 0 to 1, for each"),
+        ("owners", "{s.name: 2 for s in specs}", "to rank 2; use 0 to 1, for each parameter"),
+        ("owners", "[]", "strategy.owners=owners_of_test: returns a list; return a dict"),
+        ("optimizer", "lambda groups, c: None", "its make returns a NoneType; return an optimizer"),
+        ("optimizer", "lambda groups, c: Closing(groups)", "wants a closure in step(), and no"),
+        (
+            "optimizer",
+            "lambda groups, c: torch.optim.Adafactor(groups)",
+            "use the layout parameter",
+        ),
+        (
+            "optimizer",
+            "lambda groups, c: c.x",
+            "module plugin_of_test: raised AttributeError: 'Opt",
+        ),
+        ("data", "def __len__(self): return 0", "data.kind=data_of_test: has no samples; give it"),
+        ("data", "read = None", "opens a Source without read; return Samples of zeroexp/data/"),
+        ("data", "vocab_size = 5", "reads tokens 0 to 8; vocab_size=5 allows 0 to 4"),
+        ("data", "def count(self, i): return 7 * len(i), 8", "counts 14 labels in samples that h"),
+        ("data", "def read(self, i): return 3", "reads a int; return Microbatch(inputs, labels)"),
+        ("data", "def read(self, i): return {}[3]", "module plugin_of_test: raised KeyError: 3 at"),
+        ("model", "return open('gone')", "module plugin_of_test: raised FileNotFoundError: [Err"),
+        ("model", "return nn.Linear(2, 2)", "the model has no block; use one layer or more"),
+    ],
+)
+def test_what_others_return_is_tried_before_a_rank_starts(
+    what, code, told, tmp_path, monkeypatch, capsys
+):
+    text, *words = BY[what]
+    changed = text.replace("{{", "{").replace("}}", "}") if what == "data" else text
+    changed = (
+        changed.replace("    return {}", f"    return {code}") if what == "layout" else changed
+    )
+    changed = changed.replace("size: {}", f"size: {code}").replace("Kind({},", f"Kind({code},")
+    changed = changed.replace("    {}\n", f"    {code}\n")
+    (tmp_path / "plugin_of_test.py").write_text(changed)
+    given = {word.partition("=")[0] for word in words}
+    words += [word for word in WORDS if word.partition("=")[0] not in given]
+    compose_once(monkeypatch)
+    assert say(monkeypatch, *words, "data.seq_len=8") == zeroexp.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zeroexp: ") and told in line
+    assert not list(tmp_path.glob("**/state.json"))
+
+
+def test_an_engine_without_a_member_is_one_line():
+    with pytest.raises(ConfigError, match="returns a NoneType without model, optimizer, microbat"):
+        with_members("mine", None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("output", "task", "told"),
+    [
+        ((torch.zeros(2, 3, 5),), "causal", "returns a tuple: return a tensor"),
+        (torch.zeros(2, 2, 5), "causal", r"shape \[2, 2, 5\] for labels of shape \[2, 3\]"),
+        (torch.zeros(2, 3, 1), "regression", r"return a value for each label \(model.task=regr"),
+    ],
+)
+def test_a_model_answers_with_a_value_for_each_label(output, task, told):
+    with pytest.raises(ValueError, match=told):
+        loss_sum(output, torch.zeros(2, 3, dtype=torch.int64), task)
 
 
 # ---- engines of others
@@ -271,5 +472,18 @@ def test_an_engine_of_others_is_checked_like_ours():
 def test_settings_are_those_of_the_word():
     values = asdict(composed("model=tiny", "world_size=1"))
     values["optimizer"]["settings"] = {"rho": 1}
-    with pytest.raises(ConfigError, match=r"optimizer.settings.rho=1: optimizer.name=adamw has no"):
-        points_of([], values)
+    (point,) = points_of(
+        [], values
+    )  # it is skipped: another point may have an optimizer that knows it
+    assert str(point.refusal).startswith("optimizer.settings.rho=1: optimizer.name=adamw has no")
+
+
+def test_a_number_of_moments_is_a_number(monkeypatch):
+    kind = OptimizerKind(lambda groups, config: torch.optim.SGD(groups), num_moments=repr)  # pyright: ignore
+    OPTIMIZERS.add("optimizer_of_test", kind)
+    mine = composed("model=tiny", "world_size=1")
+    mine = replace(mine, optimizer=replace(mine.optimizer, name="optimizer_of_test"))
+    with pytest.raises(
+        ConfigError, match=r"num_moments returns \"OptimizerConfig.*; return how many"
+    ):
+        check_strategy(mine)

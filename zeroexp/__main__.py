@@ -65,16 +65,19 @@ def main() -> int:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # a sweeper that learns may have run points already
             return REFUSED
-        except OSError as error:
-            if error.errno not in OF_THE_DISK:
+        except KeyboardInterrupt:
+            sweep.conclude()
+            return INTERRUPTED
+        except Exception as error:
+            if told := plugins.blamed(error):
+                print(f"zeroexp: {told}", file=sys.stderr)
+                return REFUSED
+            if not isinstance(error, OSError) or error.errno not in OF_THE_DISK:
                 raise
             where = f"{error.filename}: " if error.filename else ""
             remedy = "make room, or choose another folder with outputs=..."
             print(f"zeroexp: {where}{error.strerror}; {remedy}", file=sys.stderr)
             return FAILED
-        except KeyboardInterrupt:
-            sweep.conclude()
-            return INTERRUPTED
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:

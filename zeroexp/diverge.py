@@ -20,6 +20,7 @@ from zeroexp.report.diverge import Comparison, compare, has_hashes
 
 NUM_STEPS = 3  # that a rerun hashes
 DIVERGES, REFUSED = 1, 2
+ENVIRONMENT = "environment.json"
 
 
 def main() -> int:
@@ -69,6 +70,8 @@ def _rerun(run: Path, again: Path) -> None:
     again.mkdir()
     _shorten(config)
     configs.save(config, again / "config.yaml")
+    if (run / ENVIRONMENT).exists():  # it says in which folder plugins are looked for
+        shutil.copy(run / ENVIRONMENT, again)
     print(f"{run.name} is run again with hashes, into {again}", file=sys.stderr)
     with LocalCluster(config.cluster) as cluster:
         outcome = cluster.run(Job(again), on_record=lambda _: None, on_event=lambda _: None)

@@ -66,7 +66,17 @@ def optimizer_factory(
     if config.name not in OPTIMIZERS:
         raise ConfigError(f"optimizer.name={config.name}: use {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[config.name]
-    return lambda groups: kind.make(groups, config)
+
+    def make(groups: Iterable[Any]) -> torch.optim.Optimizer:
+        import torch
+
+        made = kind.make(groups, config)
+        if not isinstance(made, torch.optim.Optimizer):
+            problem = f"its make returns a {type(made).__name__}"
+            raise ConfigError(f"optimizer.name={config.name}: {problem}; return an optimizer")
+        return made
+
+    return make
 
 
 def _adamw(groups: Iterable[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -110,6 +120,7 @@ OPTIMIZERS = Registry(
     },
     needs="an OptimizerKind(make=function, num_moments=function)",
     fits=lambda value: isinstance(value, OptimizerKind),
+    arguments=lambda kind: {"make": 2, "num_moments": 1},
 )
 
 

@@ -6,6 +6,7 @@ It is looked for as Python does, then in the folder from which the command was g
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -15,18 +16,20 @@ from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from zeroexp.config import Config, ConfigError
 from zeroexp.data.kinds import DATA
 from zeroexp.models.families import MODELS
 from zeroexp.optim import OPTIMIZERS
-from zeroexp.registry import Registry, RegistryError
+from zeroexp.registry import MODULES_OF_OTHERS, Registry, RegistryError
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.owners import OWNERS
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.engines import ENGINES
 
+NAMED = re.compile(r"[^\s\[\],'\"()]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 # What each key of the config may name; two registries of one key share its words.
 REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
@@ -54,11 +57,13 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
     if modules:
         look_in(folder)
     for name in modules:
-        if not MODULE.fullmatch(name):
-            problem, remedy = "no name of a module", "write mine for mine.py, package.mine in it"
-            raise ConfigError(f"plugins=[{name}]: {problem}; {remedy}")
+        if not MODULE.fullmatch(name) or name.endswith(".py"):
+            raise ConfigError(f"plugins=[{name}]: no name of a module; {_module_meant(name)}")
+        MODULES_OF_OTHERS.add(name)
         try:
-            importlib.import_module(name)
+            _refuse_namesake(importlib.import_module(name), folder)
+        except ConfigError:
+            raise
         except RegistryError as error:
             raise ConfigError(f"plugins=[{name}]: {error}") from error
         except (Exception, SystemExit) as error:
@@ -69,6 +74,46 @@ def look_in(folder: Path) -> None:
     """Let Python look for modules in this folder too, after all other places."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def _module_meant(name: str) -> str:
+    meant = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    if MODULE.fullmatch(meant):
+        above = meant.rpartition(".")[0]
+        return f"write plugins={meant}" + (
+            f", with the command given above {above}" if above else ""
+        )
+    if "-" in meant:
+        return (
+            f"Python imports no name with a dash: rename the file to {meant.replace('-', '_')}.py"
+        )
+    return "write mine for mine.py, package.mine for mine.py in the folder package"
+
+
+def _refuse_namesake(module: ModuleType, folder: Path) -> None:
+    """Refuse a file that is not imported, since Python or an installed package has a module of its name."""
+    name, taken = module.__name__, Path(getattr(module, "__file__", None) or "built in")
+    here = folder.joinpath(*name.split(".")).with_suffix(".py")
+    top = name.partition(".")[0]
+    if not here.is_file() or (taken.exists() and here.samefile(taken)):
+        return
+    if top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & set(taken.parts):
+        problem = f"another module has this name ({taken})"
+        raise ConfigError(f"plugins=[{name}]: {problem}; rename {here.name}")
+
+
+def blamed(error: BaseException) -> str | None:
+    """Return one line for an error that code of others has raised or let through; None for one of ours."""
+    others = {name.partition(".")[0] for name in MODULES_OF_OTHERS}
+    frames = [
+        (frame.f_globals.get("__name__", ""), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    for name, line in reversed(frames):
+        if name.partition(".")[0] in others:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"module {name}: raised {said} at line {line}; repair it, or leave it out"
+    return None
 
 
 def _told(name: str, error: BaseException, folder: Path) -> str:
@@ -83,10 +128,13 @@ def _told(name: str, error: BaseException, folder: Path) -> str:
 
 
 def named_in(words: Sequence[str]) -> list[str]:
-    """Return the modules that words of the command line name with `plugins=`."""
-    pairs = [word.lstrip("+").partition("=") for word in words]
-    values = [value for key, _, value in pairs if key == "plugins"]
-    return [name for value in values for name in re.findall(r"[^\s\[\],'\"()]+", value)]
+    """Return the modules that words of the command line name with `plugins=`. Raises ConfigError for two such words."""
+    told = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
+    found = [name for word in told for name in NAMED.findall(word.partition("=")[2])]
+    if len(told) > 1:
+        problem, remedy = "said twice, and Hydra takes the last", f"use plugins={','.join(found)}"
+        raise ConfigError(f"{told[-1]}: {problem}; {remedy}")
+    return found
 
 
 def as_list(word: str) -> str:
@@ -97,8 +145,18 @@ def as_list(word: str) -> str:
 
 
 def with_settings(config: Config) -> Config:
-    """Return the config with the defaults of its words' own settings. Raises ConfigError for an unknown one."""
+    """Return the config with the defaults of its words' own settings. Raises ConfigError for a broken package."""
     changed: dict[str, Any] = {}
+    for group, key in WITH_SETTINGS.items():
+        section = getattr(config, group)
+        known = _settings_of(f"{group}.{key}", getattr(section, key))
+        filled = {**deepcopy(dict(known)), **section.settings}
+        changed[group] = replace(section, settings=filled)
+    return replace(config, **changed)
+
+
+def unknown_settings(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, problem, remedy) of every setting that its word does not have."""
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
         word = getattr(section, key)
@@ -109,11 +167,7 @@ def with_settings(config: Config) -> Config:
                 meant = f"did you mean {close[0]}? " if close else ""
                 words = f"use one of {', '.join(known)}" if known else "leave it out"
                 problem = f"{group}.{key}={word} has no such setting"
-                told = f"{group}.settings.{given}={section.settings[given]}"
-                raise ConfigError(f"{told}: {problem}; {meant}{words}")
-        filled = {**deepcopy(dict(known)), **section.settings}
-        changed[group] = replace(section, settings=filled)
-    return replace(config, **changed)
+                yield f"{group}.settings.{given}", problem, f"{meant}{words}"
 
 
 def _settings_of(key: str, word: str) -> Mapping[str, Any]:
@@ -124,6 +178,26 @@ def _settings_of(key: str, word: str) -> Mapping[str, Any]:
             except RegistryError as error:
                 raise ConfigError(str(error)) from error
     return {}
+
+
+def settings_of_others() -> Iterator[tuple[str, str, Any]]:
+    """Yield (key, word, default) of every setting that a word of others has; broken packages have none."""
+    for group, key in WITH_SETTINGS.items():
+        for registry in REGISTRIES[f"{group}.{key}"]:
+            for word in (word for word in registry if word not in registry.own):
+                with contextlib.suppress(RegistryError):
+                    for name, default in getattr(registry[word], "settings", {}).items():
+                        yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
+
+
+def has_code_of_others(config: Config) -> bool:
+    """Tell whether a word of the config is neither ours nor unknown."""
+    for key, registries in REGISTRIES.items():
+        section, name = key.split(".")
+        word = getattr(getattr(config, section), name)
+        if any(word in registry and word not in registry.own for registry in registries):
+            return True
+    return False
 
 
 def added(group: str) -> list[str]:

@@ -7,7 +7,7 @@ Others add in two ways, and neither edits a file of ours:
     mine = "package.module:OBJECT"
 
 An entry point is imported when its word is used, so that a broken package disturbs nobody who does not use it. A word
-has one meaning: whoever registers it a second time is refused, and both are named. This file imports nothing of ours.
+has one meaning: whoever registers it a second time is refused, and both are named. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module, metadata
 from typing import Any, ClassVar, Generic, TypeVar
 
+from zeroexp.misfits import misfit, wrong_call
+
 Value = TypeVar("Value")
 NAME = re.compile(r"[A-Za-z]\w*")
+# The modules of others that have registered a word or were asked to: what they raise is told in one line.
+MODULES_OF_OTHERS: set[str] = set()
 
 
 class RegistryError(ValueError):
@@ -40,9 +45,14 @@ class Registry(Mapping[str, Value], Generic[Value]):
         *,
         needs: str,
         fits: Callable[[Any], bool] = callable,
+        arguments: Callable[[Any], Mapping[str, int]] = lambda value: {},
     ) -> None:
-        """`own` are our words. group: of entry points. needs: what `fits` accepts, in words."""
+        """`own` are our words. group: of entry points. needs: what `fits` accepts, in words.
+
+        arguments: how many each function of a value is called with, by field; "" is a value that is one itself.
+        """
         self.key, self.group, self._needs, self._fits = key, group, needs, fits
+        self._arguments = arguments
         self.own = tuple(own)  # in the order in which messages name them
         self._values, self._who = dict(own), dict.fromkeys(own, "zeroexp itself")
         Registry._all.append(self)
@@ -52,6 +62,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         if self._values.get(name) is value:
             return value
         module = str(sys._getframe(1).f_globals.get("__name__"))
+        MODULES_OF_OTHERS.add(module)
         who = f"module {module}"
         self._refuse_unfit(name, value, who)
         for other in self._sharing():
@@ -97,6 +108,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         yield from (_who(entry) for entry in entries if entry.module != beside)
 
     def _load(self, entry: metadata.EntryPoint) -> Value:
+        MODULES_OF_OTHERS.add(entry.module)
         try:
             value = entry.load()
         except Exception as error:
@@ -115,6 +127,15 @@ class Registry(Mapping[str, Value], Generic[Value]):
         if not self._fits(value):
             problem = f"{who} registers a {type(value).__name__} under this word"
             raise RegistryError(f"{self.key}={name}: {problem}; use {self._needs}")
+        if problem := self._misfit(value):
+            raise RegistryError(f"{self.key}={name}: {who} gives {problem}")
+
+    def _misfit(self, value: Any) -> str | None:
+        arguments = self._arguments(value)
+        if is_dataclass(value):
+            return misfit(value, arguments)
+        problem = wrong_call(value, arguments[""]) if "" in arguments else None
+        return problem and f"{value.__name__}(): {problem}"
 
     def _taken_twice(self, name: str, one: str, other: str) -> RegistryError:
         problem = f"registered by {one} and by {other}"

@@ -62,6 +62,39 @@ def test_a_sweep_over_world_sizes(cluster: Minicluster, tmp_path: Path) -> None:
     assert set(in_mlflow(tmp_path).values()) == {"FINISHED"}
 
 
+PLUGIN = """
+import torch
+from zeroexp.optim import OPTIMIZERS, OptimizerKind
+from zeroexp.sharding.layout import LAYOUTS, Layout, by_tensor
+from plugin_helper import rate
+
+
+def make(groups, config):
+    return torch.optim.SGD(groups, lr=rate(config.lr), weight_decay=config.weight_decay)
+
+
+OPTIMIZERS.add("of_test", OptimizerKind(make, num_moments=lambda config: 0))
+LAYOUTS.add("layout_of_test", Layout(lambda *cut: tuple(reversed(by_tensor(*cut)))))
+"""
+
+
+def test_a_plugin_trains_on_two_nodes(cluster: Minicluster, tmp_path: Path) -> None:
+    """What the module beside it says is found in the folder of the command; the plugin is the submitted one."""
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    (tmp_path / "plugin_helper.py").write_text("def rate(lr):\n    return lr\n")
+    words = ["plugins=plugin_of_test", "optimizer=of_test", "optimizer.lr=0.1", "world_size=1,2"]
+    layouts = "strategy.implementation=layout_of_test,buffer"
+    done = run(cluster, tmp_path, "zeroexp", *words, layouts, *SMALL)
+    assert done.returncode == 0, done.stderr
+    losses = {job.name: [r.loss for r in read_records(job.folder)] for job in jobs(tmp_path)}
+    assert len(losses) == 4
+    first, *others = losses.values()
+    for curve in others:
+        assert curve == pytest.approx(first, rel=1e-5)
+    assert first[0] != first[-1]
+    assert list(tmp_path.glob("outputs/*/.code/*/plugin_of_test.py"))
+
+
 def test_what_slurm_refuses_is_failed_in_mlflow_at_once(
     cluster: Minicluster, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_what_needs_whole_matrices_may_be_shared_and_not_cut(factory, lr):
     refuse_unless_elementwise(factory, groups, family="parameter", cut=False, shared=True)
     told = (
         f"optimizer {factory.__name__} updates whole matrices, but strategy cuts them "
-        "(layout tensor): use Options(family='parameter')"
+        "(layout tensor): use the layout parameter"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         refuse_unless_elementwise(factory, groups, family="tensor", cut=True, shared=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from zeroexp import plugins
 from zeroexp.check.refusal import undefined
 from zeroexp.config import (
     CheckpointConfig,
@@ -21,6 +22,12 @@ from zeroexp.models.families import MODELS
 from zeroexp.optim import OPTIMIZERS
 
 SLURMS_OWN = ("dry_run", "wait", "heartbeat_s")
+
+
+def settings(config: Config) -> None:
+    """Allow settings of a plugin's word only with that word."""
+    for key, problem, remedy in plugins.unknown_settings(config):
+        undefined(config, key, problem, remedy)
 
 
 def shape(config: Config) -> None:
@@ -91,4 +98,4 @@ def _unless_default(config: Config, key: str, schema: type, why: str, remedy: st
         undefined(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
 
 
-RULES = (shape, optimizer, checkpoint, profiled_ranks, tracking, slurms_own)
+RULES = (settings, shape, optimizer, checkpoint, profiled_ranks, tracking, slurms_own)

@@ -28,7 +28,7 @@ from zeroexp.cluster.points import Composed, Point, points_of
 from zeroexp.cluster.queue import Queue, stop
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ClusterConfig, Config, ConfigError, save
+from zeroexp.config import ClusterConfig, Config, ConfigError, UndefinedCombination, save
 from zeroexp.report.agreement import judge
 from zeroexp.report.points import Point as RunPoint
 from zeroexp.report.points import points_of as runs_as_points
@@ -81,6 +81,8 @@ class Sweep:
             for overrides, values, files in batch
         ]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
+        points = [[_tried(point) for point in one] for one in points]
+        self._refuse_all_skipped([point for one in points for point in one])
         jobs: list[list[Job]] = [[] for _ in points]
         for repeat in range(max(point.config.repeats for one in points for point in one)):
             for one, admitted in zip(points, jobs, strict=True):
@@ -148,8 +150,7 @@ class Sweep:
         if not points:
             remedy = "leave what it compares to the study, or extend study.include"
             raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
-        if not self._jobs and all(point.refusal for point in points):
-            raise ConfigError(points[0].refusal)
+        self._refuse_all_skipped(points)
         for outputs in {point.config.outputs for point in points}:
             require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
         for point in points:
@@ -160,6 +161,10 @@ class Sweep:
                 check_inputs(point.config)
                 _check_model(point.config)
                 _check_data(point.config)
+
+    def _refuse_all_skipped(self, points: Sequence[Point]) -> None:
+        if not self._jobs and all(point.refusal for point in points):
+            raise ConfigError(points[0].refusal)
 
     def _admit(self, point: Point, repeat: int) -> Job:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""
@@ -293,6 +298,19 @@ def _check_model(config: Config) -> None:
     from zeroexp.models.beforehand import check_model
 
     check_model(config)
+
+
+def _tried(point: Point) -> Point:
+    """Return the point, skipped if code of others can not carry it out."""
+    if point.refusal or not plugins.has_code_of_others(point.config):
+        return point
+    from zeroexp.strategies.beforehand import check_strategy  # it imports torch too
+
+    try:
+        check_strategy(point.config)
+    except UndefinedCombination as error:
+        return replace(point, refusal=str(error))
+    return point
 
 
 def _repeats(point: Point) -> int:

@@ -75,7 +75,10 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _unknown_key(key: str, value: str) -> str:
     if key.startswith(FREE):
-        return f"{key}={value}: not there so far; use +{key}={value} to add it"
+        plus = (
+            "++" if ".settings." in key else "+"
+        )  # beside a word that has it and one that lacks it
+        return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
     if remedy := key_meant(key):
         return f"{key}={value}: unknown key; {remedy}"
     close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)

@@ -51,6 +51,11 @@ def about(key: str, conf: Path) -> str:
     known = {name: (kind, default) for name, kind, default in _keys()}
     if key in _groups(conf):
         return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key, known)])
+    if owners := [
+        (word, value) for name, word, value in plugins.settings_of_others() if name == key
+    ]:
+        told = [f"  a setting of {word}; default: {value}" for word, value in owners]
+        return "\n".join([key, *told])
     if key not in known:
         near = get_close_matches(key, [*known, *_groups(conf)], n=3, cutoff=0.5)
         meant = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows them all"

@@ -13,6 +13,7 @@ from zeroexp.config import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
 from zeroexp.data.kinds import DATA
 from zeroexp.data.order import sample_indices
+from zeroexp.data.soundness import require_samples
 
 
 class Data:
@@ -78,6 +79,8 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
         raise ConfigError(f"data.kind={config.kind}: use {', '.join(DATA)}")
     kind = DATA[config.kind]
     samples = kind.open(config, model, seed)
+    if config.kind not in DATA.own:
+        require_samples(samples, config)
     if not kind.is_table or config.validation_split is None:
         return Data(samples, config, seed)
     other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)

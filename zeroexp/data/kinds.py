@@ -48,4 +48,5 @@ DATA = Registry(
     },
     needs="a DataKind(open=function)",
     fits=lambda value: isinstance(value, DataKind),
+    arguments=lambda kind: {"open": 3},
 )

@@ -78,6 +78,7 @@ MODELS = Registry(
     },
     needs="a ModelFamily(build=function)",
     fits=lambda value: isinstance(value, ModelFamily),
+    arguments=lambda family: {"build": 2, "attention": 1},
 )
 
 

@@ -19,6 +19,7 @@ def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
     regression: values and labels of one shape; the sum of squared errors.
     """
     values: Tensor = getattr(output, "logits", output)
+    _require_shape(values, labels, task)
     values = values if values.dtype.itemsize > 4 else values.float()
     if task == "regression":
         return functional.mse_loss(values, labels.to(values.dtype), reduction="sum")
@@ -26,3 +27,15 @@ def loss_sum(output: Any, labels: Tensor, task: str) -> Tensor:
     return functional.cross_entropy(
         values.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def _require_shape(values: object, labels: Tensor, task: str) -> None:
+    """Raise ValueError for what is no value or no row of logits for each label: it might be broadcast to one."""
+    if not isinstance(values, Tensor):
+        problem = f"the model returns a {type(values).__name__}"
+        raise ValueError(f"{problem}: return a tensor, or an object with .logits")
+    given, wanted = list(values.shape), list(labels.shape)
+    if given != wanted if task == "regression" else given[:-1] != wanted:
+        each = "a value" if task == "regression" else "a row of logits"
+        problem = f"the model returns shape {given} for labels of shape {wanted}"
+        raise ValueError(f"{problem}: return {each} for each label (model.task={task})")

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
-from zeroexp import interruption, output
+from zeroexp import interruption, output, plugins
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline.explain import MISTAKES, explain
 from zeroexp.config import ConfigError
@@ -54,6 +54,11 @@ def main() -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        if (told := plugins.blamed(error)) is None:
+            raise
+        print(f"zeroexp: {told}", file=sys.stderr)
+        return REFUSED
 
 
 def _answer(arguments: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_worl
 from zeroexp.sharding.layout import LAYOUTS, lay_out
 from zeroexp.sharding.options import settle_options
 from zeroexp.sharding.pool_assignment import private_units
+from zeroexp.sharding.refusals.layouts import refuse_layout
 from zeroexp.strategies.build import options_of, stage_of
 from zeroexp.strategies.engines import ENGINES
 
@@ -69,13 +70,15 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
+    specs = [specs_of(group) for group in groups]
     layout = lay_out(
         options.family,
-        [specs_of(group) for group in groups],
+        specs,
         world_size,
         owners=options.owners,
         rounding=TRANSPORTS[transport].rounding,
     )
+    refuse_layout(options.family, specs, layout, world_size)
     private = private_units([group.name for group in groups], options.keep)
     units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]
     schedule = ScheduleForm(

@@ -19,6 +19,7 @@ from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
 from zeroexp.plan.machines import Machines, device_of, machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
 from zeroexp.plan.remedy import remedies
+from zeroexp.strategies.beforehand import check_strategy
 
 on_paper = partial(check, on_paper=True)
 OUTPUTS = "outputs"  # where runs and calibrations are kept
@@ -69,6 +70,9 @@ class Plans:
             raise ConfigError(str(points[0].refusal))
         for config in defined:
             check_model(replace(config, model=replace(config.model, weights=None)))
+        points = [_tried(point) for point in points]
+        if all(point.refusal for point in points):
+            raise ConfigError(str(points[0].refusal))
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
         self.planned += [self._plan(point, auto) for point in points]
         return [None for _ in batch]
@@ -123,6 +127,16 @@ class Plans:
                 return model
         self._models.append((config, build_on_meta(config)))
         return self._models[-1][1]
+
+
+def _tried(point: Point) -> Point:
+    """Return the point, skipped if code of others can not carry it out."""
+    try:
+        if not point.refusal:
+            check_strategy(point.config)
+    except UndefinedCombination as error:
+        return replace(point, refusal=str(error))
+    return point
 
 
 def _with_rehearsal(

@@ -6,6 +6,9 @@ pools or schedules; a run differs from it by just these, and `explain.py` says b
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from zeroexp.config import OptimizerConfig
 from zeroexp.optim import OPTIMIZERS
 from zeroexp.sharding.placement import Move, Placement, Stage, reduce_each
@@ -95,9 +98,21 @@ def _num_moments(run: Run) -> int | None:
     if name not in OPTIMIZERS:
         return None
     kind, own = OPTIMIZERS[name], "optimizer.settings."
-    told = {key.removeprefix(own): word for key, word in run.config.items() if key.startswith(own)}
+    told = {
+        key.removeprefix(own): _value(word)
+        for key, word in run.config.items()
+        if key.startswith(own)
+    }
     momentum = float(run.config.get("optimizer.momentum", 0))
     return kind.num_moments(OptimizerConfig(momentum=momentum, settings={**kind.settings, **told}))
+
+
+def _value(word: str) -> Any:
+    """Return what `flatten` has written as a word: JSON, but for strings."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 def _size(run: Run, kind: str) -> int:

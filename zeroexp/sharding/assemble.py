@@ -14,6 +14,7 @@ from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import watch
 from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.sharding.refusals.layouts import refuse_layout
 from zeroexp.sharding.state import ChunkTensors, allocate
 from zeroexp.sharding.unit import Unit
 from zeroexp.strategies.values import Read, Values
@@ -37,6 +38,7 @@ def make_units(
     world = wire.world
     specs = [specs_of(group) for group in groups]
     layout = lay_out(family, specs, world.size, owners=owners, rounding=wire.facts.rounding)
+    refuse_layout(family, specs, layout, world.size)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):

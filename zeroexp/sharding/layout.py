@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from zeroexp.registry import Registry
 from zeroexp.sharding.chunk import Chunk, Member, ParameterSpec
-from zeroexp.sharding.owners import OWNERS
+from zeroexp.sharding.owners import assign_owners
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ def lay_out(
     family: a word of LAYOUTS.
     owners: a word of OWNERS; only layouts that keep parameters whole read it.
     rounding: the same on all ranks, since all must cut alike.
+    Raises ValueError, in one line, for a rule of others that gives a parameter to no rank.
     """
     layout = LAYOUTS[family]
     if layout.has_owners:
-        owner_of = OWNERS[owners]([spec for unit in units for spec in unit], world_size)
+        owner_of = assign_owners(owners, [spec for unit in units for spec in unit], world_size)
         return [layout.cut(unit, world_size, owner_of) for unit in units]
     return [layout.cut(unit, world_size, rounding) for unit in units]
 
@@ -104,6 +105,7 @@ LAYOUTS = Registry(
     },
     needs="a Layout(cut=function)",
     fits=lambda value: isinstance(value, Layout),
+    arguments=lambda layout: {"cut": 3},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from zeroexp.registry import Registry
 from zeroexp.sharding.chunk import ParameterSpec
@@ -37,4 +38,32 @@ def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> i
 
 OwnersRule = Callable[[Sequence[ParameterSpec], int], dict[str, int]]
 _OWNERS: dict[str, OwnersRule] = {"contiguous": own_contiguously, "greedy": own_greedily}
-OWNERS = Registry("strategy.owners", "zeroexp.owners", _OWNERS, needs="a function")
+OWNERS = Registry(
+    "strategy.owners",
+    "zeroexp.owners",
+    _OWNERS,
+    needs="a function",
+    arguments=lambda rule: {"": 2},
+)
+
+
+def assign_owners(rule: str, specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
+    """Return the owner of each parameter. Raises ValueError for a rule of others that gives one to no rank."""
+    owner_of = OWNERS[rule](specs, world_size)
+    if rule not in OWNERS.own:
+        _require_owners(f"strategy.owners={rule}", owner_of, specs, world_size)
+    return owner_of
+
+
+def _require_owners(
+    told: str, owner_of: object, specs: Sequence[ParameterSpec], world_size: int
+) -> None:
+    if not isinstance(owner_of, dict):
+        problem = f"returns a {type(owner_of).__name__}"
+        raise ValueError(f"{told}: {problem}; return a dict from names to ranks")
+    owners = cast(dict[str, object], owner_of)
+    for spec in specs:
+        owner = owners.get(spec.name)
+        if type(owner) is not int or not 0 <= owner < world_size:
+            problem, remedy = f"gives {spec.name} to rank {owner}", f"use 0 to {world_size - 1}"
+            raise ValueError(f"{told}: {problem}; {remedy}, for each parameter")

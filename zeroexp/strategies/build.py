@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from zeroexp.config import AUTO, Config, StrategyConfig, resolve
+from zeroexp.config import AUTO, Config, ConfigError, StrategyConfig, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.models.families import MODELS
 from zeroexp.optim import optimizer_factory, parameter_groups
@@ -20,6 +20,8 @@ from zeroexp.strategies.torch_ddp import TorchDDP
 from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
 from zeroexp.world import World
 
+MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.startswith("_")))
+
 
 def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
     """Return the configured engine around `model`, whose parameters or values are the unrounded initial weights."""
@@ -27,7 +29,16 @@ def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
     name, common = config.strategy.implementation, _common(config, model)
     if name in LAYOUTS:
         return _sharded(config, model, world, common)
-    return ENGINES[name].build(config, model, world, common)
+    return with_members(name, ENGINES[name].build(config, model, world, common))
+
+
+def with_members(name: str, made: Strategy) -> Strategy:
+    """Return the engine. Raises ConfigError if an engine of others lacks what the training loop asks of it."""
+    if missing := [member for member in MEMBERS if not hasattr(made, member)]:
+        problem = f"its build returns a {type(made).__name__} without {', '.join(missing)}"
+        remedy = "return an engine with the members of zeroexp/strategies/base.py"
+        raise ConfigError(f"strategy.implementation={name}: {problem}; {remedy}")
+    return made
 
 
 def by_torch(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:

@@ -61,8 +61,15 @@ def refuse_unless_elementwise(
             raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
         if cut and not _same_cut(factory, trials, whole):
             why = f"{name} updates whole matrices, but strategy cuts them (layout {family})"
-            remedy = "use Options(family='parameter')"
+            remedy = "use the layout parameter"
             raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
+
+
+def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
+    trials = [_Trial(group, SHORT_SIDE) for group in groups]
+    with _random_states_kept(trials):
+        _run(factory, trials, _wholes)
 
 
 # -- what is stepped --------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ ENGINES = Registry(
     },
     needs="an Engine(build=function, stages=(...))",
     fits=lambda value: isinstance(value, Engine),
+    arguments=lambda engine: {"build": 4, "refuse": 1, "form": 2},
 )
 
 

@@ -6,5 +6,6 @@ arguments.py     what an engine is built with: modules, blocks, parameter groups
 calls.py         the order of microbatch, backward, step and zero_grad
 changes.py       parameters that were replaced, moved, thawed or written behind the engine
 kept_views.py    views of gathered parameters that outlive them
+layouts.py       chunks of others' layouts that do not hold each parameter once
 methods.py       methods of model and optimizer that would go past the engine
 """
