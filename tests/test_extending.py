@@ -17,7 +17,7 @@ from tests.warm import Warm
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-COMMANDS = re.findall(r"^    python -m (zeroexp.*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^    python -m (zeroexp.*)$", re.sub(r"\\\n +", "", PAGE), re.MULTILINE)
 RUNS = [command for command in COMMANDS if command.startswith("zeroexp ")]
 SMALL = [
     *("train.steps=4", "train.warmup_steps=1", "cluster.device=cpu", "tracking=files"),
@@ -84,9 +84,28 @@ def test_what_the_page_adds_can_be_planned(tmp_path):
     assert plans
     in_an_empty_folder(tmp_path)
     for command in plans:
-        assert "Planned, not measured" in give(tmp_path, command, "data=synthetic")
+        told = give(tmp_path, command, "data=synthetic")
+        assert "Planned, not measured" in told
+        assert ("Rehearsed on tensors" in told) == ("--rehearse" in command)
     helped = re.findall(r"python -m (zeroexp --help [^`]*)`", PAGE)
     assert "lion                 added by a plugin" in give(tmp_path, helped[0])
+
+
+@pytest.mark.slow
+def test_what_others_add_is_held_as_planned(tmp_path):
+    """A model, an optimizer and a layout of others, in one run: every kind on every rank, to the byte."""
+    (command,) = (command for command in COMMANDS if "--rehearse" in command)
+    words = command.removeprefix("zeroexp.plan --rehearse ")
+    in_an_empty_folder(tmp_path)
+    give(tmp_path, f"zeroexp {words}", "data=synthetic", *SMALL)
+    (summary,) = tmp_path.glob("outputs/*/*/summary.json")
+    held = json.loads(summary.read_text())["memory"]["by_kind"]
+    (planned,) = json.loads(
+        give(tmp_path, f"zeroexp.plan --json {words}", "data=synthetic", *SMALL)
+    )
+    assert planned["by_kind"] == held
+    light, full = held["optimizer"]["per_rank"]
+    assert full == pytest.approx(2 * light, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.depth import depth_of, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
@@ -208,3 +209,28 @@ def test_what_can_not_be_rehearsed_is_refused_in_one_line(words, rank, told):
     with pytest.raises(ConfigError, match=told) as refused:
         rehearse(config_of(*MLP, *words), ranks=[rank])
     assert "\n" not in str(refused.value)
+
+
+class AsksForValues(torch.optim.SGD):
+    def step(self, closure=None):
+        if self.param_groups[0]["params"][0].grad.sum().item() < 1:
+            super().step(closure)
+
+
+def test_an_optimizer_that_asks_for_values_is_planned_without_a_rehearsal(monkeypatch):
+    """Its own line is named, and the next point is rehearsed as if nothing had been."""
+    kind = OptimizerKind(lambda groups, config: AsksForValues(groups), num_moments=lambda config: 0)
+    config = config_of(*MLP)
+    monkeypatch.setitem(OPTIMIZERS._values, "adamw", kind)
+    with pytest.raises(
+        ConfigError, match=r"test_rehearse.py, line \d+, can not run on tensors wit"
+    ):
+        rehearse(config)
+    monkeypatch.undo()
+    assert rehearse(config).ranks[0].peak_bytes
+
+
+def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):
+    monkeypatch.setattr("zeroexp.strategies.build.DTYPES", {})
+    with pytest.raises(KeyError, match="float32"):
+        rehearse(config_of(*MLP))

@@ -14,6 +14,7 @@ flight.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import zeroexp
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.data.synthetic import width_of
@@ -47,6 +49,8 @@ from zeroexp.world import fake_world
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
 TRANSPORT_KINDS = (MESSAGES, "buffers")
+OURS, TORCH = (str(Path(module.__file__ or "").parent) for module in (zeroexp, torch))
+WATCHING = (TORCH, str(Path(__file__).parent))  # whose code runs below each operation
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ def rehearse_rank(
     storages = Storages(mode, num_words(model.module))
     timeline = Timeline(speed)
     with (
+        _others_told(),
         fake_world(rank, config.world_size, device) as world,
         on_fake_tensors(config.model),
         buckets_in_python(),
@@ -182,6 +187,25 @@ def rehearse_rank(
     return RehearsedRank(
         rank, watched.peaks, held, traffic, watched.peaks_without_transport, watched.seconds
     )
+
+
+@contextmanager
+def _others_told() -> Generator[None]:
+    """Raise ConfigError for what a model or an optimizer of others can not do with tensors that have no values."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if not frame.filename.startswith(WATCHING)][-1]
+        if last.filename.startswith(OURS):
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"{Path(last.filename).name}, line {last.lineno}, can not run on tensors without values ({said}); "
+            "the closed forms plan it"
+        ) from error
 
 
 def num_words(module: nn.Module) -> int | None:
