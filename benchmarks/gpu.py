@@ -101,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
         host_seconds.append(time.perf_counter() - start)
         _synchronize(world)
         seconds.append(time.perf_counter() - start)
-    worlds.leave()
+    worlds.leave_process_group()
     return {**asdict(case), **_numbers(case, config, world, seconds, host_seconds)}
 
 
@@ -153,7 +153,7 @@ def _layers_that_fit(config: ModelConfig) -> int:
 
 def _join(case: Case) -> World:
     if case.world_size == 1:
-        return worlds.join(device=case.device)
+        return worlds.join_process_group(device=case.device)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)

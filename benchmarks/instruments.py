@@ -25,9 +25,9 @@ from benchmarks.links import open_link
 from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
-from zeroexp.measure.allocations import logged
-from zeroexp.measure.trace import traced
-from zeroexp.measure.verbs import TimedMove, meter, sum_up
+from zeroexp.measure.allocations import logging_allocations
+from zeroexp.measure.trace import tracing_step
+from zeroexp.measure.verbs import TimedMove, meter, sum_up_moves
 
 DEFAULT = ["ddp_buffer", "zero2_buffer", "zero3_buffer"]
 NUM_TURNS, NUM_CALLS = 9, 10_000
@@ -44,9 +44,9 @@ class CostRunner:
     def turn(self, order: int) -> dict[str, float]:
         self._seconds()
         plain, moves = self._seconds()
-        with traced(self._training.strategy.model, {}, CPU):
+        with tracing_step(self._training.strategy.model, {}, CPU):
             watched, _ = self._seconds()
-        with logged(CPU) as log:
+        with logging_allocations(CPU) as log:
             self._training.step(drain=True)
         return {
             "step": plain,
@@ -54,7 +54,7 @@ class CostRunner:
             "moves": len(moves),
             "allocations": len(log.blocks) if log is not None else 0,
             "move": best(one_move, NUM_CALLS),
-            "sum": best(lambda: sum_up(moves), NUM_CALLS // 100),
+            "sum": best(lambda: sum_up_moves(moves), NUM_CALLS // 100),
         }
 
     def _seconds(self) -> tuple[float, list[TimedMove]]:

@@ -33,7 +33,7 @@ from benchmarks.table import machine, replace_in
 from zeroexp import config as configs
 from zeroexp import rank
 from zeroexp.__main__ import compose
-from zeroexp.comm.collectives import shared_bytes
+from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
 from zeroexp.plan.form_of_config import build_on_meta, form_of
@@ -168,7 +168,7 @@ def _limit_when_training(limit: int) -> None:
     train = rank.train
 
     def limited(*args: Any, **settings: Any) -> Any:
-        limit_cpu_allocations(limit - shared_bytes())
+        limit_cpu_allocations(limit - held_shared_bytes())
         return train(*args, **settings)
 
     rank.train = limited

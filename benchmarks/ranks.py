@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
 from zeroexp import world as worlds
-from zeroexp.comm.collectives import shared_bytes, take_traffic
+from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.models.loss import loss_sum
@@ -79,7 +79,7 @@ class Ranks:
         self._processes = []
         for rank in range(spec.world_size):
             ours, theirs = CONTEXT.Pipe()
-            place = Place(rank, rendezvous, link.namespace_of(rank), link.interface_of(rank))
+            place = RankNetwork(rank, rendezvous, link.namespace_of(rank), link.interface_of(rank))
             arguments = (make or StepRunner, spec, place, theirs)
             process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -124,7 +124,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankNetwork:
     """Where a rank runs and how it meets the others."""
 
     rank: int
@@ -133,7 +133,9 @@ class Place:
     interface: str
 
 
-def _serve(make: Callable[[Spec], Runner], spec: Spec, place: Place, pipe: Connection) -> None:
+def _serve(
+    make: Callable[[Spec], Runner], spec: Spec, place: RankNetwork, pipe: Connection
+) -> None:
     """What a rank process does: build, say so, then answer each order with what its turn cost."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines that log to stdout
     try:
@@ -162,7 +164,7 @@ class Training:
     """The engine of a spec on this rank, and a batch that it is trained on again and again."""
 
     def __init__(self, spec: Spec) -> None:
-        self.world = worlds.join(timeout_seconds=TURN_SECONDS)
+        self.world = worlds.join_process_group(timeout_seconds=TURN_SECONDS)
         self.strategy: Timed = build_engine(
             spec.engine,
             model_config(spec.model),
@@ -211,7 +213,7 @@ class StepRunner:
         return Turn(
             step_seconds=seconds / order,
             cpu_seconds=cpu_seconds / order,
-            peak_bytes=_plus(memory.peak_bytes(), shared_bytes()),
+            peak_bytes=_plus(memory.peak_bytes(), held_shared_bytes()),
             allocated_bytes=_per(order, memory.allocated_bytes()),
             wire_bytes=_per(order, wire.sent_bytes()),
             form_bytes=_per(order, sum(take_traffic().bytes_by_kind.values())),

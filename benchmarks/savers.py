@@ -69,7 +69,7 @@ class Ours:
         return self._saver.finish
 
     def load(self) -> None:
-        newest = folders.newest(self._folder)
+        newest = folders.newest_checkpoint(self._folder)
         assert newest is not None
         load(newest, self._strategy, self._shapes, self._world)
 

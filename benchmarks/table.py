@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from benchmarks import targets
-from zeroexp.cluster.environment import processor
+from zeroexp.cluster.environment import processor_name
 from zeroexp.config import ConfigError
 from zeroexp.report import markdown as report
-from zeroexp.report.verdicts import BELOW
+from zeroexp.report.against_reference import BELOW
 
 MB = 1e6
 HEAD = """\
@@ -60,7 +60,7 @@ def machine() -> str:
     """When, on what, with which versions."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"Measured on {today}: {processor()}, {os.cpu_count()} cores, one thread per rank; Python "
+        f"Measured on {today}: {processor_name()}, {os.cpu_count()} cores, one thread per rank; Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}."
     )
 

@@ -20,9 +20,8 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this 
 @dataclass(frozen=True)
 class Seen:
     dom: str  # the document after its scripts have run
-    console: list[
-        str
-    ]  # what the page wrote to the browser's console, errors and refused requests included
+    # What the page wrote to the browser's console, errors and refused requests included.
+    console: list[str]
 
 
 def browse(url: str, folder: Path, *more: str, milliseconds: int = 90_000) -> Seen:

@@ -75,7 +75,7 @@ class _Pool:
         self._connections: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            place = worlds.environment(worlds.Place(rank, world_size, rank))
+            place = worlds.environment_of_rank(worlds.RankInfo(rank, world_size, rank))
             place["ZEROEXP_RENDEZVOUS"] = f"file://{self._folder.name}/meeting"
             process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
@@ -131,7 +131,7 @@ def _serve(connection: Connection, place: dict[str, str]) -> None:
     """What a rank does all its life: join the world once, then answer calls."""
     os.environ.update(place)
     torch.set_num_threads(1)
-    world = worlds.join(timeout_seconds=COLLECTIVE_SECONDS)
+    world = worlds.join_process_group(timeout_seconds=COLLECTIVE_SECONDS)
     while True:
         try:
             sys.path[:], message = connection.recv()

@@ -54,7 +54,7 @@ ORDER = [
     {"zeroexp.sharding", "zeroexp.measure"},
     {"zeroexp.models", "zeroexp.data", "zeroexp.stop"},
     {"zeroexp.strategies"},
-    {"zeroexp.validate"},
+    {"zeroexp.validation_loss"},
     {"zeroexp.train", "zeroexp.tracking"},
     {"zeroexp.checkpoint"},
     {"zeroexp.links"},
@@ -82,14 +82,14 @@ DOORS = {
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",
         "zeroexp.models.huggingface_keys",
-        "zeroexp.models.huggingface_values",
-        "zeroexp.models.huggingface_weights",
+        "zeroexp.models.huggingface_weights_read",
+        "zeroexp.models.huggingface_weights_check",
     },
     "datasets": {"zeroexp.data.tables"},
     "xxhash": {"zeroexp.checkpoint.manifest"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
-    "scipy": {"zeroexp.report.compare"},
+    "scipy": {"zeroexp.report.verdict"},
 }
 
 COLLECTIVES = {
@@ -103,7 +103,7 @@ MAY_COMMUNICATE = {
     "zeroexp.comm.direct",  # the sum of a tiny tensor
     "zeroexp.comm.messages",  # messages to one peer
     "zeroexp.comm.native",
-    "zeroexp.comm.watch",  # lets a peer go that waits in vain
+    "zeroexp.comm.missing_messages",  # lets a peer go that waits in vain
     "zeroexp.world",
 }
 

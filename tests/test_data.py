@@ -561,7 +561,7 @@ def test_every_line_of_a_text_is_a_document(tmp_path):
 @pytest.mark.parametrize("shape", ["cached", "cached_parts"])
 def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, cache, monkeypatch, shape):
     """As `datasets` keeps it: <id>/<subset>/<version>/<fingerprint>/."""
-    monkeypatch.setattr(hub, "online", lambda: False)
+    monkeypatch.setattr(hub, "is_online", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
     subsets = ["one", "two"] if shape == "cached_parts" else ["default"]
     for subset in subsets:
@@ -592,7 +592,7 @@ def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, cache, monke
 
 def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeypatch):
     """The client of the hub would, for half a minute, if it were not told to look into its cache alone."""
-    monkeypatch.setattr(hub, "online", lambda: False)
+    monkeypatch.setattr(hub, "is_online", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     with pytest.raises(ConfigError, match=r"data.path=zeroexp-tests/none: .*on the hub or in its"):

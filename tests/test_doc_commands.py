@@ -20,10 +20,8 @@ import pytest
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = [
-    "docs/slurm.md",
-    "slurm/site.example/cluster/mysite.yaml",
-]  # of the other pages: make test-all
+# The commands of the other pages run in `make test-all`.
+QUICK = ["docs/slurm.md", "slurm/site.example/cluster/mysite.yaml"]
 PAGES = [*QUICK, "README.md", "CONTRIBUTING.md"]
 # tests/test_extending.py gives the commands of extending.md beside the files that it adds.
 OTHERS = {"slurm.md", "extending.md"}
@@ -181,9 +179,8 @@ def reads_a_sweep(place: Path, module: str, words: list[str]) -> None:
         shutil.rmtree(place / "outputs/compare/run/exported", ignore_errors=True)
         shutil.rmtree(place / "DIR" if "DIR" in words else place / "nothing", ignore_errors=True)
     command = [sys.executable, "-m", module, *words]
-    if (
-        module == "zeroexp.calibrate"
-    ):  # it starts processes by multiprocessing, which a warm one may not
+    # It starts processes by multiprocessing, which a warm one may not.
+    if module == "zeroexp.calibrate":
         subprocess.run(command, cwd=place, env=environment(place), check=True)
         return
     done = Warm(command, cwd=place, env=environment(place))

@@ -55,7 +55,7 @@ def save(world: World, config: Config, run: Path) -> None:
 def exported(ranks, tmp_path: Path, *words: str, **options: str) -> tuple[Path, Config]:
     config = config_of(*words)
     ranks(save, config, tmp_path)
-    export.export(export.choose(tmp_path), tmp_path / "to", **options)
+    export.export(export.choose_checkpoint(tmp_path), tmp_path / "to", **options)
     return tmp_path / "to", config
 
 
@@ -127,7 +127,7 @@ def test_bfloat16_is_rounded_once_to_the_nearest(ranks, tmp_path):
 def test_a_bf16_run_in_float32_is_exact(ranks, tmp_path):
     config = config_of("model=tiny", "precision=bf16")
     ranks(save, config, tmp_path)
-    export.export(export.choose(tmp_path), tmp_path / "to")
+    export.export(export.choose_checkpoint(tmp_path), tmp_path / "to")
     drawn = build_model(config.model, seed=0, dtype=torch.bfloat16).module
     model = load(tmp_path / "to", "causal")
     for mine, theirs in zip(model.parameters(), drawn.parameters(), strict=True):
@@ -159,7 +159,7 @@ def test_one_file_is_in_memory_at_a_time(ranks, tmp_path):
     assert count_cpu_allocations() is None
     before = AllocationMeter(torch.device("cpu")).peak_bytes()
     meter = AllocationMeter(torch.device("cpu"))
-    export.export(export.choose(tmp_path), tmp_path / "to", max_shard_size="600KB")
+    export.export(export.choose_checkpoint(tmp_path), tmp_path / "to", max_shard_size="600KB")
     peak = meter.peak_bytes()
     assert before is not None and peak is not None
     whole = sum(file.stat().st_size for file in (tmp_path / "to").glob("*.safetensors"))
@@ -201,7 +201,7 @@ def test_a_run_that_starts_from_it_sees_the_next_steps_loss(local, tmp_path, tas
     """Bit for bit: under other engines too, the same weights compute the same."""
     data = two_samples(tmp_path, task)
     losses = train(local, tmp_path / "first", *data, source, "train.steps=4")
-    export.export(export.choose(tmp_path / "first", 2), tmp_path / "to")
+    export.export(export.choose_checkpoint(tmp_path / "first", 2), tmp_path / "to")
     words = (*target, "train.steps=1", f"model.weights={tmp_path / 'to'}")
     again = train(local, tmp_path / "again", *data, *words)
     assert again[0] == losses[2] != losses[0]
@@ -254,7 +254,7 @@ def test_families_that_transformers_does_not_have(ranks, tmp_path, capsys, monke
 def test_damage_leaves_nothing_behind(ranks, tmp_path, capsys, monkeypatch):
     (tmp_path / "run").mkdir()
     ranks(save, config_of("model=tiny"), tmp_path / "run")
-    checkpoint = export.choose(tmp_path / "run")
+    checkpoint = export.choose_checkpoint(tmp_path / "run")
     weights = [entry["weight"] for entry in read_manifest(checkpoint).state.values()]
     weight, piece = random.Random(0).choice([(w, p) for w in weights for p in w.pieces])
     path = checkpoint / piece.file

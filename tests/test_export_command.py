@@ -78,7 +78,7 @@ def weights(ranks, tmp_path) -> Path:
     (tmp_path / "first").mkdir()
     ranks(save, config_of("model=tiny"), tmp_path / "first")
     folder = tmp_path / "weights"
-    export.export(export.choose(tmp_path / "first"), folder)
+    export.export(export.choose_checkpoint(tmp_path / "first"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "bos_token_id": 3, "eos_token_id": 5})
@@ -93,7 +93,7 @@ def weights(ranks, tmp_path) -> Path:
 def test_it_goes_along_byte_for_byte(ranks, tmp_path, weights):
     (tmp_path / "run").mkdir()
     ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
-    export.export(export.choose(tmp_path / "run"), tmp_path / "to")
+    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "to")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "to" / name).read_bytes() == (weights / name).read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "to")
@@ -107,7 +107,7 @@ def test_one_that_is_not_here_any_more_is_left_out_and_told(ranks, tmp_path, wei
     (tmp_path / "run").mkdir()
     ranks(save, config_of("model=tiny", f"model.weights={weights}"), tmp_path / "run")
     shutil.rmtree(weights)
-    export.export(export.choose(tmp_path / "run"), tmp_path / "to")
+    export.export(export.choose_checkpoint(tmp_path / "run"), tmp_path / "to")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("zeroexp: exported without a tokenizer: ") and str(weights) in line
     assert not list((tmp_path / "to").glob("*token*"))

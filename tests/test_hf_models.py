@@ -17,7 +17,7 @@ from tests.composing import compose_once, composed
 from tests.oracle import Recipe, configured
 from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
-from zeroexp.adopt import adopted
+from zeroexp.adopt import adopt_published_config
 from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.loss import loss_sum
@@ -212,7 +212,7 @@ def qwen(folder: Path = Path("qwen"), **more: Any) -> Path:
 
 
 def of_line(*words: str) -> ModelConfig:
-    return adopted(composed("model=hf", *words)).model
+    return adopt_published_config(composed("model=hf", *words)).model
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_a_run_from_a_folder(here, monkeypatch):
     assert "model_type: qwen2" in config
     from zeroexp import export
 
-    export.export(export.choose(run.parent), Path("trained"))
+    export.export(export.choose_checkpoint(run.parent), Path("trained"))
     before = load_file("qwen/model.safetensors")
     after = transformers.AutoModelForCausalLM.from_pretrained("trained").state_dict()
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])

@@ -31,7 +31,7 @@ class Grouped(PlainStrategy):
 def test_every_group_has_the_rate_of_the_step():
     config = make_config(warmup=0, steps=3)
     strategy = Grouped()
-    with worlds.joined() as world:
+    with worlds.joined_process_group() as world:
         records = list(train(strategy, Numbers(config), config=config, world=world))
     assert strategy.stepped_with == [[record.lr] * 2 for record in records]
     assert [record.lr for record in records] == pytest.approx([0.1, 0.075, 0.05])

@@ -15,7 +15,7 @@ from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.comm.tuning import Link
 from zeroexp.config import load
-from zeroexp.tracking.entries import params
+from zeroexp.tracking.entries import run_params
 from zeroexp.tracking.run import read_run
 
 AUTO = [*LIGHT, "strategy=zero2", "strategy.bucket_mb=auto"]
@@ -75,6 +75,6 @@ def test_mlflow_gets_the_number_once_it_is_known(first):
     """A param can not be changed later."""
     runs = [read_run(path.parent) for path in first.glob("outputs/*/*/config.yaml")]
     for run in runs:
-        assert params(run)["strategy.bucket_mb"] in ("null", f"{kept_link(first).bucket_mb}")
+        assert run_params(run)["strategy.bucket_mb"] in ("null", f"{kept_link(first).bucket_mb}")
         before = replace(run, config={**run.config, "strategy.bucket_mb": "auto"})
-        assert params(run).keys() - params(before).keys() == {"strategy.bucket_mb"}
+        assert run_params(run).keys() - run_params(before).keys() == {"strategy.bucket_mb"}

@@ -265,7 +265,7 @@ def test_a_folder_without_weights_is_one_line(tmp_path):
 def test_weights_that_can_not_be_had_fail_before_a_download_is_tried(monkeypatch, tmp_path):
     """It would try again and again, for half a minute."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr(hub, "online", lambda: False)
+    monkeypatch.setattr(hub, "is_online", lambda: False)
     asked: list[dict[str, object]] = []
     look_up = hub.snapshot_download
 
@@ -289,14 +289,14 @@ def test_a_cache_that_holds_the_tokenizer_alone_is_no_weights(monkeypatch, tmp_p
     (snapshot / "refs" / "main").write_text("c0ffee")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
     with pytest.raises(
         ConfigError, match=r"model.weights=zeroexp-tests/half: .* can not be reached"
     ):
         built("tiny", weights="zeroexp-tests/half")
     (snapshot / "snapshots" / "c0ffee" / "model.safetensors").write_text("")
     assert hub.model_folder("zeroexp-tests/half").name == "c0ffee"
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
 
 
 # --- the mixture of experts

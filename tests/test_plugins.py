@@ -472,9 +472,8 @@ def test_an_engine_of_others_is_checked_like_ours():
 def test_settings_are_those_of_the_word():
     values = asdict(composed("model=tiny", "world_size=1"))
     values["optimizer"]["settings"] = {"rho": 1}
-    (point,) = points_of(
-        [], values
-    )  # it is skipped: another point may have an optimizer that knows it
+    # It is skipped: another point may have an optimizer that knows it.
+    (point,) = points_of([], values)
     assert str(point.refusal).startswith("optimizer.settings.rho=1: optimizer.name=adamw has no")
 
 

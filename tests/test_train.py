@@ -69,7 +69,7 @@ def make_config(*, warmup: int = 2, steps: int = 2) -> Config:
 
 @pytest.fixture
 def world():
-    with worlds.joined() as world:
+    with worlds.joined_process_group() as world:
         yield world
 
 

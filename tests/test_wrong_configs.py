@@ -496,9 +496,9 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
     yield
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
 
 
 def test_cuda_on_a_machine_without(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ def prepare(folder: Path) -> None:
 
 def main(folder: Path, *, device: str) -> None:
     config = make_config()
-    with worlds.joined(device=device) as world:
+    with worlds.joined_process_group(device=device) as world:
         strategy = PlainStrategy(Linear())
         records = list(train(strategy, Numbers(config), config=config, world=world))
     (folder / f"losses{world.rank}").write_text("\n".join(repr(r.loss) for r in records))
@@ -28,7 +28,7 @@ def main(folder: Path, *, device: str) -> None:
 def main_until_asked(folder: Path, *, device: str) -> None:
     config, stop = make_config(), Stop()
     stop.listen(signal.SIGUSR2)
-    with worlds.joined(device=device) as world:
+    with worlds.joined_process_group(device=device) as world:
         steps = train(
             PlainStrategy(Linear()), Numbers(config), config=config, world=world, stop=stop
         )

@@ -56,7 +56,7 @@ def main() -> int:
     if sys.flags.optimize > 1:
         print(f"zeroexp: {WITHOUT_DOCSTRINGS}", file=sys.stderr)
         return REFUSED
-    interruption.listen()
+    interruption.handle_ctrl_c()
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)
@@ -83,8 +83,8 @@ def main() -> int:
 def _run(sweep: Sweep, arguments: list[str]) -> None:
     if not _exists_here():
         raise ConfigError("the folder that you are in has been removed; change to one that exists")
-    plugins.load(plugins.named_in(arguments))
-    if told := _told(arguments):
+    plugins.load(plugins.modules_named_in(arguments))
+    if told := _help_or_version(arguments):
         print(told)
     elif "--rerun" in arguments:
         if len(arguments) != 2 or not Path(arguments[-1]).is_dir():
@@ -101,7 +101,7 @@ def _exists_here() -> bool:
         return False
 
 
-def _told(arguments: Sequence[str]) -> str | None:
+def _help_or_version(arguments: Sequence[str]) -> str | None:
     """Return the help or version that the line asks for; None if it asks for neither."""
     if "--version" in arguments:
         return help.version()
@@ -116,7 +116,7 @@ def _told(arguments: Sequence[str]) -> str | None:
 
 
 class TakesPoints(Protocol):
-    """What `compose` hands the points of a command line to: a sweep that runs them, or a plan."""
+    """`compose` hands the points of a command line to one of these: a sweep that runs them, or a plan."""
 
     @property
     def has_failures(self) -> bool: ...
@@ -173,11 +173,13 @@ def _know_plugins(words: Sequence[str], completed: Sequence[str]) -> None:
     """
     if completed:
         with contextlib.suppress(ConfigError):
-            plugins.load(plugins.named_in(completed))
-        words = [f"{group}={','.join(plugins.added(group))}" for group in plugins.AS_OPTION]
+            plugins.load(plugins.modules_named_in(completed))
+        words = [
+            f"{group}={','.join(plugins.names_added_to(group))}" for group in plugins.AS_OPTION
+        ]
     else:
-        plugins.load(plugins.named_in(words))
-    for group, name, values in plugins.options(words):
+        plugins.load(plugins.modules_named_in(words))
+    for group, name, values in plugins.options_named_in(words):
         ConfigStore.instance().store(group=group, name=name, node=values)
 
 

@@ -16,13 +16,13 @@ FAMILY = "hf"
 INITS = (None, "weights", "random")
 
 
-def adopted(config: Config) -> Config:
+def adopt_published_config(config: Config) -> Config:
     """Return the config with the published one of `model.path` in it. Raises ConfigError."""
     model = config.model
     _refuse_without_effect(model)
     if model.family != FAMILY or model.path is None:
         return config
-    published = _published(model)
+    published = _read_published_config(model)
     weights = None if model.init == "random" else model.path
     name = Path(model.path.rstrip("/")).name if model.name == FAMILY else model.name
     return replace(config, model=replace(model, name=name, published=published, weights=weights))
@@ -51,7 +51,7 @@ def _refuse_without_effect(model: ModelConfig) -> None:
         raise ConfigError(f"model.weights={model.weights}: model.path names them; {remedy}")
 
 
-def _published(model: ModelConfig) -> dict[str, Any]:
+def _read_published_config(model: ModelConfig) -> dict[str, Any]:
     """Read config.json of a local folder, or else of the hub."""
     assert model.path is not None
     folder = Path(model.path).expanduser()

@@ -1,4 +1,4 @@
-"""How far this rank is: a few numbers in memory that it shares with the process that started it.
+"""A rank tells how far it is by a few numbers in memory that it shares with the process that started it.
 
 That process looks whether they move, and so notices a rank that hangs (cluster/hang.py). The rank writes them in less
 than a microsecond and never waits. Without such a process the numbers lie in a list that nobody reads.
@@ -47,7 +47,7 @@ def share() -> None:
         _numbers[LISTENS] = 1
 
 
-def enter(step: int, phase: str) -> None:
+def note_phase(step: int, phase: str) -> None:
     """Enter one of PHASES in this step."""
     numbers = _numbers
     numbers[NUM_PHASES] = numbers[NUM_PHASES] + 1 if numbers[NUM_STEPS] == step else 1
@@ -55,7 +55,7 @@ def enter(step: int, phase: str) -> None:
     numbers[PHASE] = PHASES.index(phase)
 
 
-def move() -> None:
+def count_move() -> None:
     """Count a move between ranks that starts, or a wait for one that begins."""
     _numbers[NUM_MOVES] += 1
 

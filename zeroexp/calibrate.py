@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zeroexp import world as worlds
-from zeroexp.comm.tuning import PROBED_BYTES, fit, measure_moves
+from zeroexp.comm.tuning import PROBED_BYTES, fit_link, measure_moves
 from zeroexp.plan.speed import Calibration, calibration_path, save, this_machine
 
 SIZES = (64, 256, 768)
@@ -49,22 +49,22 @@ def main() -> int:
     except OSError as error:
         print(f"zeroexp: --outputs {outputs}: {error}", file=sys.stderr)
         return 2
-    print(_told(found))
+    print(_summary_lines(found))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
     return 0
 
 
 def calibrate() -> Calibration:
     """Measure this machine."""
-    moves = {transport: _moves(transport) for transport in TRANSPORTS}
-    links = {name: fit(list(PROBED_BYTES), list(seconds)) for name, seconds in moves.items()}
+    moves = {transport: _measure_moves(transport) for transport in TRANSPORTS}
+    links = {name: fit_link(list(PROBED_BYTES), list(seconds)) for name, seconds in moves.items()}
     return Calibration(
         machine=this_machine(),
         torch=torch.__version__,
-        products={name: _products(dtype) for name, dtype in DTYPES.items()},
-        bytes_per_second=_memory(),
-        optimizer_elements_per_second=_optimizer(),
-        launch_seconds=_launch(),
+        products={name: _measure_products(dtype) for name, dtype in DTYPES.items()},
+        bytes_per_second=_measure_memory(),
+        optimizer_elements_per_second=_measure_optimizer(),
+        launch_seconds=_measure_launch(),
         # A reduction of b bytes sends the part of b that the peers own.
         links={
             name: [link.latency_seconds, link.bytes_per_second * (NUM_RANKS - 1) / NUM_RANKS]
@@ -77,39 +77,39 @@ def calibrate() -> Calibration:
     )
 
 
-def _products(dtype: torch.dtype) -> dict[str, float]:
+def _measure_products(dtype: torch.dtype) -> dict[str, float]:
     rates: dict[str, float] = {}
     for size in SIZES:
         left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        rates[str(size)] = 2 * size**3 / _best(lambda left=left, right=right: left @ right)
+        rates[str(size)] = 2 * size**3 / _least_seconds(lambda left=left, right=right: left @ right)
     return rates
 
 
-def _memory() -> float:
+def _measure_memory() -> float:
     """Return the bytes that an addition reads and writes in a second."""
     source = torch.ones(NUM_BYTES // 4)
     target = torch.empty_like(source)
-    return 2 * NUM_BYTES / _best(lambda: torch.add(source, 1.0, out=target))
+    return 2 * NUM_BYTES / _least_seconds(lambda: torch.add(source, 1.0, out=target))
 
 
-def _optimizer() -> float:
+def _measure_optimizer() -> float:
     parameter = torch.nn.Parameter(torch.ones(NUM_ELEMENTS))
     parameter.grad = torch.ones_like(parameter)
     adamw = torch.optim.AdamW([parameter], fused=True)
-    return NUM_ELEMENTS / _best(adamw.step)
+    return NUM_ELEMENTS / _least_seconds(adamw.step)
 
 
-def _launch() -> float:
+def _measure_launch() -> float:
     one = torch.ones(1)
 
     def launches() -> None:
         for _ in range(NUM_LAUNCHES):
             torch.add(one, one)
 
-    return _best(launches) / NUM_LAUNCHES
+    return _least_seconds(launches) / NUM_LAUNCHES
 
 
-def _best(do: Callable[[], object]) -> float:
+def _least_seconds(do: Callable[[], object]) -> float:
     """Return the least seconds of a few trials; the first runs cold."""
     seconds: list[float] = []
     for _ in range(1 + NUM_TRIALS):
@@ -119,7 +119,7 @@ def _best(do: Callable[[], object]) -> float:
     return min(seconds[1:])
 
 
-def _moves(transport: str) -> list[float]:
+def _measure_moves(transport: str) -> list[float]:
     """Return the seconds of reductions of PROBED_BYTES between two ranks of this machine."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -139,16 +139,16 @@ def _moves(transport: str) -> list[float]:
 
 def _rank(index: int, rendezvous: str, transport: str, results: Any) -> None:
     torch.set_num_threads(1)
-    place = worlds.Place(index, NUM_RANKS, index)
-    os.environ.update(worlds.environment(place))
+    place = worlds.RankInfo(index, NUM_RANKS, index)
+    os.environ.update(worlds.environment_of_rank(place))
     os.environ["ZEROEXP_RENDEZVOUS"] = rendezvous
-    with worlds.joined() as world:
+    with worlds.joined_process_group() as world:
         seconds = measure_moves(world, transport=transport)
         if index == 0:
             results.put(seconds)
 
 
-def _told(found: Calibration) -> str:
+def _summary_lines(found: Calibration) -> str:
     products = ", ".join(
         f"{name} {max(rates.values()) / 1e9:.1f}" for name, rates in found.products.items()
     )

@@ -156,7 +156,7 @@ class TrainConfig:
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
     hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared
-    profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler
+    profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler records these
     profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
 
 
@@ -170,7 +170,7 @@ class CheckpointConfig:
 
 @dataclass
 class SlurmConfig:
-    """What a job requests from a site's Slurm; None leaves it to the site's default."""
+    """These keys are what a job requests from a site's Slurm; None leaves one to the site's default."""
 
     ranks_per_node: int = 8  # most ranks of one point that share a node
     cpus_per_rank: int = 4
@@ -197,9 +197,8 @@ class ClusterConfig:
     device: str = "auto"  # auto | cpu | cuda
     threads_per_rank: int = 1  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
-    peak_tflops: float | None = (
-        None  # what a rank can compute; None: of the GPU's data sheet, or measured
-    )
+    # What a rank can compute; None: of the GPU's data sheet, or measured.
+    peak_tflops: float | None = None
     device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
     reserved_gib: float | None = None

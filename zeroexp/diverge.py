@@ -16,7 +16,7 @@ from zeroexp import output
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config, ConfigError
-from zeroexp.report.diverge import Comparison, compare, has_hashes
+from zeroexp.report.diverge import Comparison, compare_hashes, has_hashes
 
 NUM_STEPS = 3  # that a rerun hashes
 DIVERGES, REFUSED = 1, 2
@@ -28,16 +28,16 @@ def main() -> int:
     arguments = _arguments()
     try:
         first, second = (_with_hashes(Path(run)) for run in arguments.diverge)
-        found = compare(first, second, arguments.bound)
+        found = compare_hashes(first, second, arguments.bound)
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return REFUSED
-    for line in lines(found, arguments.bound):
+    for line in report_lines(found, arguments.bound):
         print(line)
     return DIVERGES if found.beyond else 0
 
 
-def lines(found: Comparison, bound: float) -> list[str]:
+def report_lines(found: Comparison, bound: float) -> list[str]:
     """Return the verdict in words."""
     compared = f"{found.num_tensors} tensors of {found.num_steps} steps"
     if found.exactly is None:

@@ -29,8 +29,8 @@ def main() -> int:
     output.keep_going()
     arguments = parse_arguments()
     try:
-        checkpoint = choose(arguments.run, arguments.step)
-        target = arguments.to or beside(checkpoint)
+        checkpoint = choose_checkpoint(arguments.run, arguments.step)
+        target = arguments.to or default_target(checkpoint)
         export(checkpoint, target, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size)
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def choose(folder: Path, step: int | None = None) -> Path:
+def choose_checkpoint(folder: Path, step: int | None = None) -> Path:
     """Return the absolute path of the checkpoint that a run's or a checkpoint's folder means.
 
     Raises CheckpointError where there is no such checkpoint.
@@ -59,7 +59,7 @@ def choose(folder: Path, step: int | None = None) -> Path:
     folder = folder.resolve()
     if step is None and (folder / MANIFEST).is_file():
         return folder
-    there = {folders.step_of(path): path for path in folders.whole(folder)}
+    there = {folders.step_of(path): path for path in folders.complete_checkpoints(folder)}
     if not there:
         remedy = "give the folder of a run with checkpoints, or one of its checkpoint/step-*"
         raise CheckpointError(f"{folder}: no whole checkpoint in there; {remedy}")
@@ -69,7 +69,7 @@ def choose(folder: Path, step: int | None = None) -> Path:
     return there[max(there) if step is None else step]
 
 
-def beside(checkpoint: Path) -> Path:
+def default_target(checkpoint: Path) -> Path:
     """Return the folder an export goes to without --to. Raises ConfigError for a checkpoint that lies in no run."""
     if checkpoint.parent.name != folders.FOLDER:
         raise ConfigError(f"--to=null: {checkpoint} lies in no run's folder; set --to=DIR")
@@ -115,13 +115,13 @@ def export(
 def _tokenizer(config: Config):
     """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
     from zeroexp.data.kinds import DATA
-    from zeroexp.data.sources import choose_words
+    from zeroexp.data.sources import choose_tokenizer
     from zeroexp.models.huggingface_folder import Tokenizer
 
     if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
         return None
     try:
-        words = choose_words(config.data, config.model)
+        words = choose_tokenizer(config.data, config.model)
     except ConfigError as error:
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
         return None

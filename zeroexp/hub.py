@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a local folder, a cached snapshot or a download.
+"""A model's weights come from a local folder, a cached snapshot or a download.
 
 Only this file asks whether the hub can be reached.
 """
@@ -15,20 +15,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from zeroexp.config import ConfigError
 from zeroexp.inputs import cache_root
-from zeroexp.network import answers
+from zeroexp.network import server_answers
 
 MODEL_FILES = ["*.safetensors", "*.json"]
 
 
 @functools.cache
-def online() -> bool:
+def is_online() -> bool:
     """Return whether the hub answers within seconds; False in the hub's offline mode."""
     if constants.HF_HUB_OFFLINE:
         return False
-    return answers(constants.ENDPOINT)
+    return server_answers(constants.ENDPOINT)
 
 
-def has_dataset(name: str) -> bool:
+def dataset_exists(name: str) -> bool:
     """Return whether some part of this data set is on this machine; it may be incomplete.
 
     The caches of the hub, of the `datasets` library and of zeroexp are searched.
@@ -44,7 +44,7 @@ def has_dataset(name: str) -> bool:
 
 def require_model(name: str) -> None:
     """Raise ConfigError if `model_folder` could not return this model."""
-    if _model_here(name) is None and not online():
+    if _model_here(name) is None and not is_online():
         raise ConfigError(
             f"model.weights={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
             f"give a local folder, or fetch it first with a network"
@@ -64,14 +64,15 @@ def model_folder(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.weights={name}: neither a folder nor a hub id that can be read ({reason})"
+            f"model.weights={name}: neither a folder nor a hub id that can be read ({reason}); "
+            "use a folder with safetensors, or the id of a model on the hub"
         ) from error
 
 
 def config_folder(name: str) -> Path:
     """Return a folder with the config.json of this model on the hub: the cache's, or a download. Raises ConfigError."""
     for here in (True, False):
-        if not here and not online():
+        if not here and not is_online():
             raise ConfigError(
                 f"model.path={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
                 f"give a local folder, or fetch it first with a network"
@@ -81,7 +82,8 @@ def config_folder(name: str) -> Path:
         except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
             reason = str(error).splitlines()[0]
     raise ConfigError(
-        f"model.path={name}: neither a folder nor a hub id that can be read ({reason})"
+        f"model.path={name}: neither a folder nor a hub id that can be read ({reason}); "
+        "use a folder with config.json, or the id of a model on the hub"
     )
 
 

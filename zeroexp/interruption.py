@@ -8,14 +8,14 @@ from types import FrameType
 _num_asked = 0
 
 
-def listen() -> None:
+def handle_ctrl_c() -> None:
     """Have the first of these signals raise KeyboardInterrupt. One that is ignored, as under nohup, stays ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _ask)
 
 
-def impatient() -> bool:
+def was_asked_twice() -> bool:
     """Return whether more than one of the signals came."""
     return _num_asked > 1
 

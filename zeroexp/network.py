@@ -1,4 +1,4 @@
-"""Whether a server answers, and addresses without their passwords.
+"""This file asks whether a server answers, and writes addresses without their passwords.
 
 Clients of the hub and of MLflow retry for minutes before they report that no server answers, so we ask first.
 """
@@ -20,7 +20,7 @@ PASSWORDS = (
 )
 
 
-def answers(url: str) -> bool:
+def server_answers(url: str) -> bool:
     """Return whether a web server answers anything within CONNECT_SECONDS. The environment's proxies are used."""
     parts = urlsplit(url)
     bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))  # no password is sent
@@ -30,7 +30,8 @@ def answers(url: str) -> bool:
     except (urllib.error.HTTPError, http.client.HTTPException):
         return True  # an error status is an answer too
     except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # its client decides whom to trust
+        # The server answers; its client decides whether to trust it.
+        return isinstance(error.reason, ssl.SSLError)
     except (TimeoutError, ConnectionError):
         return False
     return True

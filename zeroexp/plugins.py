@@ -67,7 +67,9 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
         except RegistryError as error:
             raise ConfigError(f"plugins=[{name}]: {error}") from error
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"plugins=[{name}]: {_told(name, error, folder)}") from error
+            raise ConfigError(
+                f"plugins=[{name}]: {_describe_failure(name, error, folder)}"
+            ) from error
 
 
 def look_in(folder: Path) -> None:
@@ -116,7 +118,7 @@ def blamed(error: BaseException) -> str | None:
     return None
 
 
-def _told(name: str, error: BaseException, folder: Path) -> str:
+def _describe_failure(name: str, error: BaseException, folder: Path) -> str:
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
     if missing and (name == missing or name.startswith(f"{missing}.")):
         remedy = "install it, or give the command in the folder that holds it"
@@ -127,7 +129,7 @@ def _told(name: str, error: BaseException, folder: Path) -> str:
     return f"can not be imported ({said}, at {where}); repair it, or leave it out"
 
 
-def named_in(words: Sequence[str]) -> list[str]:
+def modules_named_in(words: Sequence[str]) -> list[str]:
     """Return the modules that words of the command line name with `plugins=`. Raises ConfigError for two such words."""
     told = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
     found = [name for word in told for name in NAMED.findall(word.partition("=")[2])]
@@ -200,7 +202,7 @@ def has_code_of_others(config: Config) -> bool:
     return False
 
 
-def added(group: str) -> list[str]:
+def names_added_to(group: str) -> list[str]:
     """Return the words that others have registered as options of a group of the config."""
     if group not in AS_OPTION:
         return []
@@ -208,11 +210,11 @@ def added(group: str) -> list[str]:
     return [name for name in registry if name not in registry.own]
 
 
-def options(words: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def options_named_in(words: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, values) of every option on the command line that is a word of others."""
     for word in words:
         group, _, value = word.lstrip("+").partition("=")
-        for name in set(re.findall(r"\w+", value)) & set(added(group)):
+        for name in set(re.findall(r"\w+", value)) & set(names_added_to(group)):
             yield group, name, _option(group, name)
 
 

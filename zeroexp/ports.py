@@ -20,7 +20,9 @@ RANGE = "ZEROEXP_PORTS"  # cluster.slurm.ports
 SCHEME = "job://"  # of ZEROEXP_RENDEZVOUS where ranks meet by a published port
 
 
-def listen(host: str, ports: str | None = None, *, backlog: int = 128) -> socket.socket:
+def listen_on_free_port(
+    host: str, ports: str | None = None, *, backlog: int = 128
+) -> socket.socket:
     """Return a listening socket at a free port of `ports` ("60001-63000"; None: any).
 
     It takes callers from this machine alone if `host` is the loopback, else from any network, by IPv4 and IPv6. Raises
@@ -35,7 +37,7 @@ def listen(host: str, ports: str | None = None, *, backlog: int = 128) -> socket
     raise OSError(refused.errno, f"no port of {ports or 'this machine'} is free: {refused}")
 
 
-def first_and_last(ports: str) -> tuple[int, int]:
+def parse_port_range(ports: str) -> tuple[int, int]:
     """Return the ends of a range. Raises ValueError for what is none."""
     first, _, last = ports.partition("-")
     ends = int(first), int(last)
@@ -44,7 +46,7 @@ def first_and_last(ports: str) -> tuple[int, int]:
     return ends
 
 
-def publish(file: Path, port: int) -> None:
+def publish_port(file: Path, port: int) -> None:
     """Write the port so that a reader sees all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
@@ -52,20 +54,19 @@ def publish(file: Path, port: int) -> None:
     beside.replace(file)
 
 
-def published(file: Path) -> int | None:
+def read_published_port(file: Path) -> int | None:
     """Return the port that was published, or None as long as none was."""
     try:
-        os.listdir(
-            file.parent
-        )  # NFS caches for a minute that a file is missing, unless the folder is listed
+        # NFS caches for a minute that a file is missing, unless the folder is listed.
+        os.listdir(file.parent)
         return int(file.read_text())
     except FileNotFoundError:
         return None
 
 
-def await_published(file: Path, timeout_seconds: float) -> int:
+def await_published_port(file: Path, timeout_seconds: float) -> int:
     deadline = time.monotonic() + timeout_seconds
-    while (port := published(file)) is None:
+    while (port := read_published_port(file)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank 0 has told no port in {file} for {timeout_seconds:.0f} s")
         time.sleep(AGAIN_SECONDS)
@@ -74,7 +75,7 @@ def await_published(file: Path, timeout_seconds: float) -> int:
 
 def _shuffled(ports: str) -> list[int]:
     """Jobs that share a node begin at different ports of their range."""
-    first, last = first_and_last(ports)
+    first, last = parse_port_range(ports)
     return random.sample(range(first, last + 1), last - first + 1)
 
 

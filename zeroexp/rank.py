@@ -1,4 +1,4 @@
-"""What one process of a run does from start to end: this file joins data, model, engine, loop and checkpoints.
+"""This file runs one process of a run from start to end: it joins data, model, engine, loop and checkpoints.
 
 It reads config.yaml in the run's folder. Rank 0 writes records.jsonl and summary.json there, every rank writes
 logs/rank<r>.log, and the first rank that fails writes failure.json.
@@ -26,10 +26,10 @@ from zeroexp import config as configs
 from zeroexp import world as worlds
 from zeroexp.checkpoint.load import Shapes, load_newest
 from zeroexp.checkpoint.save import Saver
-from zeroexp.comm.collectives import shared_bytes
+from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import Config, UndefinedCombination
 from zeroexp.data.build import Data, build_data
-from zeroexp.measure.instruments import Instruments, snapshot
+from zeroexp.measure.instruments import Instruments, memory_snapshot
 from zeroexp.measure.memory import (
     AllocationMeter,
     compile_allocator,
@@ -39,7 +39,7 @@ from zeroexp.measure.memory import (
 from zeroexp.measure.peak_flops import peak_flops
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
-from zeroexp.measure.system import sampled
+from zeroexp.measure.system import sampling_system
 from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.flops import flops_per_sample
@@ -52,8 +52,8 @@ from zeroexp.strategies.build import build_strategy
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
     RecordWriter,
-    folder_of_command,
     read_records,
+    working_folder_of,
     write_engine,
     write_summary,
 )
@@ -82,14 +82,14 @@ def main(folder: Path, *, device: str | None = None) -> None:
 
     Raises SystemExit(1) after it has written down an error, and SystemExit(SAVED) when the run was asked to stop.
     """
-    place = worlds.place_from_environment(os.environ)
+    place = worlds.rank_info_from_environment(os.environ)
     _send_output_to(failure.log_path(folder, place.rank))
     advance.share()
     try:
         code = _run(folder, device)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError):
-            snapshot(folder / f"memory.{place.rank}.pickle")
+            memory_snapshot(folder / f"memory.{place.rank}.pickle")
         failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())
         traceback.print_exc()
         raise SystemExit(1) from error
@@ -108,21 +108,26 @@ def _run(folder: Path, device: str | None) -> int:
         keep_freed_memory()
         if uncounted := count_cpu_allocations():
             print(uncounted)
-    advance.enter(0, advance.MEETING)
-    first_of_node = worlds.place_from_environment(os.environ).local_rank == 0
-    samples = sampled(folder, config.tracking.system_s if first_of_node else None)
-    with samples, worlds.joined(device=device, timeout_seconds=_patience(config)) as world:
+    advance.note_phase(0, advance.MEETING)
+    first_of_node = worlds.rank_info_from_environment(os.environ).local_rank == 0
+    samples = sampling_system(folder, config.tracking.system_s if first_of_node else None)
+    with (
+        samples,
+        worlds.joined_process_group(
+            device=device, timeout_seconds=_seconds_to_wait_for_peer(config)
+        ) as world,
+    ):
         return 0 if _train(config, world, folder, stop) else SAVED
 
 
 def _config(folder: Path) -> Config:
     """Return the run's config, with its plugins imported. Raises ConfigError."""
     config = configs.load(folder / "config.yaml")
-    plugins.load(config.plugins, folder_of_command(folder))
+    plugins.load(config.plugins, working_folder_of(folder))
     return config
 
 
-def _patience(config: Config) -> float:
+def _seconds_to_wait_for_peer(config: Config) -> float:
     """Return how long a rank waits for a peer: longer than it takes to notice that one hangs, and which one."""
     return max(PEER_SECONDS, 2.0 * (config.cluster.hang_s or 0))
 
@@ -148,7 +153,7 @@ def _device(config: Config) -> str:
 def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     """Build everything and train; return False if the run was stopped before its last step and saved a checkpoint."""
     began = time.perf_counter()
-    advance.enter(0, advance.BUILDING)
+    advance.note_phase(0, advance.BUILDING)
     data = build_data(config.data, config.model, config.train.seed)
     memory = AllocationMeter(world.device)
     model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
@@ -157,18 +162,20 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     if config.train.activation_checkpointing:
         checkpoint_blocks(model.module, model.blocks)
-    config = links.settle(config, folder, world)
+    config = links.settle_bucket_size(config, folder, world)
     strategy = build_strategy(config, model, world)
     build_peak_bytes = memory.peak_bytes()
     if build_peak_bytes is not None:
-        build_peak_bytes += shared_bytes()
+        build_peak_bytes += held_shared_bytes()
     if world.rank == 0:
         write_engine(folder, _settings_of(strategy))
     seconds = time.perf_counter() - began
     print(f"rank {world.rank} of {world.size}, process {os.getpid()}: built in {seconds:.2f} s")
     print(f"it may run on CPUs {sorted(os.sched_getaffinity(0))}")
     print(f"data from {data.source}")
-    saver = Saver(folder, strategy, _told(config, data), world, attempt=attempt.mine() or 0)
+    saver = Saver(
+        folder, strategy, _environment_facts(config, data), world, attempt=attempt.own_number() or 0
+    )
     num_steps = config.train.warmup_steps + config.train.steps
     start_step = _resume(config, folder, strategy, shapes, world)
     steps = train(
@@ -177,12 +184,12 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         config=config,
         world=world,
         start_step=start_step,
-        pause=saver.due,
+        pause=saver.is_due,
         stop=stop,
         instruments=Instruments(config.train, world, folder, model.module, blocks, _labels(config)),
     )
-    records = _drain(steps, saver, world, folder, start_step)
-    advance.enter(num_steps, advance.AFTER)
+    records = _run_steps(steps, saver, world, folder, start_step)
+    advance.note_phase(num_steps, advance.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:
         saver.save_now(records[-1].step + 1)
@@ -200,7 +207,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     return over
 
 
-def _told(config: Config, data: Data) -> Config:
+def _environment_facts(config: Config, data: Data) -> Config:
     """Return the config that a checkpoint holds: the classes are named, for who exports it without the data."""
     if data.label_names is None:
         return config
@@ -244,7 +251,7 @@ def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, wo
     return steps_done
 
 
-def _drain(
+def _run_steps(
     steps: Iterator[StepRecord], saver: Saver, world: World, folder: Path, start_step: int
 ) -> list[StepRecord]:
     """Run all steps and return their records.
@@ -261,8 +268,8 @@ def _drain(
             if writer:
                 writer.write(record)
             records.append(record)
-            if saver.due(record.step + 1):
-                advance.enter(record.step + 1, advance.SAVING)
+            if saver.is_due(record.step + 1):
+                advance.note_phase(record.step + 1, advance.SAVING)
                 saver.save(record.step + 1)
     return records
 
@@ -285,7 +292,7 @@ def _summarise(
     mine = summarise_rank(
         world.rank, records, num_private_units=num_private, build_peak_bytes=build_peak_bytes
     )
-    all_ranks = worlds.gather(mine)
+    all_ranks = worlds.gather_objects(mine)
     if world.rank == 0:
         steps = read_records(folder)
         write_summary(folder, replace(summarise(steps, all_ranks, **known), **speed))

@@ -24,14 +24,14 @@ def open_store(address: str, *, rank: int, size: int, timeout_seconds: float) ->
     file, timeout = Path(f"/{path}"), timedelta(seconds=timeout_seconds)
     secret = os.environ[ports.SECRET]
     if rank == 0:
-        listener = ports.listen(host, os.environ.get(ports.RANGE), backlog=size)
+        listener = ports.listen_on_free_port(host, os.environ.get(ports.RANGE), backlog=size)
         port = listener.getsockname()[1]
         served = listener.detach()  # the store closes it
         store = dist.TCPStore(
             host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=served
         )
-        ports.publish(file, port)
+        ports.publish_port(file, port)
     else:
-        port = ports.await_published(file, timeout_seconds)
+        port = ports.await_published_port(file, timeout_seconds)
         store = dist.TCPStore(host, port, size, False, timeout, wait_for_workers=False)
     return dist.PrefixStore(secret, store)

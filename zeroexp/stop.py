@@ -25,8 +25,8 @@ class Stop:
         Signals that arrived while this process started count too, if its parent had blocked them.
         """
         for number in numbers:
-            signal.signal(number, self._ask)
+            signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroexp import advance
-from zeroexp.comm.collectives import Collectives, shared_bytes, take_traffic
+from zeroexp.comm.collectives import Collectives, held_shared_bytes, take_traffic
 from zeroexp.config import Config, TrainConfig
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.measure.clock import StepClock
@@ -34,12 +34,12 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import Peak, StepRecord, VerbSeconds
 from zeroexp.measure.trace import StepTrace
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.measure.verbs import meter, sum_up
+from zeroexp.measure.verbs import meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
 from zeroexp.stop import Stop
 from zeroexp.strategies.base import Strategy
-from zeroexp.validate import ValidationData, validation_loss
+from zeroexp.validation_loss import ValidationData, validation_loss
 from zeroexp.world import World, barrier
 
 
@@ -113,7 +113,7 @@ def train(
             step.clock.stop()
         step.end(batch.num_tokens)
         step.traced = instruments.slows(index)
-        instruments.keep(index, trace, step.peak)
+        instruments.write_timeline(index, trace, step.peak)
         if index in validated:  # [Note: validation]
             step.validation_loss = validation_loss(
                 strategy, data, collectives, task=config.model.task, step=index
@@ -169,12 +169,12 @@ class _Step:
         self._allocations = AllocationMeter(world.timed_device)
         # A trace is of the host's time, on a GPU too.
         self.clock = StepClock(world.timed_device if trace is None else torch.device("cpu"))
-        advance.enter(index, advance.DATA)
+        advance.note_phase(index, advance.DATA)
 
     def enter(self, phase: str) -> None:
         """Enter a phase that the clock knows too."""
         self.clock.enter(phase)
-        advance.enter(self._index, phase)
+        advance.note_phase(self._index, phase)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
         """Read the bytes held now, if this is the step that [Note: reading memory] names.
@@ -189,27 +189,27 @@ class _Step:
         if self._memory is not None:
             self._memory[moment] = bytes_by_kind(states)
         if self._trace is not None:
-            self._trace.moment(states)
+            self._trace.note_model_states(states)
         self.clock.enter(phase)
 
     def end(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._peak_bytes = self._allocations.peak_bytes()
         if self._peak_bytes is not None:
-            self._peak_bytes += shared_bytes()
+            self._peak_bytes += held_shared_bytes()
         self._allocated_bytes = self._allocations.allocated_bytes()
         self._wire_bytes = self._wire.sent_bytes()
         self._traffic = take_traffic()
         self._moves = meter.take()
         if self._trace is not None:
-            self._trace.finish(self.clock.marks, self._moves, shared_bytes())
+            self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
             self.peak = self._trace.peak(self._index)
             self._backend = self._trace.backend()
 
     def record(self, config: Config) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""
         seconds, phase_seconds = self.clock.read()
-        verbs, waited_seconds = sum_up(self._moves)
+        verbs, waited_seconds = sum_up_moves(self._moves)
         loss, self.num_wishes = self._world.read(self.sums)
         return StepRecord(
             step=self._index,

@@ -26,7 +26,7 @@ from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ConfigError
 from zeroexp.report.points import points_of
 from zeroexp.report.progress import Progress
-from zeroexp.report.table import show
+from zeroexp.report.table import print_table
 from zeroexp.sync import open_uploads, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_run
@@ -79,7 +79,7 @@ def watch(arguments: argparse.Namespace) -> int:
         follow_all(jobs, uploads)
     runs = [read_run(job.folder) for job in jobs]
     points = points_of(runs)
-    show([point.pooled for point in points])
+    print_table([point.pooled_summary for point in points])
     if not unfinished(jobs) and any(run.summary for run in runs):
         from zeroexp.report import page  # plotly and scipy take a second to import
 
@@ -109,13 +109,13 @@ def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
     sweep = jobs[0].folder.parent
     try:
         if held:
-            owner.take(sweep)
+            owner.take_ownership(sweep)
     except ConfigError:
         held = {}
     try:
         yield held
     finally:
-        owner.release(sweep)
+        owner.release_ownership(sweep)
 
 
 def jobs_of(sweep: Path) -> list[Job]:

@@ -46,7 +46,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The numbers that the launcher gave one process among `size`."""
 
     rank: int
@@ -54,18 +54,18 @@ class Place:
     local_rank: int
 
 
-def place_from_environment(env: Mapping[str, str]) -> Place:
+def rank_info_from_environment(env: Mapping[str, str]) -> RankInfo:
     """Read the place from torchrun's variables, else from Slurm's, else return a world of one."""
     for rank, size, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ):
         if rank in env and size in env:
-            return Place(int(env[rank]), int(env[size]), int(env.get(local, "0")))
-    return Place(0, 1, 0)
+            return RankInfo(int(env[rank]), int(env[size]), int(env.get(local, "0")))
+    return RankInfo(0, 1, 0)
 
 
-def environment(place: Place) -> dict[str, str]:
+def environment_of_rank(place: RankInfo) -> dict[str, str]:
     """Return the variables from which `place_from_environment` reads this place; a launcher sets them for its ranks."""
     return {
         "RANK": str(place.rank),
@@ -74,14 +74,14 @@ def environment(place: Place) -> dict[str, str]:
     }
 
 
-def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
+def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
 
     The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `file:///path`) or at
     MASTER_ADDR:MASTER_PORT.
     A single rank without either uses a store in its own memory.
     """
-    place = place_from_environment(os.environ)
+    place = rank_info_from_environment(os.environ)
     own_device = torch.device("cpu")
     if device == "cuda":
         own_device = torch.device("cuda", device_index(place.local_rank, torch.cuda.device_count()))
@@ -91,7 +91,7 @@ def join(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
     alone = place.size == 1 and "MASTER_ADDR" not in os.environ
     meeting: dict[str, object] = {"store": dist.HashStore()} if alone else {}
     if rendezvous := os.environ.get("ZEROEXP_RENDEZVOUS"):
-        meeting = _meeting(rendezvous, place, timeout_seconds)
+        meeting = _rendezvous_arguments(rendezvous, place, timeout_seconds)
     dist.init_process_group(
         backend,
         rank=place.rank,
@@ -107,7 +107,9 @@ def device_index(local_rank: int, num_visible: int) -> int:
     return 0 if num_visible == 1 else local_rank
 
 
-def _meeting(address: str, place: Place, timeout_seconds: float) -> dict[str, object]:
+def _rendezvous_arguments(
+    address: str, place: RankInfo, timeout_seconds: float
+) -> dict[str, object]:
     if not address.startswith(SCHEME):
         return {"init_method": address}
     rank, size = place.rank, place.size
@@ -134,7 +136,7 @@ def host_identity() -> tuple[str, int]:
         return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Destroy the process group. No object of ours may keep a reference to it.
 
     Its gloo threads end only with the group, and such a thread aborts the process if it frees a tensor while the
@@ -144,10 +146,10 @@ def leave() -> None:
 
 
 @contextmanager
-def joined(*, device: str = "cpu", timeout_seconds: float = 600.0) -> Iterator[World]:
-    world = join(device=device, timeout_seconds=timeout_seconds)
+def joined_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -> Iterator[World]:
+    world = join_process_group(device=device, timeout_seconds=timeout_seconds)
     yield world
-    leave()  # not in a `finally`: after an error the peers may be gone, and leaving would wait for them
+    leave_process_group()  # not in a `finally`: after an error the peers may be gone, and leaving would wait for them
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
 
 
 def barrier() -> None:
-    advance.move()
+    advance.count_move()
     dist.barrier()
 
 
@@ -174,7 +176,7 @@ def background_group() -> dist.ProcessGroup:
 
     A background thread uses it. All ranks call this together.
     """
-    advance.move()
+    advance.count_move()
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -183,9 +185,9 @@ def background_group() -> dist.ProcessGroup:
 Thing = TypeVar("Thing")
 
 
-def gather(thing: Thing) -> list[Thing]:
+def gather_objects(thing: Thing) -> list[Thing]:
     """Gather a small picklable object from every rank, in rank order. Do not call it in a timed region."""
-    advance.move()
+    advance.count_move()
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
@@ -193,11 +195,11 @@ def gather(thing: Thing) -> list[Thing]:
 
 def broadcast(tensor: torch.Tensor) -> None:
     """Copy rank 0's values into `tensor` on every rank."""
-    advance.move()
+    advance.count_move()
     dist.broadcast(tensor, src=0)
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> None:
     """Replace `tensor` by its sum over ranks, on every rank."""
-    advance.move()
+    advance.count_move()
     dist.all_reduce(tensor)

@@ -38,7 +38,7 @@ def test_a_run_goes_on_from_its_newest_whole_one(local, tmp_path):
     job = job_at(tmp_path / "run", 6, checkpoint__every=2, checkpoint__keep=3)
     assert local.run(job, on_record=print, on_event=print).status == "done"
     reference = numbers(read_records(job.folder))
-    older, newer, newest = folders.whole(job.folder)
+    older, newer, newest = folders.complete_checkpoints(job.folder)
     flip_a_bit(newer)
     (newest / MANIFEST).write_text("{")
 
@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_its_newest_whole_one(local, tmp_path):
     assert "\n".join(told) not in log_of(job, 1)
     assert started_at(job) == [f"{folders.step_of(older)} steps done"]
     assert numbers(read_records(job.folder)) == reference, "none missing, none twice, bit for bit"
-    for checkpoint in (whole := folders.whole(job.folder)):
+    for checkpoint in (whole := folders.complete_checkpoints(job.folder)):
         require_undamaged(checkpoint)
     assert whole == [older, newer, newest], "saved again"
 

@@ -13,7 +13,7 @@ from zeroexp.tracking.json_files import write_json
 
 def write(run: Path, step: int, attempt: int = 0) -> Path:
     """A checkpoint complete but for its rename."""
-    folder = folders.unfinished(run, step, attempt)
+    folder = folders.unfinished_folder(run, step, attempt)
     folder.mkdir()
     (folder / MANIFEST).write_text("{}")
     return folder
@@ -29,30 +29,34 @@ def names(run: Path) -> list[str]:
 
 
 def test_nothing_is_whole_before_its_rename(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     write(tmp_path, 20)
-    assert folders.newest(tmp_path) is None
+    assert folders.newest_checkpoint(tmp_path) is None
     folders.commit(tmp_path, 20, 0)
-    assert folders.newest(tmp_path) == tmp_path / "checkpoint" / "step-000020"
+    assert folders.newest_checkpoint(tmp_path) == tmp_path / "checkpoint" / "step-000020"
 
 
 def test_the_newest_has_most_steps(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     for step in (5, 1_000_000, 999_999):
         commit(tmp_path, step)
-    assert [folders.step_of(path) for path in folders.whole(tmp_path)] == [5, 999_999, 1_000_000]
+    assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [
+        5,
+        999_999,
+        1_000_000,
+    ]
 
 
 def test_what_has_another_name_or_no_manifest_is_none(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     for name in ("step-000003", "step-abc", "step-000004.bak", ".step-000005.0"):
         (tmp_path / "checkpoint" / name).mkdir()
     (tmp_path / "checkpoint" / "step-abc" / MANIFEST).write_text("{}")
-    assert folders.whole(tmp_path) == []
+    assert folders.complete_checkpoints(tmp_path) == []
 
 
 def test_older_ones_go(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     for step in (2, 4, 6):
         commit(tmp_path, step)
     folders.keep_newest(tmp_path, 2)
@@ -63,28 +67,28 @@ def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(tmp_path):
     run, waiting = tmp_path / "run", tmp_path / "waiting"
     for folder in (run, waiting):
         folder.mkdir()
-    folders.prepare(run, 0)
+    folders.register_attempt(run, 0)
     for step in (2, 4, 6):
         commit(run, step)
     folders.pin(run / "checkpoint" / "step-000002", waiting)
     for status, kept in (("pending", [2, 6]), ("running", [2, 6]), ("failed", [6])):
         write_json(waiting / "state.json", {"status": status, "reason": None})
         folders.keep_newest(run, 1)
-        assert [folders.step_of(path) for path in folders.whole(run)] == kept
+        assert [folders.step_of(path) for path in folders.complete_checkpoints(run)] == kept
     assert names(run) == [".attempt", "step-000006"]
 
 
 def test_the_next_start_removes_what_is_unfinished_or_half_removed(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     commit(tmp_path, 2)
     write(tmp_path, 4)
     (tmp_path / "checkpoint" / ".step-000001.leaving").mkdir()
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     assert names(tmp_path) == [".attempt", "step-000002"]
 
 
 def test_what_stands_already_is_left_as_it_is(tmp_path):
-    folders.prepare(tmp_path, 0)
+    folders.register_attempt(tmp_path, 0)
     (commit(tmp_path, 2) / "first").touch()
     commit(tmp_path, 2)
     assert (tmp_path / "checkpoint" / "step-000002" / "first").exists()
@@ -92,15 +96,15 @@ def test_what_stands_already_is_left_as_it_is(tmp_path):
 
 
 def test_an_outdated_attempt_can_not_commit(tmp_path):
-    folders.prepare(tmp_path, 1)
+    folders.register_attempt(tmp_path, 1)
     write(tmp_path, 4, attempt=1)
-    folders.prepare(tmp_path, 2)
+    folders.register_attempt(tmp_path, 2)
     with pytest.raises(FileNotFoundError):  # its folder is gone, however late it looks
         folders.commit(tmp_path, 4, 1)
     write(tmp_path, 6, attempt=1)
     with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
         folders.commit(tmp_path, 6, 1)
     with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
-        folders.prepare(tmp_path, 1)
-    assert folders.whole(tmp_path) == []
+        folders.register_attempt(tmp_path, 1)
+    assert folders.complete_checkpoints(tmp_path) == []
     assert commit(tmp_path, 6, attempt=2).exists()

@@ -47,7 +47,7 @@ def test_a_parameter_that_this_model_lacks(tmp_path):
     empty = StoredTensor((0,), "float32", ())
     folder = write(tmp_path / "run", state={"old.weight": {"weight": empty}}, rng={})
     strategy = PlainStrategy(torch.nn.Linear(2, 2))
-    with worlds.joined() as world, pytest.raises(CheckpointError) as caught:
+    with worlds.joined_process_group() as world, pytest.raises(CheckpointError) as caught:
         load(folder, strategy, {}, world)
     told = (
         "of another model: old.weight is [0] in it, missing in this model; give one of this model"

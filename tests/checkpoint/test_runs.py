@@ -102,14 +102,17 @@ def kill_again_and_again(local: LocalCluster, tmp_path: Path, num_kills: int) ->
         assert outcome.status == "failed" and outcome.cause is not None
         assert outcome.cause["exception"] == "SIGKILL", outcome.cause["message"]
         num_unfinished += len(unfinished(job))
-        for checkpoint in folders.whole(job.folder):
+        for checkpoint in folders.complete_checkpoints(job.folder):
             require_undamaged(checkpoint)
     assert num_unfinished, "no kill came while a checkpoint was being written"
     assert run(local, job).status == "done"
     records = read_records(job.folder)
     assert numbers(records) == numbers(read_records(reference.folder))
     assert (job.folder / "records.jsonl").read_text().count("\n") == len(records), "none twice"
-    assert [folders.step_of(path) for path in folders.whole(job.folder)] == [steps, steps + 1]
+    assert [folders.step_of(path) for path in folders.complete_checkpoints(job.folder)] == [
+        steps,
+        steps + 1,
+    ]
     assert unfinished(job) == []
     summary = read_summary(job.folder)
     assert summary is not None and (summary.num_steps, summary.num_warmup_steps) == (steps, 1)
@@ -179,7 +182,7 @@ def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, tmp_path):
         assert outcome.status == "failed" and outcome.cause is not None
         line = outcome.cause["message"]
         assert re.match(r"checkpoint of step 5 failed: rank \d: OSError: .*No space left", line)
-        (only,) = folders.whole(job.folder)
+        (only,) = folders.complete_checkpoints(job.folder)
         assert line.endswith(f"the newest whole one is {only}") and only.name == "step-000001"
         require_undamaged(only)
         assert sorted(os.listdir(job.folder / "checkpoint")) == [".attempt", "step-000001"]

@@ -30,7 +30,7 @@ RECIPE = Recipe(steps=1, world_size=1)
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with worlds.joined() as world:
+    with worlds.joined_process_group() as world:
         yield world
 
 
@@ -85,7 +85,7 @@ def test_the_newest_are_kept(world, strategy, tmp_path):
     saver = Saver(tmp_path, strategy, config_of(RECIPE, keep=2), world)
     for step in (1, 2, 3):
         saver.save_now(step)
-    assert folders.whole(tmp_path) == [checkpoint(tmp_path, step) for step in (2, 3)]
+    assert folders.complete_checkpoints(tmp_path) == [checkpoint(tmp_path, step) for step in (2, 3)]
 
 
 def test_a_step_is_saved_once(world, strategy, tmp_path):
@@ -100,9 +100,9 @@ def test_when_it_is_due(world, strategy, tmp_path):
     config.checkpoint.every = 3
     config.train.warmup_steps, config.train.steps = 2, 7
     saver = Saver(tmp_path, strategy, config, world)
-    assert [step for step in range(12) if step and saver.due(step)] == [3, 6]
+    assert [step for step in range(12) if step and saver.is_due(step)] == [3, 6]
     config.checkpoint.every = None
-    assert not any(saver.due(step) for step in range(12))
+    assert not any(saver.is_due(step) for step in range(12))
 
 
 def test_off_it_leaves_nothing(world, strategy, tmp_path):
@@ -124,7 +124,7 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(world, strategy, tmp
     assert capsys.readouterr().err.count("\n") == 1
     saver.save_now(3)
     assert [saved["error"] is None for saved in log(tmp_path)] == [True, False, True]
-    assert [folders.step_of(path) for path in folders.whole(tmp_path)] == [1, 3]
+    assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 3]
 
 
 def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
@@ -136,7 +136,7 @@ def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
     with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
         Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
     new.save_now(2)
-    assert [folders.step_of(path) for path in folders.whole(tmp_path)] == [1, 2]
+    assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 2]
 
 
 # -- copies -----------------------------------------------------------------------------------------

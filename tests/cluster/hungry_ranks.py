@@ -42,7 +42,7 @@ def fill_page_after_page(folder: Path, device: str) -> None:
 
 def train(folder: Path, device: str) -> None:
     """A whole run, whose model does not fit what rank 1 may still have."""
-    if world.place_from_environment(os.environ).rank == 1:
+    if world.rank_info_from_environment(os.environ).rank == 1:
         held = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         most = (int(held[0]) << 10) + (64 << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -51,7 +51,7 @@ def train(folder: Path, device: str) -> None:
 
 def on_rank_1(folder: Path, action: Callable[[], object]) -> None:
     """Where the kernel promises memory that it does not have, a limit makes it refuse."""
-    rank = world.place_from_environment(os.environ).rank
+    rank = world.rank_info_from_environment(os.environ).rank
     if rank != 1:
         time.sleep(1000)
     resource.setrlimit(resource.RLIMIT_AS, (FAR_TOO_MUCH // 2, FAR_TOO_MUCH // 2))

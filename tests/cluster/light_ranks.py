@@ -28,7 +28,7 @@ def count_until_asked(folder: Path, *, device: str) -> None:
 
 def count_until_asked_once(folder: Path, *, device: str) -> None:
     """The same, but its second attempt comes to an end."""
-    count(folder, enough=attempt.mine() != 1)
+    count(folder, enough=attempt.own_number() != 1)
 
 
 def count(folder: Path, *, enough: bool) -> None:
@@ -38,7 +38,9 @@ def count(folder: Path, *, enough: bool) -> None:
     while not stop.asked and not (enough and last >= first + 5):
         time.sleep(0.1)
         last += 1
-    write_json(folder / f"attempt{attempt.mine()}-{rank}.json", {"first": first, "last": last})
+    write_json(
+        folder / f"attempt{attempt.own_number()}-{rank}.json", {"first": first, "last": last}
+    )
     if rank == 0:
         write_json(saved if stop.asked else folder / "summary.json", {"count": last})
     raise SystemExit(SAVED if stop.asked else 0)
@@ -49,7 +51,7 @@ def outlive_its_node(folder: Path, *, device: str) -> None:
 
     The first attempt goes on for ever, the second until the first is gone.
     """
-    rank, number, step = _note(folder), attempt.mine() or 0, len(read_records(folder))
+    rank, number, step = _note(folder), attempt.own_number() or 0, len(read_records(folder))
     write_json(folder / f"attempt{number}-{rank}.json", {"pid": os.getpid()})
     if rank != 0:
         time.sleep(1000 if number == 1 else 0)

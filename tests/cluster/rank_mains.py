@@ -24,7 +24,7 @@ def main(folder: Path, *, device: str) -> None:
 
 
 def say_who(folder: Path, *, device: str) -> None:
-    place = world.place_from_environment(os.environ)
+    place = world.rank_info_from_environment(os.environ)
     facts = {
         "rank": place.rank,
         "size": place.size,
@@ -45,12 +45,12 @@ def write_lines(folder: Path, *, device: str) -> None:
 
 
 def meet(folder: Path, *, device: str) -> None:
-    with world.joined(device=device) as here:
-        (folder / f"met{here.rank}.json").write_text(json.dumps(world.gather(os.getpid())))
+    with world.joined_process_group(device=device) as here:
+        (folder / f"met{here.rank}.json").write_text(json.dumps(world.gather_objects(os.getpid())))
 
 
 def raise_on_rank_1(folder: Path, *, device: str) -> None:
-    rank = world.place_from_environment(os.environ).rank
+    rank = world.rank_info_from_environment(os.environ).rank
     _note_pid(folder, rank)
     if rank == 1:
         try:
@@ -63,7 +63,7 @@ def raise_on_rank_1(folder: Path, *, device: str) -> None:
 
 def kill_rank_1(folder: Path, *, device: str) -> None:
     """Rank 0 blames its connection first, as a peer of a killed rank does."""
-    rank = world.place_from_environment(os.environ).rank
+    rank = world.rank_info_from_environment(os.environ).rank
     _note_pid(folder, rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -76,12 +76,12 @@ def exit_silently(folder: Path, *, device: str) -> None:
 
 
 def hang(folder: Path, *, device: str) -> None:
-    _note_pid(folder, world.place_from_environment(os.environ).rank)
+    _note_pid(folder, world.rank_info_from_environment(os.environ).rank)
     time.sleep(1000)
 
 
 def kill_server(folder: Path, *, device: str) -> None:
-    _note_pid(folder, world.place_from_environment(os.environ).rank)
+    _note_pid(folder, world.rank_info_from_environment(os.environ).rank)
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 

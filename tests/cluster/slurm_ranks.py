@@ -12,9 +12,9 @@ from zeroexp.tracking.files import write_json
 
 def meet(folder: Path, *, device: str) -> None:
     """All ranks join one world; rank 0 tells who came, and from which code."""
-    with world.joined(device=device, timeout_seconds=60) as here:
+    with world.joined_process_group(device=device, timeout_seconds=60) as here:
         mine = {"rank": here.rank, "size": here.size, "host": socket.gethostname()}
         mine |= {"pid": os.getpid(), "code": world.__file__}
-        ranks = world.gather(mine)
+        ranks = world.gather_objects(mine)
         if here.rank == 0:
             write_json(folder / "summary.json", {"ranks": ranks})

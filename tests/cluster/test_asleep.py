@@ -63,7 +63,7 @@ def waited(task: Heartbeat, child: int, clock: Clock, seconds: list[float]) -> s
 
 def call(hub_at: Hub, hub: Heartbeat) -> socket.socket:
     """A peer that says who it is, before any time passes, and nothing more."""
-    port = ports.published(hub_at.file)
+    port = ports.read_published_port(hub_at.file)
     assert port is not None
     connection = socket.create_connection((hub_at.host, port), timeout=5)
     introduction = Introduction(connection, "rank 1 on far", hub_at.secret, lambda rank: True)
@@ -100,5 +100,5 @@ def test_who_may_still_come_gets_the_time_that_was_slept(
     """A minute to start in and a period: nine beats, of which one was before it slept."""
     with Heartbeat(0, 2, hub_at, PERIOD_SECONDS, start_seconds=60) as hub:
         said = waited(hub, child, clock, [BEAT, ASLEEP, *[BEAT] * beats])
-    never = f"rank 1 is gone: it did not reach port {ports.published(hub_at.file)} of 127.0.0.1"
+    never = f"rank 1 is gone: it did not reach port {ports.read_published_port(hub_at.file)} of 127.0.0.1"
     assert said == "waits" if waits else said is not None and said.startswith(never)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.composing import composed
-from zeroexp.cluster.budget import judged
+from zeroexp.cluster.budget import plan_slurm_points
 from zeroexp.cluster.points import points_of
 
 
@@ -22,7 +22,7 @@ def points(*words: str):
     [("0.001", "no"), ("1", "yes")],
 )
 def test_what_can_not_fit_is_refused(limit, verdict, capsys):
-    (point,) = judged(points("strategy=ddp", f"cluster.device_memory_gib={limit}"))
+    (point,) = plan_slurm_points(points("strategy=ddp", f"cluster.device_memory_gib={limit}"))
     told = capsys.readouterr().out
     assert told.startswith("plan of ddp-buffer-n4: 0.00 GiB of model states")
     assert told.rstrip().endswith(f"fits {limit} GiB: {verdict}")
@@ -35,10 +35,10 @@ def test_what_can_not_fit_is_refused(limit, verdict, capsys):
 
 def test_force_submits_all_the_same(capsys):
     words = ("strategy=ddp", "cluster.device_memory_gib=0.001", "cluster.force=true")
-    (point,) = judged(points(*words))
+    (point,) = plan_slurm_points(points(*words))
     assert point.refusal is None and ": no" in capsys.readouterr().out
 
 
 def test_points_of_this_machine_are_left_alone(capsys):
     local = points_of([], asdict(composed("cluster.device_memory_gib=0.001")))
-    assert judged(local) == local and capsys.readouterr().out == ""
+    assert plan_slurm_points(local) == local and capsys.readouterr().out == ""

@@ -14,7 +14,7 @@ import pytest
 from tests import rank_code
 from tests.test_rank import log_of, make_job, process_of
 from zeroexp import advance
-from zeroexp.cluster.hang import Sight, behind
+from zeroexp.cluster.hang import Sight, ranks_behind
 from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import save
@@ -184,4 +184,4 @@ def test_who_is_behind(name: str) -> None:
     sights, guilty = CASES[name]
     read = [Sight.read(each.line()) for each in sights]
     assert read == sights
-    assert [each.rank for each in behind(read, hang_seconds=5)] == guilty
+    assert [each.rank for each in ranks_behind(read, hang_seconds=5)] == guilty

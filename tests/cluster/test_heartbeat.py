@@ -123,7 +123,7 @@ class Task:
 
 
 def call(hub_at: Hub) -> socket.socket:
-    port = ports.published(hub_at.file)
+    port = ports.read_published_port(hub_at.file)
     assert port is not None
     return socket.create_connection((hub_at.host, port))
 
@@ -210,7 +210,7 @@ def test_who_never_came_is_missed(
         clock.pass_by(PERIOD_SECONDS)
         assert hub.waits
         clock.pass_by(1.5)
-        port = ports.published(hub_at.file)
+        port = ports.read_published_port(hub_at.file)
         silence = f"did not reach port {port} of 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
         assert hub.lost() == f"rank 1 is gone: it {silence}, nor did 1 more"
 
@@ -228,7 +228,7 @@ def test_a_hub_whose_machine_says_nothing_is_missed(
         deaf.listen(0)
         last_answered.connect(deaf.getsockname())
         port = deaf.getsockname()[1]
-        ports.publish(hub_at.file, port)
+        ports.publish_port(hub_at.file, port)
         member = Task(1, hub_at, child, clock, start_seconds=1)
         clock.pass_by(PERIOD_SECONDS)
         assert member.waits

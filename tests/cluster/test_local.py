@@ -213,9 +213,8 @@ with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") a
     "number",
     [
         signal.SIGINT,
-        pytest.param(
-            signal.SIGTERM, marks=pytest.mark.slow
-        ),  # it ends this program as SIGKILL does
+        # It ends this program as SIGKILL does.
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
         signal.SIGKILL,
     ],
 )

@@ -18,7 +18,7 @@ from tests.test_rank import make_job as make_training_job
 from zeroexp.cluster.job import first_cause
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import Config
-from zeroexp.tracking.out_of_memory import shortage
+from zeroexp.tracking.out_of_memory import describe_shortage
 
 HUNGRY = "tests.cluster.hungry_ranks:main"
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -104,10 +104,10 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_every_library_is_understood(error: Exception, asked: int | None) -> None:
-    short = shortage(error, 1 << 20)
+    short = describe_shortage(error, 1 << 20)
     assert short is not None and short.asked_bytes == asked
 
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("shapes differ")])
 def test_another_error_is_another_error(error: Exception) -> None:
-    assert shortage(error, None) is None
+    assert describe_shortage(error, None) is None

@@ -32,7 +32,7 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
 from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.queue import HeldJobs, Queue, is_held, stop
+from zeroexp.cluster.queue import HeldJobs, Queue, cancel_unfinished, is_held
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ClusterConfig, Config, ConfigError, SlurmConfig, save
@@ -565,7 +565,7 @@ def test_points_that_slurm_takes_later_are_held(
         queue.follow(jobs, progress, on_step=ignore, on_end=ignore)
     assert "2 points are held, since Slurm takes no more now: " in told.getvalue()
     if not wait:
-        stop(jobs.values())
+        cancel_unfinished(jobs.values())
         assert [job.state["status"] for job in others] == ["pending", "pending"], "for watch"
         with Progress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
             assert list(held.values()) == others
@@ -600,9 +600,9 @@ def test_accounting_says_the_same_after_squeue_forgot(
     """Of every way in which a job can end; read by who comes when they have all left the queue."""
     jobs = {str(slurm_id(end.job)): end for end in ended.values()}
     cluster.wait_for(lambda: not slurm_state.ask_squeue(set(jobs)), 60)
-    seen = slurm_state.look(jobs)
-    assert {job_id: slurm_state.conclude(jobs[job_id].job, seen[job_id]) for job_id in seen} == {
-        job_id: (end.status, end.job.state["reason"]) for job_id, end in jobs.items()
-    }
+    seen = slurm_state.look_up_jobs(jobs)
+    assert {
+        job_id: slurm_state.conclude_state(jobs[job_id].job, seen[job_id]) for job_id in seen
+    } == {job_id: (end.status, end.job.state["reason"]) for job_id, end in jobs.items()}
     for name, word in WORDS.items():
         assert seen[str(slurm_id(ended[name].job))].word == word, name

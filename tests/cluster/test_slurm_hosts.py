@@ -18,7 +18,7 @@ from tests.cluster.test_slurm import HANG_SECONDS, TRAINS, Scenario, has_begun, 
 from tests.test_rank import process_of
 from zeroexp.cluster.follow import follow
 from zeroexp.cluster.job import Job
-from zeroexp.ports import published
+from zeroexp.ports import read_published_port
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import read_records
 from zeroexp.tracking.json_files import read_json
@@ -73,7 +73,7 @@ def ended(cluster: Minicluster, tmp_path_factory: pytest.TempPathFactory) -> dic
 def connections(node: str, job: Job, cluster: Minicluster) -> str:
     """Of a node's own network, to the port of a job's heartbeat."""
     network = cluster.folder / "networks" / node
-    port = published(job.folder / "slurm" / "heartbeat.1")
+    port = read_published_port(job.folder / "slurm" / "heartbeat.1")
     if port is None:
         return ""
     return cluster.run(

@@ -254,7 +254,7 @@ def test_without_accounting_a_job_nobody_knows_is_none(
 ) -> None:
     """sacct itself says that there is none, and is not taken for an answer."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    assert slurm_state.look(["987654"]) == {}
+    assert slurm_state.look_up_jobs(["987654"]) == {}
 
 
 def run(cluster: Minicluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

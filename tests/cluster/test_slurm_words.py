@@ -17,7 +17,7 @@ from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm import JobShape, SlurmCluster
-from zeroexp.cluster.slurm_state import Sighting, conclude, passed_through
+from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
@@ -68,7 +68,9 @@ def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
         "srun: launch/slurm: _step_signal: Terminating StepId=13.0\n"
         "srun: error: node3: task 2: Exited with exit code 143\n"
     )
-    status, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node1", preempted=False))
+    status, reason = conclude_state(
+        job, Sighting("FAILED", "NonZeroExitCode", "node1", preempted=False)
+    )
     assert status == "failed"
     assert reason == "rank 0 on node1: its task ended first (killed, says srun)"
 
@@ -76,26 +78,33 @@ def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "status"), SEEN.items())
 def test_every_word_of_slurm_has_a_status(tmp_path: Path, word: str, status: str) -> None:
     job = make_job(tmp_path)
-    assert conclude(job, Sighting(word, "None", "node1", preempted=False))[0] == status
+    assert conclude_state(job, Sighting(word, "None", "node1", preempted=False))[0] == status
 
 
 def test_a_result_without_failure_is_done_also_when_slurm_forgot(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    assert conclude(job, None)[0] == "failed"
+    assert conclude_state(job, None)[0] == "failed"
     write_json(tmp_path / "summary.json", {"world_size": 1})
-    assert conclude(job, None) == ("done", None)
-    assert conclude(job, Sighting("COMPLETED", "None", "node1", preempted=False)) == ("done", None)
+    assert conclude_state(job, None) == ("done", None)
+    assert conclude_state(job, Sighting("COMPLETED", "None", "node1", preempted=False)) == (
+        "done",
+        None,
+    )
 
 
 def test_the_first_cause_counts_unless_slurm_took_the_job_away(tmp_path: Path) -> None:
     """Ranks that lost a peer on a crashed node raise too, and they raise a consequence."""
     job = make_job(tmp_path)
     failure.write_raised(tmp_path, 1, ArithmeticError("not a number"))
-    _, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=False))
+    _, reason = conclude_state(
+        job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=False)
+    )
     assert reason is not None and "rank 1" in reason and "ArithmeticError: not a number" in reason
-    _, reason = conclude(job, Sighting("NODE_FAIL", "NodeDown", "node[1-2]", preempted=False))
+    _, reason = conclude_state(job, Sighting("NODE_FAIL", "NodeDown", "node[1-2]", preempted=False))
     assert reason == "node lost (node[1-2])"
-    _, reason = conclude(job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=True))
+    _, reason = conclude_state(
+        job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=True)
+    )
     assert reason == "preempted by a job of higher priority (node[1-2])"
 
 
@@ -103,11 +112,11 @@ def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> No
     """Accounting only knows that it failed; its own note knows why."""
     job = make_job(tmp_path)
     seen = Sighting("FAILED", "None", "node[1-2]", preempted=False)
-    assert conclude(job, seen) != ("failed", f"{PREEMPTED} (node[1-2])")
+    assert conclude_state(job, seen) != ("failed", f"{PREEMPTED} (node[1-2])")
     ended = {"number": 1, "began_at": 10.0, "ended_at": 15.0, "reason": PREEMPTED}
     write_json(tmp_path / "attempts.json", {"attempts": [ended]})
-    assert conclude(job, seen) == ("failed", f"{PREEMPTED} (node[1-2])")
-    assert conclude(job, None) == ("failed", PREEMPTED)
+    assert conclude_state(job, seen) == ("failed", f"{PREEMPTED} (node[1-2])")
+    assert conclude_state(job, None) == ("failed", PREEMPTED)
 
 
 def test_what_a_run_passed_through_is_told_by_its_attempts(tmp_path: Path) -> None:
@@ -131,12 +140,14 @@ def test_what_a_run_passed_through_is_told_by_its_attempts(tmp_path: Path) -> No
 
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:
     squeue = "7|PENDING|Resources||N/A|2|\n8|FAILED|NonZeroExitCode|n[1-2]|2026-01-01T00:00:00|0|\n"
-    assert slurm_state.parse(squeue, {"7", "8"}) == {
+    assert slurm_state.parse_job_lines(squeue, {"7", "8"}) == {
         "7": Sighting("PENDING", "Resources", "", preempted=False, restarts=2),
         "8": Sighting("FAILED", "NonZeroExitCode", "n[1-2]", preempted=True),
     }
     sacct = "8|CANCELLED by 1000|None|n1|\n9|RUNNING|None|n2|\n"
-    assert slurm_state.parse(sacct, {"8"}) == {"8": Sighting("CANCELLED", "None", "n1", False)}
+    assert slurm_state.parse_job_lines(sacct, {"8"}) == {
+        "8": Sighting("CANCELLED", "None", "n1", False)
+    }
 
 
 def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
@@ -188,9 +199,8 @@ def test_without_hard_links_the_first_failure_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
-        raise PermissionError(
-            errno.EPERM, "Operation not permitted"
-        )  # of vfat, and of some networks
+        # Of vfat, and of some networks.
+        raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refused)
     for rank in (1, 0):

@@ -12,7 +12,7 @@ import torch
 
 from tests.cluster.test_slurm_words import make_job
 from zeroexp.cluster.job import Ending, Job, ending_of, reason_of
-from zeroexp.cluster.slurm_state import RUNS, WAITS, Sighting, conclude
+from zeroexp.cluster.slurm_state import RUNS, WAITS, Sighting, conclude_state
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import write_json
@@ -104,7 +104,7 @@ def test_every_word_of_slurm_beside_what_a_run_left(tmp_path: Path, left: str) -
     LEFT[left](job)
     for word, rows in PAIRS.items():
         seen = Sighting(word, "Why", "node1", preempted=False) if word else None
-        assert_pair(conclude(job, seen), rows[left], f"{word}, {left}")
+        assert_pair(conclude_state(job, seen), rows[left], f"{word}, {left}")
 
 
 @pytest.mark.parametrize("left", LEFT)
@@ -116,7 +116,7 @@ def test_a_job_that_made_room_says_so_and_nothing_else(tmp_path: Path, left: str
         *((word, ("failed", AWAY)) for word in ("FAILED", "PREEMPTED")),
     ]
     for word, expected in told:
-        assert_pair(conclude(job, Sighting(word, "Why", "node1", True)), expected, word)
+        assert_pair(conclude_state(job, Sighting(word, "Why", "node1", True)), expected, word)
 
 
 OF_THIS_MACHINE: dict[Ending, dict[str, tuple[str, str | None]]] = {

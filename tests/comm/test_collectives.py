@@ -32,10 +32,8 @@ PACKED = (32 << 10) // 4
 # family and sizes of parameters
 CASES = {
     "one-padded-buffer": ("buffer", [10, 7, 2]),
-    "tiny-tensors": (
-        "tensor",
-        [1, 2, 3, 4, 5, 6, 7, 8, 9],
-    ),  # smaller than the world, packed together
+    # These are smaller than the world and packed together.
+    "tiny-tensors": ("tensor", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
     "around-the-packing-limit": ("tensor", [2 * PACKED - 2, 2 * PACKED, 6 * PACKED + 2, 5]),
     "uneven-owners": ("parameter", [1000, 3, 20_000, 17]),
     "one-owner-for-all": ("parameter", [5]),  # everyone else's section is empty
@@ -51,12 +49,11 @@ def chunks_of(case: str, world_size: int) -> tuple[Chunk, ...]:
 
 def flat_of(chunk: Chunk, seed: int, dtype: torch.dtype) -> Tensor:
     """Different values in every chunk, reproducible on every rank. To be read only: drawn once for all who ask."""
-    return _drawn(chunk.numel, seed, dtype)
+    return _drawn(chunk.unpadded_numel, seed, dtype)
 
 
-@lru_cache(
-    maxsize=6
-)  # what three ranks give, in two dtypes: millions of numbers take longer to draw than to move
+# Millions of numbers take longer to draw than to move. Six are what three ranks give in two dtypes.
+@lru_cache(maxsize=6)
 def _drawn(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + numel)
     return torch.randn(numel, generator=generator).to(dtype)
@@ -86,7 +83,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
     wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
     rest = [4 * chunk.padded_numel for chunk in chunks]
-    wire.meet()
+    wire.connect()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
     return wire, chunks
 
@@ -106,7 +103,7 @@ def check_gather(world: World, transport: str, case: str, dtype: torch.dtype) ->
         parts.append(GatherPart(chunk, full, piece))
     wire.all_gather(parts, "publish").wait()
     for part in parts:
-        same(part.full[: part.chunk.numel], flat_of(part.chunk, 0, dtype), exact=True)
+        same(part.full[: part.chunk.unpadded_numel], flat_of(part.chunk, 0, dtype), exact=True)
     return counted(wire, "publish")
 
 
@@ -222,7 +219,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     """Two gathers and a sum on their way at once, waited for in another order than they began."""
     wire = Collectives(world, transport=transport)
     (chunk,) = chunks_of("one-padded-buffer", world.size)
-    wire.meet()
+    wire.connect()
     wire.reserve(2 * [4 * chunk.padded_numel], 1000)
     fulls, pendings = [], []
     for seed in (1, 2):
@@ -239,7 +236,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
         pendings[index].wait()
         pendings[index].wait()  # a second wait changes nothing
     for seed, full in zip((1, 2), fulls, strict=True):
-        same(full[: chunk.numel], flat_of(chunk, seed, full.dtype), exact=True)
+        same(full[: chunk.unpadded_numel], flat_of(chunk, seed, full.dtype), exact=True)
     for got, term in zip(
         reduced.gradients, sum_in_rank_order(chunk, world.size, torch.float32), strict=True
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.journal import LOOK_SECONDS, PATIENCE_SECONDS, difference
+from zeroexp.comm.journal import LOOK_SECONDS, PATIENCE_SECONDS, describe_difference
 from zeroexp.world import World
 
 SHOWN_AND_READ_SECONDS = PATIENCE_SECONDS + 3 * LOOK_SECONDS  # both ranks have looked by then
@@ -16,19 +16,21 @@ SHOWN_AND_READ_SECONDS = PATIENCE_SECONDS + 3 * LOOK_SECONDS  # both ranks have 
 
 def test_the_first_number_with_different_words_is_told() -> None:
     mine = {3: "the gather of a", 4: "the gather of b", 5: "the reduce of b"}
-    text = difference(1, mine, 0, {4: "the gather of b", 5: "the norm", 6: "the gather of a"})
+    text = describe_difference(
+        1, mine, 0, {4: "the gather of b", 5: "the norm", 6: "the gather of a"}
+    )
     assert text is not None
     assert "rank 0 is in the norm; rank 1 is in the reduce of b" in text
 
 
 @pytest.mark.parametrize("theirs", [{}, {1: "a"}, {2: "b", 3: "c"}, {4: "a", 5: "b"}])
 def test_who_is_behind_or_ahead_is_not_accused(theirs) -> None:
-    assert difference(0, {1: "a", 2: "b", 3: "c"}, 1, theirs) is None
+    assert describe_difference(0, {1: "a", 2: "b", 3: "c"}, 1, theirs) is None
 
 
 def sum_with_a_slow_rank(world: World) -> list[float]:
     wire = Collectives(world, transport="native")
-    wire.meet()
+    wire.connect()
     sums: list[float] = []
     for seconds in (0.0, SHOWN_AND_READ_SECONDS):
         if world.rank == 1:

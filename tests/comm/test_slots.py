@@ -17,7 +17,7 @@ from zeroexp import world as worlds
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
-from zeroexp.comm.meeting import Listener
+from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
@@ -73,7 +73,7 @@ def test_a_slot_is_given_back_after_its_sum_was_taken():
 def neighbours_of(world: World, arena: Arena) -> dict[int, SharedChannel]:
     """A channel to every rank: all of them call it together."""
     with closing(Listener()) as listener:
-        doors = worlds.gather(listener.door)
+        doors = worlds.gather_objects(listener.door)
         return Neighbourhood(world, ["here"] * world.size, doors, listener).open(arena)
 
 
@@ -118,7 +118,7 @@ def test_a_slot_is_free_when_all_neighbours_have_read_it(ranks):
 def quiesce_alone(world: World) -> list[str]:
     """Rank 0 is done, and rank 1 not yet: it holds an offer that it has not read."""
     wire = Collectives(world, transport="direct")
-    wire.meet()
+    wire.connect()
     wire.reserve([PAGE_BYTES], 64)
     (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
     piece = wire.empty(4, torch.float32).fill_(1.0 + world.rank)

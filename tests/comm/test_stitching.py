@@ -118,7 +118,9 @@ def compare_with_messages(world: World) -> None:
     most = 4 * numel * (world.size - 1) // world.size
     assert pool.memory.nbytes == form
     assert most <= form <= most + (world.size + 1) * 2 * PAGE_BYTES
-    assert mapped.wire.shared_bytes >= form + sum(t.piece.nbytes for u in blocks for t in u.chunks)
+    assert mapped.wire.held_shared_bytes >= form + sum(
+        t.piece.nbytes for u in blocks for t in u.chunks
+    )
     barrier()  # no rank closes its connections while another still reads
 
 

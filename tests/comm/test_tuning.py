@@ -9,7 +9,7 @@ import pytest
 
 from zeroexp.comm.base import Pending, ReducePart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, PROBED_BYTES, Link, fit, measure
+from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, PROBED_BYTES, Link, fit_link, measure_link
 from zeroexp.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)
@@ -18,13 +18,13 @@ SIZES = (1 << 16, 1 << 19, 1 << 22)
 @pytest.mark.parametrize("latency", [0.0, 5e-5, 2e-3])
 @pytest.mark.parametrize("bandwidth", [25e6, 119e6, 6e9])
 def test_points_on_a_line_give_that_line(latency, bandwidth):
-    link = fit(SIZES, [latency + size / bandwidth for size in SIZES])
+    link = fit_link(SIZES, [latency + size / bandwidth for size in SIZES])
     assert link.latency_seconds == pytest.approx(latency, abs=1e-12)
     assert link.bytes_per_second == pytest.approx(bandwidth)
 
 
 def test_times_that_fall_with_size_give_neither_a_negative_latency_nor_a_negative_bandwidth():
-    link = fit(SIZES, [3e-4, 2e-4, 1e-4])
+    link = fit_link(SIZES, [3e-4, 2e-4, 1e-4])
     assert link.latency_seconds >= 0 and 0 < link.bytes_per_second < math.inf
 
 
@@ -54,7 +54,7 @@ def probed_bytes(world: World) -> set[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collectives, "reduce_scatter", noting)
-        measure(world)
+        measure_link(world)
     return sizes
 
 
@@ -63,7 +63,7 @@ def test_what_is_timed_is_as_large_as_the_line_says(ranks):
 
 
 def measured(world: World, transport: str) -> Link:
-    return measure(world, transport=transport)
+    return measure_link(world, transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["direct", "gloo"])

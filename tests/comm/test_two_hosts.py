@@ -44,7 +44,9 @@ def train_on_two_hosts(
         trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
     finally:
         shared_memory.host_identity = same_host  # these processes run other tests too
-    return trained, [(e.wire.shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines]
+    return trained, [
+        (e.wire.held_shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines
+    ]
 
 
 TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3

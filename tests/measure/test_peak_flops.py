@@ -32,7 +32,7 @@ def test_what_no_data_sheet_says_is_not_guessed():
 
 
 def test_a_peak_is_named_or_measured_and_never_without_a_name():
-    with worlds.joined(device="cpu") as world:
+    with worlds.joined_process_group(device="cpu") as world:
         named = peak_flops(world, torch.float32, 400.0)
         assert (named.flops_per_second, named.source) == (400e12, "named")
         assert named.name == "cluster.peak_tflops=400"

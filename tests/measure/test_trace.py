@@ -20,7 +20,7 @@ from zeroexp import config as configs
 from zeroexp import world as worlds
 from zeroexp.check import single
 from zeroexp.config import Config, ConfigError
-from zeroexp.measure.allocations import Block, Log, logged
+from zeroexp.measure.allocations import Block, Log, logging_allocations
 from zeroexp.measure.causes import Causes, Reading, Times
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def world():
-    with worlds.joined() as world:
+    with worlds.joined_process_group() as world:
         yield world
 
 
@@ -43,7 +43,7 @@ def test_the_log_has_every_block_with_its_operator():
     old = torch.empty(100)
     meter = AllocationMeter(CPU)
     base = meter.peak_bytes()
-    with logged(CPU) as log:
+    with logging_allocations(CPU) as log:
         kept = torch.ones(1000)
         total = (kept + 1).exp()  # the sum is freed
         del old
@@ -54,7 +54,7 @@ def test_the_log_has_every_block_with_its_operator():
         ("aten::add", 4000),
         ("aten::exp", 4000),
     ]
-    ended = [block.ended < float("inf") for block in blocks]
+    ended = [block.ended_at < float("inf") for block in blocks]
     assert ended == [False, True, False]
     assert blocks[0].address == kept.data_ptr() and blocks[2].address == total.data_ptr()
     assert [num_bytes for _, _, num_bytes in log.freed] == [400]
@@ -65,12 +65,12 @@ def test_backward_names_the_node_of_autograd_and_nothing_is_logged_afterwards():
     assert count_cpu_allocations() is None
     weight = torch.ones(8, requires_grad=True)
     loss = weight.exp().sum()
-    with logged(CPU) as log:
+    with logging_allocations(CPU) as log:
         loss.backward()
     torch.ones(5)
     assert log is not None
     assert {b.operator for b in log.blocks if b.num_bytes == 32} == {"ExpBackward0"}
-    with logged(CPU) as again:
+    with logging_allocations(CPU) as again:
         pass
     assert again is not None and again.blocks == []
 
@@ -153,14 +153,14 @@ def test_the_history_of_a_gpu_becomes_a_log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"requested_bytes.all.current": 700})
     monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **k: calls.append(a))
     monkeypatch.setattr(memory, "_snapshot", lambda _: snapshot)
-    with logged(torch.device("cuda", 1)) as log:
+    with logging_allocations(torch.device("cuda", 1)) as log:
         pass
     assert log is not None and calls == [("all",), (None,)], "nothing is recorded afterwards"
     assert log.base_bytes == 700 and log.snapshot is snapshot
     (block,) = log.blocks
     assert (block.num_bytes, block.address, block.operator) == (1000, 1, "f (a.py:3)")
-    assert block.ended - block.began == pytest.approx(0.2, abs=1e-4)
-    assert block.began == pytest.approx(time.perf_counter() + 0.1, abs=5)
+    assert block.ended_at - block.began_at == pytest.approx(0.2, abs=1e-4)
+    assert block.began_at == pytest.approx(time.perf_counter() + 0.1, abs=5)
     assert [(address, num_bytes) for _, address, num_bytes in log.freed] == [(9, 600)]
 
 
@@ -265,4 +265,4 @@ def test_a_step_or_rank_that_does_not_exist_is_refused(key, value, rest):
     config = Config()
     setattr(config.train, key, value)
     with pytest.raises(ConfigError, match=re.escape(rest)):
-        single.watched(config)
+        single.check_watched_steps(config)

@@ -8,7 +8,7 @@ from tests import rank_code
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.config import Config
-from zeroexp.measure.record import Traffic, added
+from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.traffic import WireMeter
 
 
@@ -46,6 +46,6 @@ def test_what_passes_no_socket_is_unknown():
 
 def test_traffic_adds_up_by_kind():
     gather = Traffic({"gather": 10, "norm": 1}, {"gather": 2, "norm": 1})
-    assert added([gather, Traffic({"gather": 5}, {"gather": 1})]) == Traffic(
+    assert sum_of_traffic([gather, Traffic({"gather": 5}, {"gather": 1})]) == Traffic(
         {"gather": 15, "norm": 1}, {"gather": 3, "norm": 1}
     )

@@ -12,7 +12,7 @@ from tests.measure.test_clock import Seconds
 from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
 from zeroexp.measure.record import VerbSeconds
-from zeroexp.measure.verbs import meter, named, sum_up
+from zeroexp.measure.verbs import meter, sum_up_moves, timed_as_verb
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
@@ -53,7 +53,7 @@ def test_a_move_works_overlaps_and_waits(seconds):
     seconds.pass_by(32)  # compute
     assert meter.take() == []  # it has not ended
     pending.wait()
-    verbs, waited = sum_up(meter.take())
+    verbs, waited = sum_up_moves(meter.take())
     assert verbs == {"reduce": VerbSeconds(1, working=1 + 8 + 2, overlapped=32, exposed=16)}
     assert waited == {"1": 16}
     pending.wait()  # nothing is left to wait for
@@ -64,30 +64,30 @@ def test_what_moves_on_wait_overlaps_nothing(seconds):
     pending = start(seconds, "gather", moves_on_wait=True)
     seconds.pass_by(32)
     pending.wait()
-    verbs, _ = sum_up(meter.take())
+    verbs, _ = sum_up_moves(meter.take())
     assert verbs["gather"].overlapped == 0
 
 
 def test_a_verb_without_a_message_works(seconds):
     class Unit:
-        @named("hand_over")
+        @timed_as_verb("hand_over")
         def hand_over(self) -> int:
             seconds.pass_by(4)
             return 3
 
     assert Unit().hand_over() == 3
-    assert sum_up(meter.take()) == ({"hand_over": VerbSeconds(1, working=4)}, {})
+    assert sum_up_moves(meter.take()) == ({"hand_over": VerbSeconds(1, working=4)}, {})
 
 
 def test_a_message_inside_a_named_verb_is_part_of_it(seconds):
     class Unit:
-        @named("publish")
+        @timed_as_verb("publish")
         def publish(self) -> Pending:
             seconds.pass_by(4)  # casts
             return start(seconds, "inner")
 
     Unit().publish().wait()
-    verbs, _ = sum_up(meter.take())
+    verbs, _ = sum_up_moves(meter.take())
     assert verbs == {"publish": VerbSeconds(1, working=4 + 1 + 8 + 2, overlapped=0, exposed=16)}
 
 
@@ -114,7 +114,7 @@ def verbs_where_rank_1_is_late(
             strategy.backward(strategy.model(torch.ones(2, 64)).sum())
         strategy.step(drain=True)
         strategy.zero_grad()
-    return sum_up(meter.take())
+    return sum_up_moves(meter.take())
 
 
 @pytest.mark.parametrize(

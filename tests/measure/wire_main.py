@@ -20,7 +20,7 @@ def prepare(folder: Path) -> None:
 
 def main(folder: Path, *, device: str) -> None:
     """Rank 0 sends each payload to rank 1, and notes what its meter saw."""
-    with world.joined(device=device) as here:
+    with world.joined_process_group(device=device) as here:
         seen: list[int | None] = []
         for num_bytes in PAYLOADS:
             meter = WireMeter(here.backend)

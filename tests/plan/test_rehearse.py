@@ -35,7 +35,7 @@ from zeroexp.plan.rehearse import (
 )
 from zeroexp.strategies.build import build_strategy
 from zeroexp.train import Data, train
-from zeroexp.world import fake_world, joined
+from zeroexp.world import fake_world, joined_process_group
 
 CPU = torch.device("cpu")
 NUM_RANKS = 4
@@ -163,7 +163,7 @@ def train_alone(config: Config) -> tuple[list[StepRecord], int]:
     before = AllocationMeter(CPU).peak_bytes()
     assert before is not None
     model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
-    with joined() as world:
+    with joined_process_group() as world:
         strategy = build_strategy(config, model, world)
         instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)

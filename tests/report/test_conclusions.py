@@ -10,7 +10,7 @@ import pytest
 from tests.run_folders import write_run
 from zeroexp.config import ConfigError
 from zeroexp.report.conclusions import ONCE, conclude
-from zeroexp.report.differences import differences, unequal
+from zeroexp.report.differences import differences, lines_of_unequal_facts
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -78,10 +78,10 @@ def test_what_differs_beside_the_strategy_is_listed(sweep: Path) -> None:
 def test_what_a_study_wants_equal_is_a_claim(sweep: Path) -> None:
     edit(sweep / "c/config.yaml", "fused: true", "fused: false")
     (sweep / "c/engine.json").write_text('{"transport": "gloo"}')
-    assert unequal(points(sweep), ["data", "precision", "fused"]) == []
-    (line,) = unequal(points(sweep), ["optimizer"])
+    assert lines_of_unequal_facts(points(sweep), ["data", "precision", "fused"]) == []
+    (line,) = lines_of_unequal_facts(points(sweep), ["optimizer"])
     assert line == "optimizer.fused differs: true, but false in ddp · buffer"
-    assert len(unequal(points(sweep), ["optimizer.fused", "transport"])) == 2
+    assert len(lines_of_unequal_facts(points(sweep), ["optimizer.fused", "transport"])) == 2
     for run in "abc":
         edit(sweep / run / "config.yaml", "must_equal: []", "must_equal: [optimizer]")
     assert conclude(points(sweep)).broken == [f"study.must_equal: {line}"]

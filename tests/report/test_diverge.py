@@ -18,7 +18,7 @@ from zeroexp import config as configs
 from zeroexp import diverge as command
 from zeroexp.config import ConfigError
 from zeroexp.measure.hashes import Hash
-from zeroexp.report.diverge import compare
+from zeroexp.report.diverge import compare_hashes
 
 BOUND = 1e-4
 
@@ -97,7 +97,7 @@ def plain(local, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("strategy", "rows"), [("zero1", "RPS"), ("zero3", "SSS")])
 def test_strategies_without_a_bug_are_equal_in_every_bit(local, tmp_path, plain, strategy, rows):
-    found = compare(plain, trained(local, tmp_path / "run", strategy, rows), BOUND)
+    found = compare_hashes(plain, trained(local, tmp_path / "run", strategy, rows), BOUND)
     assert found.exactly is None
     assert (found.num_steps, found.num_tensors > 50) == (3, True)
 
@@ -119,19 +119,19 @@ def test_strategies_without_a_bug_are_equal_in_every_bit(local, tmp_path, plain,
 def test_the_first_wrong_verb_and_tensor_is_named(
     local, tmp_path, plain, bug, strategy, rows, told
 ):
-    found = compare(plain, trained(local, tmp_path / "run", strategy, rows, bug), BOUND)
+    found = compare_hashes(plain, trained(local, tmp_path / "run", strategy, rows, bug), BOUND)
     assert found.exactly is not None and str(found.exactly).startswith(told)
     assert found.beyond == found.exactly
-    assert command.lines(found, BOUND)[1].startswith("first difference beyond 0.0001: step ")
+    assert command.report_lines(found, BOUND)[1].startswith("first difference beyond 0.0001: step ")
 
 
 def test_torch_rounds_otherwise_and_lies_within_the_bound(local, tmp_path, plain):
     other = trained(local, tmp_path / "run", "ddp", "RRR", implementation="torch")
-    found = compare(plain, other, BOUND)
+    found = compare_hashes(plain, other, BOUND)
     assert found.beyond is None
     assert any(
         "nothing lies further apart" in line or "equal in every bit" in line
-        for line in command.lines(found, BOUND)
+        for line in command.report_lines(found, BOUND)
     )
 
 
@@ -141,7 +141,7 @@ def test_runs_that_can_not_be_compared_are_refused_in_one_line(tmp_path, plain):
     (other / "config.yaml").write_text((plain / "config.yaml").read_text())
     (other / "hashes.0.jsonl").write_text(json.dumps(asdict(Hash(9, "weights", "w"))) + "\n")
     with pytest.raises(ConfigError, match="no step was hashed in both"):
-        compare(plain, other, BOUND)
+        compare_hashes(plain, other, BOUND)
     (other / "hashes.0.jsonl").write_text('{"step": 0, "ki')
     with pytest.raises(ConfigError, match="line 1 is torn"):
-        compare(plain, other, BOUND)
+        compare_hashes(plain, other, BOUND)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.report.moved import in_words, moved
+from zeroexp.report.moved import describe_moved, points_that_moved
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -35,13 +35,13 @@ def sweeps(tmp_path: Path) -> Path:
 
 
 def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
-    pairs, alone = moved(points(sweeps / "before"), points(sweeps / "after"))
+    pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
     assert {one.name: one.has_moved for one in pairs} == {
         "ddp · buffer": False,
         "zero3 · buffer": True,
     }
     assert alone == ["  only after: zero2 · buffer"]
-    head, first, *_ = in_words(pairs, alone)
+    head, first, *_ = describe_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3 · buffer: step 0.75 [0.75, 0.75]: faster"
 
@@ -55,7 +55,7 @@ def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:
     (folder / "records.jsonl").write_text(
         text.replace('"loss": 7.0,', '"loss": 7.000000000000001,')
     )
-    pairs, _ = moved(points(sweeps / "before"), points(sweeps / "after"))
+    pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
     (ddp,) = [one for one in pairs if one.name == "ddp · buffer"]
     assert ddp.has_moved
     assert ddp.exact == [

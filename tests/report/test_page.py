@@ -17,7 +17,7 @@ from zeroexp.config import ConfigError
 from zeroexp.measure.record import Peak
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
-from zeroexp.report.headline import cards
+from zeroexp.report.headline import headline_cards
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -60,7 +60,7 @@ def test_memory_and_traffic_stand_beside_the_closed_form_of_the_run(sweep: Path)
 
 
 def test_the_first_numbers_compare_what_can_be_compared(sweep: Path) -> None:
-    made = {card.label: card for card in cards(points(sweep))}
+    made = {card.label: card for card in headline_cards(points(sweep))}
     assert made["least memory"].value == f"{2 * P:.1f} MiB"
     assert made["least memory"].words.startswith("zero3 · buffer · ranks 2, 0.50 of")
     assert made["least sent"].words == "ddp · buffer · ranks 2, like all others", (
@@ -168,9 +168,8 @@ def test_every_chart_is_one_that_plotly_knows(sweep: Path) -> None:
     drawn = json.loads(json.dumps(charts(page.render(points(sweep)))).replace('"INK"', '"#000"'))
     assert set(drawn) == {make.__name__ for make in page.CHARTS} - {"causes"}
     for chart in drawn.values():
-        graph_objects.Figure(
-            chart["data"], chart["layout"]
-        )  # raises for a word that it does not know
+        # Raises for a word that it does not know.
+        graph_objects.Figure(chart["data"], chart["layout"])
 
 
 def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser import needs_browser
 from zeroexp.config import ConfigError
-from zeroexp.report.pictures import PICTURES, REFUSED, main, take
+from zeroexp.report.pictures import PICTURES, REFUSED, main, take_pictures
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def size_of(picture: Path) -> tuple[int, int]:
 def test_each_picture_has_its_size(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><p>a page")
-    for path in take(page, tmp_path):
+    for path in take_pictures(page, tmp_path):
         assert size_of(path) == PICTURES[path.name][0]
 
 
@@ -41,4 +41,4 @@ def test_without_a_browser_it_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install one of chromium"):
-        take(tmp_path / "page.html", tmp_path)
+        take_pictures(tmp_path / "page.html", tmp_path)

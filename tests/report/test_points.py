@@ -9,7 +9,7 @@ import pytest
 
 from tests.run_folders import write_run
 from zeroexp.report.points import points_of
-from zeroexp.report.spread import interval, unsteady
+from zeroexp.report.spread import step_time_interval, why_unsteady
 from zeroexp.tracking.run import Run, read_run
 
 
@@ -36,7 +36,7 @@ def test_one_point_shows_the_median_of_its_repeats(tmp_path: Path) -> None:
     (point,) = points_of(runs)
     assert point.seconds_by_round == {0: 0.3, 1: 0.1, 2: 0.2}
     assert point.step_seconds == 0.2
-    assert point.pooled.summary and point.pooled.summary.step_seconds_median == 0.2
+    assert point.pooled_summary.summary and point.pooled_summary.summary.step_seconds_median == 0.2
 
 
 def test_points_of_two_sweeps_are_named_after_them(tmp_path: Path) -> None:
@@ -49,12 +49,12 @@ def test_points_of_two_sweeps_are_named_after_them(tmp_path: Path) -> None:
 def test_the_interval_is_over_runs_once_there_are_three(tmp_path: Path) -> None:
     runs = [timed(tmp_path / f"s/{n}", s, n) for n, s in enumerate([0.20, 0.21, 0.22])]
     (one,), (two,), (three,) = (points_of(runs[:number]) for number in (1, 2, 3))
-    steps = interval(one)
+    steps = step_time_interval(one)
     # 20 steps of 0.35, 0.36 and 0.37 s in turn: the 6th and 15th in order hold the median with 95.9 %.
     assert steps and steps.over == "steps"
     assert (steps.low, steps.high) == pytest.approx((0.35, 0.37))
-    assert interval(two) is None
-    known = interval(three)
+    assert step_time_interval(two) is None
+    known = step_time_interval(three)
     # Student: the geometric mean of three, 4.303 × their scatter / √3 to each side.
     assert known and known.over == "runs"
     assert known.low == pytest.approx(0.1864, abs=1e-4)
@@ -69,5 +69,5 @@ def test_a_spread_that_makes_a_time_worthless_is_said(
     tmp_path: Path, seconds: list[float], said: str | None
 ) -> None:
     (point,) = points_of([timed(tmp_path / f"s/{n}", s, n) for n, s in enumerate(seconds)])
-    words = unsteady(point)
+    words = why_unsteady(point)
     assert words is None if said is None else words and words.startswith(said)

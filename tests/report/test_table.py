@@ -11,7 +11,7 @@ from tests.composing import composed
 from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
 from zeroexp.config import load, save
 from zeroexp.measure.summary import spread, summarise
-from zeroexp.report.settings import LONGEST, column_name, shown
+from zeroexp.report.settings import LONGEST, column_name, setting_text
 from zeroexp.report.table import render
 from zeroexp.tracking.files import write_engine, write_json, write_summary
 from zeroexp.tracking.run import Run, read_run
@@ -263,9 +263,9 @@ def test_a_narrow_terminal_gets_the_columns_that_matter_most(tmp_path: Path, wid
 
 
 def test_values_are_shortened_and_names_told_apart() -> None:
-    assert shown("0.007096987080382738") == "0.00709699"
-    assert shown("128") == "128" and shown("true") == "true"
-    path = shown("/a/very/long/folder/of/reviews.csv")
+    assert setting_text("0.007096987080382738") == "0.00709699"
+    assert setting_text("128") == "128" and setting_text("true") == "true"
+    path = setting_text("/a/very/long/folder/of/reviews.csv")
     assert len(path) == LONGEST and path.startswith("…") and path.endswith("/of/reviews.csv")
     keys = ["data.task", "model.task", "model.name"]
     assert [column_name(key, keys) for key in keys] == ["data.task", "model.task", "model"]

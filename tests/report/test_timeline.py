@@ -8,7 +8,7 @@ import pytest
 
 from tests.run_folders import write_run
 from tests.traces import write_trace
-from zeroexp.report.page.timeline import read_traces, timelines
+from zeroexp.report.page.timeline import read_traces, timeline_charts
 from zeroexp.report.points import points_of
 from zeroexp.report.reading import read_runs
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> None:
-    (chart,) = timelines(points_of(read_runs([run])[0]))
+    (chart,) = timeline_charts(points_of(read_runs([run])[0]))
     assert (chart.name, chart.title) == ("timeline", "One step: zero3 · buffer")
     assert chart.words.startswith("zero3 · buffer, step 9, traced")
     bars = {(t["yaxis"], t["name"]): t for t in chart.data if t["type"] == "bar"}
@@ -38,7 +38,7 @@ def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> Non
 
 
 def test_memory_rises_with_the_gather_and_falls_behind_it(run: Path) -> None:
-    (chart,) = timelines(points_of(read_runs([run])[0]))
+    (chart,) = timeline_charts(points_of(read_runs([run])[0]))
     pools = [t for t in chart.data if t["type"] == "scatter" and t["name"] == "held: pools"]
     assert [(t["yaxis"], t["stackgroup"]) for t in pools] == [("y2", "rank 0"), ("y4", "rank 1")]
     assert (pools[0]["x"], pools[0]["y"]) == ([0, 1, 6], [0, 8, 0])
@@ -55,7 +55,7 @@ def test_the_engine_that_gathers_and_frees_is_shown_first(tmp_path: Path) -> Non
     for strategy, implementation in (("ddp", "torch"), ("zero2", "buffer"), ("zero3", "buffer")):
         folder = write_run(tmp_path / "sweep" / f"{strategy}", strategy, implementation)
         write_trace(folder, rank=0, step=9, began_at=1.0)
-    drawn = timelines(points_of(read_runs([tmp_path / "sweep"])[0]))
+    drawn = timeline_charts(points_of(read_runs([tmp_path / "sweep"])[0]))
     assert [chart.title.split(": ")[1] for chart in drawn] == [
         *("zero3 · buffer", "zero2 · buffer", "ddp · torch")
     ]
@@ -63,5 +63,5 @@ def test_the_engine_that_gathers_and_frees_is_shown_first(tmp_path: Path) -> Non
 
 def test_without_a_trace_the_page_says_how_to_get_one(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/a")
-    (chart,) = timelines(points_of(read_runs([tmp_path / "sweep"])[0]))
+    (chart,) = timeline_charts(points_of(read_runs([tmp_path / "sweep"])[0]))
     assert chart.data == [] and "train.trace_steps=[5]" in chart.words

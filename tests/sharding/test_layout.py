@@ -63,10 +63,12 @@ def test_sections_follow_one_another_and_padding_is_less_than_one_element_a_rank
             assert chunk.cuts[0] == 0
             assert len(chunk.cuts) == world_size + 1
             assert list(chunk.cuts) == sorted(chunk.cuts)
-            assert 0 <= chunk.padded_numel - chunk.numel < world_size
+            assert 0 <= chunk.padded_numel - chunk.unpadded_numel < world_size
             assert chunk.even or family == "parameter"
             if family == "parameter":
-                assert chunk.padded_numel == chunk.numel, "whole parameters need no padding"
+                assert chunk.padded_numel == chunk.unpadded_numel, (
+                    "whole parameters need no padding"
+                )
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,7 +79,7 @@ def test_spans_lie_in_their_section_where_they_say(family, units, world_size, ow
             for rank in range(world_size):
                 section, real = chunk.section(rank), chunk.real_section(rank)
                 assert (real.start, real.stop) == tuple(
-                    min(bound, chunk.numel) for bound in (section.start, section.stop)
+                    min(bound, chunk.unpadded_numel) for bound in (section.start, section.stop)
                 )
                 assert sum(s.numel for s in chunk.spans(rank)) == real.stop - real.start
                 for span in chunk.spans(rank):
@@ -98,7 +100,7 @@ def test_members_lie_side_by_side_and_share_a_kind(family, units, world_size, ow
                 end = member.stop
                 assert member.stop - member.start == spec_of[member.name].numel == whole.numel
                 assert spec_of[member.name].kind == chunk.kind
-            assert end == chunk.numel
+            assert end == chunk.unpadded_numel
 
 
 def test_parameter_level_gives_each_parameter_to_its_owner():

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from zeroexp.sharding.placement import STAGES, Move, Placement, Stage, move
+from zeroexp.sharding.placement import STAGES, Move, Placement, Stage, move_between
 
 NOTHING, GATHER, SCATTER = Move.NOTHING, Move.ALL_GATHER, Move.REDUCE_SCATTER
 ALL_REDUCE, SLICE = Move.ALL_REDUCE, Move.SLICE
@@ -59,9 +59,9 @@ MOVES = {
 @pytest.mark.parametrize(("now", "needed"), list(product(Placement, Placement)))
 def test_every_pair_of_placements_has_one_move_or_none(now, needed):
     if now is needed:
-        assert move(now, needed) is NOTHING
+        assert move_between(now, needed) is NOTHING
     elif (now, needed) in MOVES:
-        assert move(now, needed) is MOVES[now, needed]
+        assert move_between(now, needed) is MOVES[now, needed]
     else:
         with pytest.raises(ValueError, match=f"from {now.value} to {needed.value}"):
-            move(now, needed)
+            move_between(now, needed)

@@ -11,12 +11,12 @@ import torch
 from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.paging import PAGE_BYTES, pages
 from zeroexp.sharding.chunk import Chunk, Member
-from zeroexp.sharding.pools import Pool, Private
+from zeroexp.sharding.pools import Pool, PrivateStore
 
 CPU = torch.device("cpu")
 
 
-def storage_bytes(store: Pool | Private) -> int:
+def storage_bytes(store: Pool | PrivateStore) -> int:
     return store.memory.untyped_storage().nbytes()
 
 
@@ -51,7 +51,7 @@ def test_a_file_of_a_pool_is_closed_with_it():
         os.fstat(file)
 
 
-@pytest.mark.parametrize("make", [make_pool, lambda num_bytes: Private(num_bytes, CPU)])
+@pytest.mark.parametrize("make", [make_pool, lambda num_bytes: PrivateStore(num_bytes, CPU)])
 def test_values_are_remembered_until_they_are_forgotten(make):
     store = make(64)
     store.lease("block 0")
@@ -71,7 +71,7 @@ def test_a_pool_keeps_its_memory():
 
 
 def test_private_memory_is_given_back_and_comes_back_under_the_same_views():
-    store = Private(640, CPU)
+    store = PrivateStore(640, CPU)
     view = store.memory[:40].view(torch.float32)
     storage = store.memory.untyped_storage()._cdata
     store.lease("root")

@@ -17,7 +17,7 @@ from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.placement import STAGES
-from zeroexp.sharding.pools import Pool, Private
+from zeroexp.sharding.pools import Pool, PrivateStore
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
 from zeroexp.world import World, fake_world
@@ -71,7 +71,7 @@ def weight(unit: Unit) -> nn.Parameter:
 @pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
 def test_a_freed_unit_holds_its_piece_alone(world, family):
     for unit in make(world, "zero3", family=family)[1:]:
-        unit.use_store(Private(unit.full_bytes, CPU))
+        unit.use_store(PrivateStore(unit.full_bytes, CPU))
         states = unit.states()
         assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.chunks)
         assert bytes_of(states["buffers"]) == 0
@@ -80,7 +80,7 @@ def test_a_freed_unit_holds_its_piece_alone(world, family):
 
 def test_private_memory_comes_and_goes_with_the_parameters(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(Private(unit.full_bytes, CPU))
+    unit.use_store(PrivateStore(unit.full_bytes, CPU))
     arrive(unit)
     assert bytes_of(unit.states()["buffers"]) == unit.full_bytes == 128  # 80 bytes, aligned to 64
     unit.free(forget=True)
@@ -89,7 +89,7 @@ def test_private_memory_comes_and_goes_with_the_parameters(world):
 
 def test_reading_a_freed_parameter_raises(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(Private(unit.full_bytes, CPU))
+    unit.use_store(PrivateStore(unit.full_bytes, CPU))
     arrive(unit)
     x = torch.ones(2, 3)
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
@@ -102,7 +102,7 @@ def test_reading_a_freed_parameter_raises(world):
 def test_own_section_survives_being_freed(world):
     unit = make(world, "zero3")[1]
     mine = unit.chunks[0].piece.clone()
-    unit.use_store(Private(unit.full_bytes, CPU))
+    unit.use_store(PrivateStore(unit.full_bytes, CPU))
     for _ in range(2):
         arrive(unit)
         flat = torch.cat([p.detach().reshape(-1) for p in unit.trainable_parameters()])
@@ -159,7 +159,7 @@ def test_forgetting_leaves_another_units_values_alone(world):
 def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world, "zero3")[1]
-    unit.use_store(Private(unit.full_bytes, CPU))
+    unit.use_store(PrivateStore(unit.full_bytes, CPU))
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -178,7 +178,7 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
 
 def test_illegal_transitions_raise(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(Private(unit.full_bytes, CPU))
+    unit.use_store(PrivateStore(unit.full_bytes, CPU))
     with pytest.raises(RuntimeError, match="unit 0 is freed and can not become freed"):
         unit.free(forget=False)
     pending = unit.gather()
@@ -225,7 +225,7 @@ def test_a_missing_gradient_is_zeros():
         bias.grad = torch.ones_like(bias)
         unit.reduce(unit.buckets[0]).wait()
         gradients = {each.master.shape: each.gradient for each in unit.hand_over()}
-        assert unit.has_gradient() == [False, True]
+        assert unit.gradient_presence() == [False, True]
         assert gradients[torch.Size([5, 3])].tolist() == [[0.0] * 3] * 5
         assert gradients[torch.Size([5])].tolist() == [1.0] * 5
 
@@ -235,14 +235,16 @@ def test_a_master_of_the_same_dtype_costs_nothing(world, stage):
     unit = make(world, stage)[1]
     assert unit.states()["master"] == []
     storage = unit.states()["parameters"][0].untyped_storage()._cdata
-    assert {master.untyped_storage()._cdata for _, master in unit.masters()} == {storage}
+    assert {master.untyped_storage()._cdata for _, master in unit.parameters_with_masters()} == {
+        storage
+    }
 
 
 def test_a_master_of_another_dtype_is_taken_before_rounding(world):
     torch.manual_seed(0)
     exact = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))[0].weight.detach()
     unit = make(world, "zero3", dtypes=BF16_MASTER)[1]
-    ((_, master),) = unit.masters()
+    ((_, master),) = unit.parameters_with_masters()
     assert master.dtype is torch.float32
     assert torch.equal(master.detach(), exact.reshape(-1)[:10])
     assert unit.chunks[0].piece.dtype is torch.bfloat16
@@ -252,7 +254,7 @@ def test_a_master_of_another_dtype_is_taken_before_rounding(world):
 
 def test_publishing_casts_masters_into_the_parameters(world):
     unit = make(world, "zero1", dtypes=BF16_MASTER)[1]
-    ((_, master),) = unit.masters()
+    ((_, master),) = unit.parameters_with_masters()
     with torch.no_grad():
         master.fill_(3.0)
     unit.publish().wait()
@@ -262,5 +264,5 @@ def test_publishing_casts_masters_into_the_parameters(world):
 
 def test_a_parameter_owned_whole_keeps_its_shape(world):
     units = make(world, "zero3", family="parameter")
-    shapes = {tuple(master.shape) for unit in units for _, master in unit.masters()}
+    shapes = {tuple(master.shape) for unit in units for _, master in unit.parameters_with_masters()}
     assert shapes == {(5, 3), (5,)}  # greedy: one weight and one bias for each of the two ranks

@@ -4,11 +4,8 @@ docs/library.md lists each kind with its reason.
 """
 
 REPLICATED = ("ddp", "zero1_allreduce", "zero1", "zero2")
-GATHERS_LATER = (
-    "zero1_allreduce",
-    "zero1",
-    "zero2",
-)  # publishes, so that weights may be read meanwhile
+# These publish, so that weights may be read meanwhile.
+GATHERS_LATER = ("zero1_allreduce", "zero1", "zero2")
 EVERYWHERE = (*REPLICATED, "zero3")
 
 SHOWS_OLD_VALUES = "an alias kept across a step shows what lay there when it was made"

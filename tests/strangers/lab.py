@@ -341,10 +341,8 @@ QUICK_UNDER_ZERO1 = (
     "a_block_that_borrows_from_a_later_one",
     "loaded_with_a_master_of_another_dtype",
 )
-TRIED = (
-    *QUICK,
-    Setting("zero1"),
-)  # slow; the others, stages by layouts by units by worlds, are wide
+# What is not quick is slow; the other settings, stages by layouts by units by worlds, are wide.
+TRIED = (*QUICK, Setting("zero1"))
 
 Patterns = str | Mapping[str, str] | None
 
@@ -481,9 +479,8 @@ def wrong_refusal(kind: str, message: str, pattern: str) -> str | None:
         "ConfigError",
     ):
         return f"{kind} is no refusal: {message[:300]}"
-    message = message.removeprefix(
-        LOADING
-    )  # torch puts what one parameter raised into lines of its own
+    # Torch puts what one parameter raised into lines of its own.
+    message = message.removeprefix(LOADING)
     if "\n" in message.strip():
         return f"a refusal is one line, this is {kind}: {message[:300]}"
     if not re.search(pattern, message):
@@ -506,9 +503,8 @@ def difference(answers: Sequence[Results], name: str, num_ranks: int) -> str | N
             if weight not in ours:
                 return f"weight {weight} of model {index} is missing"
             mine, his = ours[weight]["weight"], tensors["weight"]
-            mine = (
-                mine.to(his.dtype) if mine.dtype == torch.float64 else mine
-            )  # a master may be wider
+            # A master may be wider.
+            mine = mine.to(his.dtype) if mine.dtype == torch.float64 else mine
             found = _apart(mine, his, tolerance)
             if found:
                 return f"weight {weight} of model {index}: {found}"

@@ -434,7 +434,7 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
         from tests.oracle import merged
         from zeroexp import world as worlds
 
-        saved = merged(worlds.gather(copy.deepcopy(t.state_dict())))
+        saved = merged(worlds.gather_objects(copy.deepcopy(t.state_dict())))
         lab.train(t, steps=[1, 2])
         t.load_state_dict(saved)
     with t.gathered():

@@ -13,11 +13,11 @@ from zeroexp.strategies.canonical import (
     WEIGHT,
     SavedMoment,
     SavedMoments,
+    canonical_replicated,
+    canonical_whole,
     empty_moment,
-    fill,
+    fill_from_canonical,
     moments_of,
-    replicated,
-    whole,
 )
 from zeroexp.world import World
 
@@ -42,7 +42,9 @@ def pieces(*ranges: tuple[int, int]) -> CanonicalTensor:
 )
 def test_what_is_in_no_piece_is_told(ranges, start, stop, missing):
     with pytest.raises(ValueError) as caught:
-        fill(torch.empty(stop - start), pieces(*ranges), start=start, name="up.weight")
+        fill_from_canonical(
+            torch.empty(stop - start), pieces(*ranges), start=start, name="up.weight"
+        )
     assert str(caught.value) == (
         f"state of up.weight: elements {missing} of [3, 4] are in no piece; "
         "load pieces that together cover what this rank holds"
@@ -60,18 +62,20 @@ def test_what_the_pieces_cover_is_filled_and_else_refused(ranges, window):
     flat = torch.full((stop - start,), -1.0)
     covered = set().union(*(range(*each) for each in ranges))
     if set(range(start, stop)) <= covered:
-        fill(flat, pieces(*ranges), start=start)
+        fill_from_canonical(flat, pieces(*ranges), start=start)
         assert flat.tolist() == VALUES[start:stop].tolist()
     else:
         first = min(set(range(start, stop)) - covered)
         with pytest.raises(ValueError, match=rf"elements {first} to {stop - 1} of "):
-            fill(flat, pieces(*ranges), start=start)
+            fill_from_canonical(flat, pieces(*ranges), start=start)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 20])
 def test_shares_of_what_everyone_holds_are_it_once(world_size):
     shares = [
-        replicated(VALUES.view(3, 4), World(rank, world_size, torch.device("cpu"), "gloo"))
+        canonical_replicated(
+            VALUES.view(3, 4), World(rank, world_size, torch.device("cpu"), "gloo")
+        )
         for rank in range(world_size)
     ]
     assert {(share.shape, share.dtype) for share in shares} == {((3, 4), torch.float32)}
@@ -83,7 +87,7 @@ def test_shares_of_what_everyone_holds_are_it_once(world_size):
 
 
 def test_a_whole_tensor_is_one_piece():
-    (piece,) = whole(VALUES.view(3, 4)).pieces
+    (piece,) = canonical_whole(VALUES.view(3, 4)).pieces
     assert (piece.start, piece.tensor.tolist()) == (0, VALUES.tolist())
 
 
@@ -104,12 +108,20 @@ def test_moments_are_the_tensors_of_a_state():
 
 def test_what_is_a_number_is_told_by_parameters_that_have_dimensions():
     """A parameter without one has moments of no dimension too; a buffer, which has no weight, tells nothing."""
-    vector = {WEIGHT: whole(torch.ones(3)), "exp_avg": whole(torch.ones(3)), "count": _number(7.0)}
+    vector = {
+        WEIGHT: canonical_whole(torch.ones(3)),
+        "exp_avg": canonical_whole(torch.ones(3)),
+        "count": _number(7.0),
+    }
     scalar = {WEIGHT: _number(1.0), "exp_avg": _number(2.0), "count": _number(7.0)}
-    state = {"norm.mean": {BUFFER: whole(torch.ones(3))}, "vector": vector, "scalar": scalar}
+    state = {
+        "norm.mean": {BUFFER: canonical_whole(torch.ones(3))},
+        "vector": vector,
+        "scalar": scalar,
+    }
     found = {key: moment.of_elements for key, moment in SavedMoments(state).of("scalar")}
     assert found == {"exp_avg": True, "count": False}
 
 
 def _number(value: float) -> CanonicalTensor:
-    return whole(torch.tensor(value))
+    return canonical_whole(torch.tensor(value))

@@ -30,7 +30,7 @@ from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.canonical import whole
+from zeroexp.strategies.canonical import canonical_whole
 from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -91,7 +91,10 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
             assert first == "quiesce" and set(updates) == {"update"}
             events.clear()
         others = MODELS["toy"].build().module
-        state = {name: {"weight": whole(p.detach() + 1)} for name, p in others.named_parameters()}
+        state = {
+            name: {"weight": canonical_whole(p.detach() + 1)}
+            for name, p in others.named_parameters()
+        }
         before = [weight.clone() for weight in optimized(strategy)]
         strategy.load_state_dict(state)
         assert events == ["quiesce"]

@@ -72,7 +72,7 @@ def peak_and_states(world: World, engine: str) -> tuple[int, int]:
         strategy.step()
         strategy.zero_grad()
         strategy.drain()
-    peak = most_beside(before, meter) + strategy.wire.shared_bytes
+    peak = most_beside(before, meter) + strategy.wire.held_shared_bytes
     barrier()  # no rank closes its connections while another still reads
     return peak, states
 

@@ -257,7 +257,7 @@ def test_long_runs_are_sent_whole(tracker: MlflowTracker, outputs: Path, sweep: 
 
 
 def _start_and_die(folder: Path, outputs: Path, experiment: str) -> None:
-    owner.take(folder.parent)
+    owner.take_ownership(folder.parent)
     MlflowTracker(None, experiment, outputs).start_run(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -268,7 +268,7 @@ def test_a_killed_run_does_not_stay_running(
     killed = write_run(sweep / "b" / "killed", status="running", num_steps=4)
     alive = write_run(sweep / "a" / "alive", status="running", num_steps=4)
     ended = write_run(sweep / "a" / "ended", status="running", num_steps=4)
-    owner.take(sweep / "a")
+    owner.take_ownership(sweep / "a")
     process = multiprocessing.get_context("forkserver").Process(
         target=_start_and_die, args=(killed, outputs, tracker.store.experiment)
     )

@@ -16,7 +16,7 @@ from zeroexp.config import ConfigError
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import write_json
 from zeroexp.tracking.owner import OWNER, Owner
-from zeroexp.tracking.run import SLURM, read_run
+from zeroexp.tracking.run import SLURM_FILE, read_run
 
 TAKE = """
 import sys, time
@@ -43,7 +43,7 @@ def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
 ) -> None:
     run = write_run(tmp_path / "run", status="running", num_steps=4)
     with pytest.raises(ConfigError, match=rf"process {other.pid} on \S+ runs its points; wait"):
-        owner.take(tmp_path)
+        owner.take_ownership(tmp_path)
     assert read_run(run).status == "running"
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, but still in the table
@@ -51,22 +51,22 @@ def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
     other.wait()
     assert read_run(run).status == "cancelled"
     assert f"process {other.pid} " in (read_run(run).reason or "")
-    write_json(run / SLURM, {"job_id": "17"})
+    write_json(run / SLURM_FILE, {"job_id": "17"})
     assert read_run(run).status == "running", "Slurm goes on with it"
-    owner.take(tmp_path)
-    owner.release(tmp_path)
+    owner.take_ownership(tmp_path)
+    owner.release_ownership(tmp_path)
     assert not (tmp_path / OWNER).exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="pids are told apart by /proc")
 def test_a_later_process_with_the_same_pid_is_another(tmp_path: Path) -> None:
-    write_json(tmp_path / OWNER, asdict(replace(Owner.me(), started="1")))
-    owner.take(tmp_path)
-    assert Owner.of(tmp_path) == Owner.me()
+    write_json(tmp_path / OWNER, asdict(replace(Owner.of_this_process(), started="1")))
+    owner.take_ownership(tmp_path)
+    assert Owner.of(tmp_path) == Owner.of_this_process()
 
 
 def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
     write_json(tmp_path / OWNER, asdict(Owner("another-host", 2**22 + 1, "1")))
     with pytest.raises(ConfigError, match="if that machine is gone, remove "):
-        owner.take(tmp_path)
-    assert owner.abandoned(tmp_path / "run") is None
+        owner.take_ownership(tmp_path)
+    assert owner.is_abandoned(tmp_path / "run") is None

@@ -40,7 +40,7 @@ def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) ->
     run = read_run(write_run(tmp_path / "compare" / "run"))
     assert run.summary is not None
     logged = {e.key for e in entries.summary_entries(1.0, run.summary)} | set(
-        entries.tags(run, "done")
+        entries.run_tags(run, "done")
     )
     (at, record), *_ = read_timed_records(run.folder)
     logged |= {e.key for e in entries.step_entries(at, record)}
@@ -83,14 +83,14 @@ def test_only_the_newest_sweeps_keep_their_views() -> None:
     tags = _tags(ages) | {"mlflow.sharedViewState.mine": "a user's", "other": "tag"}
     dropped = {view.tag for sweep in ("sweep0", "sweep1") for view in views.of_sweep(sweep)}
     newest = max(ages, key=ages.__getitem__)
-    assert set(views.outdated(tags, newest)) == dropped
+    assert set(views.outdated_tags(tags, newest)) == dropped
     # The sweep at hand counts as newest, however old its views are.
-    assert not any("sweep0." in tag for tag in views.outdated(tags, "sweep0"))
-    assert len(views.outdated(tags, "sweep0")) == len(dropped)
+    assert not any("sweep0." in tag for tag in views.outdated_tags(tags, "sweep0"))
+    assert len(views.outdated_tags(tags, "sweep0")) == len(dropped)
 
 
 def test_few_sweeps_lose_no_view() -> None:
-    assert views.outdated(_tags({"a": 1.0, "b": 2.0}), "b") == []
+    assert views.outdated_tags(_tags({"a": 1.0, "b": 2.0}), "b") == []
 
 
 def test_a_view_names_the_section_of_every_metric() -> None:

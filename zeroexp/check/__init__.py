@@ -13,7 +13,7 @@ from zeroexp.config import Config
 
 def require_values(config: Config) -> None:
     """Raise ConfigError for a missing value, before anything reads the config."""
-    single.given(config)
+    single.check_all_given(config)
 
 
 def check(config: Config, *, on_paper: bool = False) -> None:
@@ -21,7 +21,7 @@ def check(config: Config, *, on_paper: bool = False) -> None:
 
     on_paper: nothing runs, so this machine does not have to be able to.
     """
-    machine = () if on_paper else fit.MACHINE
+    machine = () if on_paper else fit.RULES_OF_MACHINE
     several = (*strategy.RULES, *data.RULES, *fit.RULES, *unused.RULES, *machine)
     for rule in (*single.RULES, *slurm.RULES, *several):
         rule(config)

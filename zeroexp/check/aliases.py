@@ -1,4 +1,4 @@
-"""What words of other projects are called here: they are answered, never obeyed, so that each thing has one name."""
+"""Words of other projects have names here: they are answered, never obeyed, so that each thing has one name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ KEYS = {
 }
 
 
-def word_meant(key: str, word: object, known: Iterable[str]) -> str | None:
+def suggest_word(key: str, word: object, known: Iterable[str]) -> str | None:
     """Return what to use for this value of a key; None if it is unknown everywhere."""
     plain = _plain(str(word))
     for option in known:
@@ -98,7 +98,7 @@ def word_meant(key: str, word: object, known: Iterable[str]) -> str | None:
     return WORDS.get((key.removesuffix(".name"), plain))
 
 
-def key_meant(key: str) -> str | None:
+def suggest_key(key: str) -> str | None:
     return KEYS.get(_plain(key.rpartition(".")[2]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroexp.check.refusal import undefined, without_effect
+from zeroexp.check.refusal import refuse_combination, refuse_without_effect
 from zeroexp.config import Config
 from zeroexp.data.kinds import DATA
 from zeroexp.inputs import SHIPPED_WORDS
@@ -12,96 +12,112 @@ from zeroexp.models.families import vocabulary as words_of
 OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
 
 
-def task(config: Config) -> None:
+def check_task(config: Config) -> None:
     """Require data that can train the model's task."""
     model, data = config.model, config.data
     tasks, given = MODELS[model.family].tasks, DATA[data.kind].tasks
     if model.task not in tasks:
         problem = f"model.family={model.family} can not be trained for it"
         remedy = f"use model.task={' or '.join(tasks)}, or another model"
-        undefined(config, "model.task", problem, remedy)
+        refuse_combination(config, "model.task", problem, remedy)
     if tasks == ("regression",) and data.task != "regression":
         problem = f"takes vectors, data={data.name} gives tokens"
-        undefined(config, "model", problem, "use data=vectors, or a language model")
+        refuse_combination(config, "model", problem, "use data=vectors, or a language model")
     if data.task not in given:
         problem = f"data.kind={data.kind} has no such task"
-        undefined(config, "data.task", problem, f"use {' or '.join(given)}")
+        refuse_combination(config, "data.task", problem, f"use {' or '.join(given)}")
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
-        undefined(config, "data.task", problem, f"use data.task={model.task} or another model")
+        refuse_combination(
+            config, "data.task", problem, f"use data.task={model.task} or another model"
+        )
 
 
-def labels(config: Config) -> None:
+def check_labels(config: Config) -> None:
     task = config.model.task
     if task == "classification" and config.model.num_labels is None:
-        undefined(config, "model.num_labels", "the head needs it", "use model.num_labels=5")
+        refuse_combination(
+            config, "model.num_labels", "the head needs it", "use model.num_labels=5"
+        )
     if task != "classification":
-        without_effect(config, "model.num_labels", f"model.task={task} has no labels")
+        refuse_without_effect(config, "model.num_labels", f"model.task={task} has no labels")
     named = config.data.labels
     if named is not None and task == "classification" and len(named) != config.model.num_labels:
         problem = f"names {len(named)} classes for model.num_labels={config.model.num_labels}"
-        undefined(config, "data.labels", problem, f"set model.num_labels={len(named)}")
+        refuse_combination(config, "data.labels", problem, f"set model.num_labels={len(named)}")
 
 
-def length(config: Config) -> None:
+def check_sequence_length(config: Config) -> None:
     model = config.model
     shape = shape_of(model)
     for key in ("max_position_embeddings", "n_positions", "max_positions"):
         limit = shape.get(key)
         if isinstance(limit, int) and config.data.seq_len > limit:
             problem = f"model={model.name} has {limit} positions"
-            undefined(config, "data.seq_len", problem, f"use at most {limit}")
+            refuse_combination(config, "data.seq_len", problem, f"use at most {limit}")
 
 
-def vocabulary(config: Config) -> None:
+def check_vocabulary(config: Config) -> None:
     known, asked, data = words_of(config.model), config.data.vocab_size, config.data
     tokenizes = DATA[data.kind].tokenizes
     if asked is not None and tokenizes and asked != SHIPPED_WORDS:
         problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
-        undefined(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
+        refuse_combination(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
     if data.task == "regression":
-        without_effect(config, "data.vocab_size", "vectors have no words")
+        refuse_without_effect(config, "data.vocab_size", "vectors have no words")
     words = asked or (SHIPPED_WORDS if tokenizes else None)
     if words and known is not None and config.model.weights is None and words > known:
         problem = f"model={config.model.name} knows {known} words of the data's {words}"
-        undefined(config, "data.vocab_size", problem, "use a model with a larger vocabulary")
+        refuse_combination(
+            config, "data.vocab_size", problem, "use a model with a larger vocabulary"
+        )
 
 
-def source(config: Config) -> None:
+def check_source(config: Config) -> None:
     kind = DATA[config.data.kind]
     if not kind.suffixes:
-        without_effect(config, "data.path", f"{config.data.kind} data has no files")
+        refuse_without_effect(config, "data.path", f"{config.data.kind} data has no files")
     if not kind.is_table:
         for key in OF_TABLES:
             why = f"data.kind={config.data.kind} reads no table"
-            without_effect(config, f"data.{key}", why)
+            refuse_without_effect(config, f"data.{key}", why)
     elif config.data.path is None:
         problem, remedy = "names nothing to read", "name a file, a folder or an id on the hub"
-        undefined(config, "data.path", problem, remedy)
+        refuse_combination(config, "data.path", problem, remedy)
     if config.data.task != "classification":
         for key in ("data.label_column", "data.labels"):
-            without_effect(config, key, f"data.task={config.data.task} reads no labels")
+            refuse_without_effect(config, key, f"data.task={config.data.task} reads no labels")
 
 
-def validation(config: Config) -> None:
+def check_validation(config: Config) -> None:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
     if not DATA[data.kind].is_table:
         why = f"data.kind={data.kind} has no splits; set data.validation_samples"
-        without_effect(config, "data.validation_split", why)
+        refuse_without_effect(config, "data.validation_split", why)
     if data.validation_split is not None and data.validation_split == (data.split or "train"):
         problem, remedy = "is what is trained on", "use another split, or data.validation_samples"
-        undefined(config, "data.validation_split", problem, remedy)
+        refuse_combination(config, "data.validation_split", problem, remedy)
     nothing = data.validation_split is None and data.validation_samples is None
     if config.train.validate_every is not None and nothing:
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
-        undefined(config, "train.validate_every", "there is nothing to validate on", remedy)
+        refuse_combination(
+            config, "train.validate_every", "there is nothing to validate on", remedy
+        )
 
 
-def weights(config: Config) -> None:
+def check_weights(config: Config) -> None:
     if not MODELS[config.model.family].of_transformers:
         why = f"model.family={config.model.family} starts from train.seed"
-        without_effect(config, "model.weights", why)
+        refuse_without_effect(config, "model.weights", why)
 
 
-RULES = (task, labels, length, vocabulary, source, validation, weights)
+RULES = (
+    check_task,
+    check_labels,
+    check_sequence_length,
+    check_vocabulary,
+    check_source,
+    check_validation,
+    check_weights,
+)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from zeroexp.check.refusal import wrong
+from zeroexp.check.refusal import refuse_key
 from zeroexp.config import Config, DataConfig
 from zeroexp.inputs import data_files, is_hub_id
 
@@ -26,11 +26,15 @@ def check_inputs(config: Config) -> None:
     data, weights = config.data, config.model.weights
     if data.path and is_hub_id(data):
         if like_here:
-            _on_hub(data.path)
+            _check_on_hub(data.path)
     elif data.path:
-        _readable("data.path", data.path, lambda: _data(data.path, data.kind, data.split, here))
+        _require_readable(
+            "data.path", data.path, lambda: _check_data(data.path, data.kind, data.split, here)
+        )
     if weights:
-        _readable("model.weights", weights, lambda: _weights(weights, here, like_here))
+        _require_readable(
+            "model.weights", weights, lambda: _check_weights(weights, here, like_here)
+        )
 
 
 def _reaches_what_we_reach(config: Config) -> bool:
@@ -41,16 +45,16 @@ def _reaches_what_we_reach(config: Config) -> bool:
     return cluster.kind == "local" or (offline and not changed)
 
 
-def _readable(key: str, value: str, look: Callable[[], None]) -> None:
+def _require_readable(key: str, value: str, look: Callable[[], None]) -> None:
     try:
         look()
     except OSError as error:
         remedy = "make it readable, or choose another"
-        wrong(key, value, f"can not be read ({error.strerror}: {error.filename})", remedy)
+        refuse_key(key, value, f"can not be read ({error.strerror}: {error.filename})", remedy)
 
 
 @cache
-def _data(path: str, kind: str, split: str | None, here: bool) -> None:
+def _check_data(path: str, kind: str, split: str | None, here: bool) -> None:
     place = Path(path).expanduser()
     if here or place.exists():
         _open_folder(place)
@@ -65,30 +69,32 @@ def _open_folder(path: Path) -> None:
 
 
 @cache
-def _on_hub(name: str) -> None:
+def _check_on_hub(name: str) -> None:
     # The hub's client takes half a second to import, and most points do not need it.
     from zeroexp import hub
 
-    if not hub.has_dataset(name) and not hub.online():
+    if not hub.dataset_exists(name) and not hub.is_online():
         problem = "no such file or folder, not in a cache, and the hub can not be reached"
-        wrong("data.path", name, problem, "use one that exists, or fetch it first with a network")
+        refuse_key(
+            "data.path", name, problem, "use one that exists, or fetch it first with a network"
+        )
 
 
 @cache
-def _weights(weights: str, here: bool, like_here: bool) -> None:
+def _check_weights(weights: str, here: bool, like_here: bool) -> None:
     folder = Path(weights).expanduser()
     if folder.exists():
         _open_folder(folder)
         files = [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
         if not files:
             problem = f"no file in it ends in {' or '.join(name[1:] for name in WEIGHTS)}"
-            wrong("model.weights", weights, problem, "use a folder that holds a model")
+            refuse_key("model.weights", weights, problem, "use a folder that holds a model")
         for file in files:
             file.open("rb").close()
     elif weights[0] in "./~":
         if here:
             remedy = "use one that exists, a hub id, or null"
-            wrong("model.weights", weights, "no such folder", remedy)
+            refuse_key("model.weights", weights, "no such folder", remedy)
     elif like_here:
         from zeroexp import hub
 

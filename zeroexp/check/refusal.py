@@ -23,30 +23,30 @@ def value_of(config: Config, key: str) -> Any:
     return getattr(value, "name", value)
 
 
-def wrong(key: str, value: object, problem: str, remedy: str) -> NoReturn:
+def refuse_key(key: str, value: object, problem: str, remedy: str) -> NoReturn:
     """Refuse a key that is wrong by itself: this ends a whole sweep before anything runs."""
-    raise ConfigError(f"{key}={shown(value)}: {problem}; {remedy}")
+    raise ConfigError(f"{key}={as_typed(value)}: {problem}; {remedy}")
 
 
-def undefined(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
+def refuse_combination(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
     """Refuse keys that are valid alone but mean nothing together: a sweep skips the point."""
-    raise UndefinedCombination(f"{key}={shown(value_of(config, key))}: {problem}; {remedy}")
+    raise UndefinedCombination(f"{key}={as_typed(value_of(config, key))}: {problem}; {remedy}")
 
 
-def without_effect(config: Config, key: str, why: str) -> None:
+def refuse_without_effect(config: Config, key: str, why: str) -> None:
     """Refuse an explicit setting that the chosen path would ignore."""
     if value_of(config, key) is not None:
-        undefined(config, key, f"no effect, {why}", "leave it null")
+        refuse_combination(config, key, f"no effect, {why}", "leave it null")
 
 
-def nearest(word: object, words: Iterable[str]) -> str:
+def suggest_nearest(word: object, words: Iterable[str]) -> str:
     """Return the probably intended word, then all known words."""
     words = list(words)
     close = get_close_matches(str(word), words, n=1, cutoff=0.5)
     return (f"did you mean {close[0]}? " if close else "") + f"use one of {', '.join(words)}"
 
 
-def shown(value: object) -> str:
+def as_typed(value: object) -> str:
     """Return the value as the user would type it on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from zeroexp.check.aliases import word_meant
-from zeroexp.check.refusal import nearest, value_of, wrong
+from zeroexp.check.aliases import suggest_word
+from zeroexp.check.refusal import refuse_key, suggest_nearest, value_of
 from zeroexp.config import AUTO, ENGINE_SETTINGS, Config, ConfigError
 from zeroexp.plugins import REGISTRIES
-from zeroexp.ports import first_and_last
+from zeroexp.ports import parse_port_range
 from zeroexp.registry import RegistryError
 from zeroexp.sharding.placement import Placement
 
@@ -131,17 +131,19 @@ LISTS_OF_WORDS = (
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
 
 
-def given(config: Config) -> None:
+def check_all_given(config: Config) -> None:
     """Require that no value is missing and no number is nan or infinite, because comparisons would accept those.
 
     A published model may hold any: Mamba's time steps have infinity as their limit.
     """
     for key, value in _values(asdict(config)):
         if value == "???":
-            wrong(key, value, "no value", "give it one")
+            refuse_key(key, value, "no value", "give it one")
         published = key.startswith("model.published.")
         if isinstance(value, float) and not math.isfinite(value) and not published:
-            wrong(key, value, "no finite number", "use a finite one, or null where that is allowed")
+            refuse_key(
+                key, value, "no finite number", "use a finite one, or null where that is allowed"
+            )
 
 
 def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,26 +157,26 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
         yield parent, tree
 
 
-def names(config: Config) -> None:
+def check_names(config: Config) -> None:
     """Require valid names for folders and for objects in MLflow."""
     groups = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
     for key in (*(f"{group}.name" for group in groups), "tracking.experiment"):
         if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
             remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
-            wrong(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
+            refuse_key(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
     if not config.outputs:
-        wrong("outputs", "", "no folder", "use outputs=outputs")
+        refuse_key("outputs", "", "no folder", "use outputs=outputs")
     if config.outputs.startswith("~") or "$" in config.outputs:
         problem = "would be a folder of that name here: no shell has replaced its ~ or $"
-        wrong("outputs", config.outputs, problem, "use outputs=$HOME/...")
+        refuse_key("outputs", config.outputs, problem, "use outputs=$HOME/...")
 
 
-def lists(config: Config) -> None:
+def check_lists_of_words(config: Config) -> None:
     """Require plain lists, since OmegaConf takes a list in a list for a word."""
     for key in LISTS_OF_WORDS:
         value = value_of(config, key)
         if any(item is None or isinstance(item, list | dict) for item in value or ()):
-            wrong(key, value, "no list of words", "use one such as [a,b]")
+            refuse_key(key, value, "no list of words", "use one such as [a,b]")
 
 
 def open_words() -> dict[str, tuple[str | None, ...]]:
@@ -187,12 +189,15 @@ def open_words() -> dict[str, tuple[str | None, ...]]:
     return {**known, "strategy.owners": (None, *known["strategy.owners"])}
 
 
-def words(config: Config) -> None:
+def check_words(config: Config) -> None:
     for key, known in {**WORDS, **open_words()}.items():
         if (value := value_of(config, key)) not in known:
             words = [word for word in known if word]
-            wrong(
-                key, value, "unknown word", word_meant(key, value, words) or nearest(value, words)
+            refuse_key(
+                key,
+                value,
+                "unknown word",
+                suggest_word(key, value, words) or suggest_nearest(value, words),
             )
     for key, registries in REGISTRIES.items():
         word = value_of(config, key)
@@ -204,64 +209,68 @@ def words(config: Config) -> None:
                     raise ConfigError(str(error)) from error
 
 
-def ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
     for key, low in AT_LEAST.items():
         if (value := value_of(config, key)) is not None and value < low:
-            wrong(key, value, "too small", f"use at least {low}")
+            refuse_key(key, value, "too small", f"use at least {low}")
     for key in ABOVE_ZERO:
         if (value := value_of(config, key)) is not None and value <= 0:
-            wrong(key, value, "too small", "use more than 0")
+            refuse_key(key, value, "too small", "use more than 0")
     for key, high in AT_MOST.items():
         if (number := value_of(config, key)) is not None and number > high:
-            wrong(key, number, "too large", f"use at most {high}")
+            refuse_key(key, number, "too large", f"use at most {high}")
 
 
-def shapes(config: Config) -> None:
+def check_shapes(config: Config) -> None:
     for name in ("hf_config", "mlp", "moe", "settings"):
         for key, value in _values(getattr(config.model, name), f"model.{name}"):
             most: int = MOST_OF_SHAPE.get(key.rpartition(".")[2], MOST_OF_ANY)
             if isinstance(value, int) and not -most <= value <= most:
-                wrong(key, value, "too large", f"use at most {most}")
+                refuse_key(key, value, "too large", f"use at most {most}")
     depth, experts = config.model.moe.get("depth"), config.model.moe.get("num_experts")
     if isinstance(depth, int) and isinstance(experts, int) and depth * experts > MOST_MODULES:
         problem = f"too many with model.moe.depth={depth}"
-        wrong("model.moe.num_experts", experts, problem, f"use at most {MOST_MODULES // depth}")
+        refuse_key(
+            "model.moe.num_experts", experts, problem, f"use at most {MOST_MODULES // depth}"
+        )
 
 
-def betas(config: Config) -> None:
+def check_betas(config: Config) -> None:
     values = config.optimizer.betas
     if len(values) != 2 or not all(0 <= beta < 1 for beta in values):
-        wrong("optimizer.betas", values, "not two numbers in [0, 1)", "use [0.9, 0.95]")
+        refuse_key("optimizer.betas", values, "not two numbers in [0, 1)", "use [0.9, 0.95]")
 
 
-def world_sizes(config: Config) -> None:
+def check_world_sizes(config: Config) -> None:
     if not config.cluster.world_sizes:
-        wrong("cluster.world_sizes", "[]", "empty", "use [1, 2]")
+        refuse_key("cluster.world_sizes", "[]", "empty", "use [1, 2]")
     for key in ("world_size", "cluster.world_sizes"):
         value = value_of(config, key)
         for size in value if key == "cluster.world_sizes" else [value]:
             if type(size) is not int or size < 1:
-                wrong(key, size, "not a number of ranks", "use 1 or more (world_size also: all)")
+                refuse_key(
+                    key, size, "not a number of ranks", "use 1 or more (world_size also: all)"
+                )
             if size > MOST_RANKS:
-                wrong(key, size, "too large", f"use at most {MOST_RANKS}")
+                refuse_key(key, size, "too large", f"use at most {MOST_RANKS}")
 
 
-def bucket(config: Config) -> None:
+def check_bucket(config: Config) -> None:
     size = config.strategy.bucket_mb
     if size in (None, AUTO):
         return
     least, most = BUCKET_MB
     if isinstance(size, bool) or not isinstance(size, int | float) or not least <= size <= most:
         remedy = f"use {least} to {most}, auto (measured once per cluster), or null"
-        wrong("strategy.bucket_mb", size, "not a size in MiB", remedy)
+        refuse_key("strategy.bucket_mb", size, "not a size in MiB", remedy)
 
 
-def repeats(config: Config) -> None:
+def check_repeats(config: Config) -> None:
     if config.repeats > MOST_REPEATS:
-        wrong("repeats", config.repeats, "too large", f"use at most {MOST_REPEATS}")
+        refuse_key("repeats", config.repeats, "too large", f"use at most {MOST_REPEATS}")
 
 
-def watched(config: Config) -> None:
+def check_watched_steps(config: Config) -> None:
     """Require that steps and ranks to watch exist."""
     train, size = config.train, config.world_size
     num_steps = train.warmup_steps + train.steps
@@ -276,19 +285,21 @@ def watched(config: Config) -> None:
     for key, chosen, number, what in rows:
         for each in chosen:
             if type(each) is not int or not 0 <= each < number:
-                wrong(key, each, f"no {what} of this run", f"use numbers from 0 to {number - 1}")
+                refuse_key(
+                    key, each, f"no {what} of this run", f"use numbers from 0 to {number - 1}"
+                )
 
 
-def range_of_ports(config: Config) -> None:
+def check_range_of_ports(config: Config) -> None:
     if (told := config.cluster.slurm.ports) is not None:
         try:
-            first_and_last(told)
+            parse_port_range(told)
         except ValueError:
             key = "cluster.slurm.ports"
-            wrong(key, told, "no range of ports", "use two of 1 to 65535, as 60001-63000")
+            refuse_key(key, told, "no range of ports", "use two of 1 to 65535, as 60001-63000")
 
 
-def study(config: Config) -> None:
+def check_study(config: Config) -> None:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for row in config.study.include:
         for key in row:
@@ -297,12 +308,29 @@ def study(config: Config) -> None:
         group = word.partition(".")[0]
         if group not in RUN_FACTS and not hasattr(config, group):
             known = [*RUN_FACTS, *(field.name for field in fields(config))]
-            wrong("study.must_equal", word, "no key and no fact of a run", nearest(word, known))
+            refuse_key(
+                "study.must_equal",
+                word,
+                "no key and no fact of a run",
+                suggest_nearest(word, known),
+            )
         if group not in RUN_FACTS:
             value_of(config, word)
 
 
 RULES = (
-    *(given, names, lists, words, ranges, shapes, betas, world_sizes, bucket, repeats, watched),
-    *(range_of_ports, study),
+    *(
+        check_all_given,
+        check_names,
+        check_lists_of_words,
+        check_words,
+        check_ranges,
+        check_shapes,
+        check_betas,
+        check_world_sizes,
+        check_bucket,
+        check_repeats,
+        check_watched_steps,
+    ),
+    *(check_range_of_ports, check_study),
 )

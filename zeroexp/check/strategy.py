@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroexp.check.refusal import undefined, without_effect
+from zeroexp.check.refusal import refuse_combination, refuse_without_effect
 from zeroexp.config import ENGINE_SETTINGS, Config, StrategyConfig
 from zeroexp.models.families import MODELS
 from zeroexp.sharding.layout import LAYOUTS
@@ -10,7 +10,7 @@ from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.engines import ENGINES
 
 
-def rows(config: Config) -> None:
+def check_stage_of_rows(config: Config) -> None:
     """Require that the three rows form a known stage, and the stage that the strategy's name promises."""
     strategy = config.strategy
     kinds = (strategy.parameters, strategy.gradients, strategy.optimizer)
@@ -20,12 +20,12 @@ def rows(config: Config) -> None:
     stage = {str(stage): name for name, stage in STAGES.items()}.get(row)
     if stage is None:
         known = "; ".join(f"{name} ({row})" for name, row in STAGES.items())
-        undefined(config, "strategy", f"no stage rests as {row}", f"use one of {known}")
+        refuse_combination(config, "strategy", f"no stage rests as {row}", f"use one of {known}")
     if strategy.name in STAGES and stage != strategy.name:
-        undefined(config, "strategy", f"{row} is {stage}", f"use strategy={stage}")
+        refuse_combination(config, "strategy", f"{row} is {stage}", f"use strategy={stage}")
 
 
-def stages_of_engines(config: Config) -> None:
+def check_stages_of_engines(config: Config) -> None:
     """Require a stage that the native engine carries out, and what else it asks of a point."""
     strategy = config.strategy
     name = strategy.implementation
@@ -33,67 +33,75 @@ def stages_of_engines(config: Config) -> None:
         return
     if _is_torch(strategy) and strategy.name == "zero1_allreduce":
         remedy = "use zero1: torch's ZeRO-1 is this row (gradients rest replicated)"
-        undefined(config, "strategy", "undefined with strategy.implementation=torch", remedy)
+        refuse_combination(
+            config, "strategy", "undefined with strategy.implementation=torch", remedy
+        )
     engine = ENGINES[name]
     if strategy.name not in engine.stages:
         known = ", ".join(engine.stages)
-        undefined(config, "strategy", f"{name} has no such stage", f"use one of {known}")
+        refuse_combination(config, "strategy", f"{name} has no such stage", f"use one of {known}")
     if engine.refuse is not None and (problem := engine.refuse(config)):
-        undefined(config, "strategy.implementation", problem, "use another implementation")
+        refuse_combination(config, "strategy.implementation", problem, "use another implementation")
 
 
-def precision(config: Config) -> None:
+def check_precision(config: Config) -> None:
     strategy, mode = config.strategy, config.precision
     dtypes = (mode.compute, mode.reduce, mode.master)
     if mode.compute == "float32" and dtypes != ("float32",) * 3:
         remedy = "use precision=bf16_master"
-        undefined(config, "precision.compute", f"narrower than {', '.join(dtypes[1:])}", remedy)
+        refuse_combination(
+            config, "precision.compute", f"narrower than {', '.join(dtypes[1:])}", remedy
+        )
     if mode.autocast and mode.compute != "float32":
-        undefined(config, "precision.autocast", "parameters are fp32 there", "precision=autocast")
+        refuse_combination(
+            config, "precision.autocast", "parameters are fp32 there", "precision=autocast"
+        )
     if strategy.implementation in ENGINES and not ENGINES[strategy.implementation].mixes_dtypes:
         if mode.autocast or set(dtypes) != {"float32"}:
             problem = f"strategy.implementation={strategy.implementation} computes in fp32 alone"
-            undefined(config, "precision", problem, "use precision=fp32")
+            refuse_combination(config, "precision", problem, "use precision=fp32")
     elif not _is_torch(strategy):
         if mode.autocast:
             remedy = "use precision=bf16_master, its peer"
-            undefined(config, "precision", "our engine has no autocast", remedy)
+            refuse_combination(config, "precision", "our engine has no autocast", remedy)
     elif _is_ddp(strategy):
         if len(set(dtypes)) > 1:
             problem = f"torch's {strategy.name} keeps no master weights"
-            undefined(config, "precision", problem, "use precision=autocast, its peer")
+            refuse_combination(config, "precision", problem, "use precision=autocast, its peer")
     elif mode.autocast or mode.master != "float32":
         problem = f"torch's {strategy.name} (FSDP2) has fp32 shards and casts when it gathers"
-        undefined(config, "precision", problem, "use precision=bf16_master or fp32")
+        refuse_combination(config, "precision", problem, "use precision=bf16_master or fp32")
 
 
-def dtypes_of_engines(config: Config) -> None:
+def check_dtypes_of_engines(config: Config) -> None:
     """Require that a native engine's dtypes come from the precision group, the only one that it reads."""
     strategy, mode = config.strategy, config.precision
     wanted = {"parameters": mode.compute, "gradients": mode.reduce, "optimizer": mode.master}
     for kind, dtype in wanted.items():
         if strategy.implementation in ENGINES and getattr(strategy, kind).dtype != dtype:
             problem = f"no effect with strategy.implementation={strategy.implementation}"
-            undefined(config, f"strategy.{kind}.dtype", problem, "use the precision group")
+            refuse_combination(config, f"strategy.{kind}.dtype", problem, "use the precision group")
 
 
-def settings_of_engines(config: Config) -> None:
+def check_settings_of_engines(config: Config) -> None:
     strategy = config.strategy
     name = strategy.implementation
     read = ENGINES[name].keys if name in ENGINES else ()
     if "gradient_as_bucket_view" not in read or (_is_torch(strategy) and not _is_ddp(strategy)):
         why = "only torch's DistributedDataParallel has it (ddp, zero1)"
-        without_effect(config, "strategy.gradient_as_bucket_view", why)
+        refuse_without_effect(config, "strategy.gradient_as_bucket_view", why)
     if name not in ENGINES:
         return
     for key in ENGINE_SETTINGS:
         if key not in read:
-            without_effect(config, f"strategy.{key}", f"{name}'s engines do not have it")
+            refuse_without_effect(config, f"strategy.{key}", f"{name}'s engines do not have it")
     if _is_torch(strategy) and (_is_ddp(strategy) or strategy.unit != "block"):
-        without_effect(config, "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model")
+        refuse_without_effect(
+            config, "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model"
+        )
 
 
-def skipped_experts(config: Config) -> None:
+def check_skipped_experts(config: Config) -> None:
     """Refuse FSDP2 where ranks skip different experts: it reduces present gradients together, so sizes would differ."""
     strategy, family = config.strategy, config.model.family
     skips = MODELS[family].skips_modules and config.world_size > 1
@@ -102,30 +110,36 @@ def skipped_experts(config: Config) -> None:
             f"FSDP2 ends in SIGABRT where ranks skip different experts of model.family={family}"
         )
         remedy = "use buffer, or model=mixtral_tiny, whose experts always have a gradient"
-        undefined(config, "strategy.implementation", problem, remedy)
+        refuse_combination(config, "strategy.implementation", problem, remedy)
 
 
-def settings_of_ours(config: Config) -> None:
+def check_settings_of_ours(config: Config) -> None:
     strategy = config.strategy
     if strategy.implementation not in LAYOUTS:
         return
     name, layout = strategy.name, strategy.implementation
     if not LAYOUTS[layout].has_owners:
-        without_effect(config, "strategy.owners", f"{layout} cuts evenly, nothing has an owner")
+        refuse_without_effect(
+            config, "strategy.owners", f"{layout} cuts evenly, nothing has an owner"
+        )
     if strategy.optimizer.placement != "shard":
-        without_effect(config, "strategy.owners", f"strategy={name} shards nothing")
+        refuse_without_effect(config, "strategy.owners", f"strategy={name} shards nothing")
     if strategy.parameters.placement != "shard":
         for key in ("prefetch", "keep"):
-            without_effect(config, f"strategy.{key}", f"strategy={name} never gathers parameters")
+            refuse_without_effect(
+                config, f"strategy.{key}", f"strategy={name} never gathers parameters"
+            )
     if strategy.overlap is False and strategy.prefetch:
-        without_effect(config, "strategy.prefetch", "nothing is gathered ahead without overlap")
+        refuse_without_effect(
+            config, "strategy.prefetch", "nothing is gathered ahead without overlap"
+        )
 
 
-def reduce_each(config: Config) -> None:
+def check_reduce_each(config: Config) -> None:
     strategy = config.strategy
     if strategy.gradients.placement == "partial" and strategy.reduce_each == "microbatch":
         problem = f"strategy={strategy.name} keeps gradients unreduced until the step"
-        undefined(config, "strategy.reduce_each", problem, "use step, or strategy=zero2")
+        refuse_combination(config, "strategy.reduce_each", problem, "use step, or strategy=zero2")
 
 
 def _is_torch(strategy: StrategyConfig) -> bool:
@@ -133,17 +147,17 @@ def _is_torch(strategy: StrategyConfig) -> bool:
 
 
 def _is_ddp(strategy: StrategyConfig) -> bool:
-    """Does torch build this stage on DistributedDataParallel? All others use FSDP2."""
+    """Tell whether torch builds this stage on DistributedDataParallel; all others use FSDP2."""
     return strategy.name in ("ddp", "zero1")
 
 
 RULES = (
-    rows,
-    stages_of_engines,
-    precision,
-    dtypes_of_engines,
-    settings_of_engines,
-    skipped_experts,
-    settings_of_ours,
-    reduce_each,
+    check_stage_of_rows,
+    check_stages_of_engines,
+    check_precision,
+    check_dtypes_of_engines,
+    check_settings_of_engines,
+    check_skipped_experts,
+    check_settings_of_ours,
+    check_reduce_each,
 )

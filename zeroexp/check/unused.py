@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from zeroexp import plugins
-from zeroexp.check.refusal import undefined
+from zeroexp.check.refusal import refuse_combination
 from zeroexp.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -24,13 +24,13 @@ from zeroexp.optim import OPTIMIZERS
 SLURMS_OWN = ("dry_run", "wait", "heartbeat_s")
 
 
-def settings(config: Config) -> None:
+def check_settings_of_plugins(config: Config) -> None:
     """Allow settings of a plugin's word only with that word."""
     for key, problem, remedy in plugins.unknown_settings(config):
-        undefined(config, key, problem, remedy)
+        refuse_combination(config, key, problem, remedy)
 
 
-def shape(config: Config) -> None:
+def check_model_shape_is_used(config: Config) -> None:
     """Allow keys of a model's shape only where its family reads them."""
     family = config.model.family
     read = MODELS[family].shape
@@ -39,10 +39,10 @@ def shape(config: Config) -> None:
         if name != read and given:
             key = f"model.{name}.{next(iter(given))}"
             problem = f"no effect, model.family={family} reads model.{read}"
-            undefined(config, key, problem, f"set model.{read}.*, or choose another model")
+            refuse_combination(config, key, problem, f"set model.{read}.*, or choose another model")
 
 
-def optimizer(config: Config) -> None:
+def check_optimizer_settings_are_used(config: Config) -> None:
     chosen = config.optimizer
     named = f"optimizer.name={chosen.name}"
     for name in OPTIMIZERS.own:
@@ -58,26 +58,26 @@ def optimizer(config: Config) -> None:
         _unless_default(config, key, OptimizerConfig, why, "set optimizer.weight_decay")
 
 
-def checkpoint(config: Config) -> None:
+def check_checkpoint_settings_are_used(config: Config) -> None:
     if config.checkpoint.every is None:
         why = "checkpoint.every=null"
         _unless_default(config, "checkpoint.keep", CheckpointConfig, why, "set checkpoint.every")
 
 
-def profiled_ranks(config: Config) -> None:
+def check_profiled_ranks(config: Config) -> None:
     if not config.train.profile_steps:
         key, why = "train.profile_ranks", "train.profile_steps=[]"
         _unless_default(config, key, TrainConfig, why, "set train.profile_steps")
 
 
-def tracking(config: Config) -> None:
+def check_tracking_settings_are_used(config: Config) -> None:
     if not config.tracking.mlflow:
         for key in ("tracking.uri", "tracking.experiment"):
             why = "tracking.mlflow=false"
             _unless_default(config, key, TrackingConfig, why, "use tracking=mlflow")
 
 
-def slurms_own(config: Config) -> None:
+def check_slurms_own_keys(config: Config) -> None:
     """Refuse settings of job submission if nothing is submitted to Slurm."""
     if config.cluster.kind == "slurm":
         return
@@ -95,7 +95,15 @@ def _unless_default(config: Config, key: str, schema: type, why: str, remedy: st
     for part in group.split("."):
         owner = getattr(owner, part)
     if getattr(owner, name) != getattr(schema(), name):
-        undefined(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
+        refuse_combination(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
 
 
-RULES = (settings, shape, optimizer, checkpoint, profiled_ranks, tracking, slurms_own)
+RULES = (
+    check_settings_of_plugins,
+    check_model_shape_is_used,
+    check_optimizer_settings_are_used,
+    check_checkpoint_settings_are_used,
+    check_profiled_ranks,
+    check_tracking_settings_are_used,
+    check_slurms_own_keys,
+)

@@ -18,7 +18,7 @@ from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, hash_of
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
-from zeroexp.tracking.run import settled
+from zeroexp.tracking.run import state_of
 
 FOLDER = "checkpoint"  # inside the run's folder
 # This file in the run's folder has one line for each save and for each checkpoint that was passed over.
@@ -29,13 +29,13 @@ WHOLE = re.compile(r"step-(\d{6,})")
 UNFINISHED = ".step-"  # prefix of folders that are being written or removed
 
 
-def newest(run: Path) -> Path | None:
+def newest_checkpoint(run: Path) -> Path | None:
     """Return the complete checkpoint with the most steps in a run folder."""
-    folders = whole(run)
+    folders = complete_checkpoints(run)
     return folders[-1] if folders else None
 
 
-def whole(run: Path) -> list[Path]:
+def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints, sorted by steps. A folder without a manifest is ignored."""
     found = [path for path in (run / FOLDER).glob("step-*") if WHOLE.fullmatch(path.name)]
     return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
@@ -47,21 +47,21 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def missing(checkpoint: Path, manifest: Manifest) -> str | None:
+def find_missing_file(checkpoint: Path, manifest: Manifest) -> str | None:
     """Return a message about the first file that is missing or too short, with a remedy; contents are not checked."""
     for file, num_bytes in manifest.file_bytes().items():
         path = checkpoint / file
         if not path.is_file():
-            return f"{path}: missing{remedy(checkpoint)}"
+            return f"{path}: missing{suggest_older(checkpoint)}"
         size = path.stat().st_size
         if size < num_bytes:
-            return f"{path}: truncated to {size} of {num_bytes} bytes{remedy(checkpoint)}"
+            return f"{path}: truncated to {size} of {num_bytes} bytes{suggest_older(checkpoint)}"
     return None
 
 
-def remedy(checkpoint: Path) -> str:
+def suggest_older(checkpoint: Path) -> str:
     """Suggest an older checkpoint of the same run, if there is one."""
-    there = whole(checkpoint.parent.parent)
+    there = complete_checkpoints(checkpoint.parent.parent)
     older = [path for path in there if checkpoint in there and step_of(path) < step_of(checkpoint)]
     return f"; use resume={older[-1]}" if older else "; give another checkpoint"
 
@@ -73,7 +73,7 @@ def set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
-def prepare(run: Path, attempt: int) -> None:
+def register_attempt(run: Path, attempt: int) -> None:
     """Make this attempt the only one that may commit, and remove the unfinished folders of earlier attempts.
 
     Raises CheckpointError if a newer attempt is registered or the folder cannot be written.
@@ -92,14 +92,14 @@ def prepare(run: Path, attempt: int) -> None:
         raise CheckpointError(f"{folder}: {error.strerror}; {remedy}") from error
 
 
-def unfinished(run: Path, step: int, attempt: int) -> Path:
+def unfinished_folder(run: Path, step: int, attempt: int) -> Path:
     """Return the folder in which all ranks of this attempt write."""
     return run / FOLDER / f"{UNFINISHED}{step:06d}.{attempt}"
 
 
 def commit(run: Path, step: int, attempt: int) -> Path:
     """Complete the checkpoint by one rename. Raises OSError, and CheckpointError for an outdated attempt."""
-    source, target = unfinished(run, step, attempt), run / FOLDER / f"step-{step:06d}"
+    source, target = unfinished_folder(run, step, attempt), run / FOLDER / f"step-{step:06d}"
     _sync(source)
     _refuse_outdated(run, attempt)
     if (target / MANIFEST).is_file():  # the run resumed from this step and saved before any other
@@ -112,7 +112,7 @@ def commit(run: Path, step: int, attempt: int) -> Path:
 
 def discard(run: Path, step: int, attempt: int) -> None:
     """Remove the folder of a failed save, to free its space on the disk."""
-    shutil.rmtree(unfinished(run, step, attempt), ignore_errors=True)
+    shutil.rmtree(unfinished_folder(run, step, attempt), ignore_errors=True)
 
 
 def pin(checkpoint: Path, run: Path) -> None:
@@ -125,11 +125,11 @@ def pin(checkpoint: Path, run: Path) -> None:
         write_durably(checkpoint.with_name(name), os.fsencode(run))
 
 
-def _pinned(checkpoint: Path) -> bool:
-    """Is a run that has not ended waiting for this checkpoint? Pins of ended runs are removed."""
+def _is_pinned(checkpoint: Path) -> bool:
+    """Tell whether a run that has not ended waits for this checkpoint. Pins of ended runs are removed."""
     for path in checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*"):
         run = Path(os.fsdecode(path.read_bytes()))
-        if run.exists() and settled(run)["status"] in GOES_ON:
+        if run.exists() and state_of(run)["status"] in GOES_ON:
             return True
         path.unlink(missing_ok=True)
     return False
@@ -137,8 +137,8 @@ def _pinned(checkpoint: Path) -> bool:
 
 def keep_newest(run: Path, count: int) -> None:
     """Remove older checkpoints without pins; the rename comes first, so that no half-removed folder looks complete."""
-    for path in whole(run)[:-count]:
-        if _pinned(path):
+    for path in complete_checkpoints(run)[:-count]:
+        if _is_pinned(path):
             continue
         leaving = path.with_name(f".{path.name}.leaving")
         # The remains disturb nobody, and the next start removes them.
@@ -147,7 +147,7 @@ def keep_newest(run: Path, count: int) -> None:
             shutil.rmtree(leaving)
 
 
-def log(run: Path, line: dict[str, Any]) -> None:
+def append_to_log(run: Path, line: dict[str, Any]) -> None:
     with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # the disk may be full
         file.write(json.dumps(line) + "\n")
 

@@ -25,7 +25,7 @@ from zeroexp.checkpoint.manifest import (
     StoredTensor,
     read_manifest,
 )
-from zeroexp.checkpoint.verify import damage
+from zeroexp.checkpoint.verify import find_damage
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.world import World
 
@@ -38,7 +38,7 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
     Random states are restored only if the world size is that of the save. Raises Damaged, or CheckpointError for
     another model, on all ranks alike and before anything is changed.
     """
-    manifest = _verified(checkpoint, world)
+    manifest = _read_verified(checkpoint, world)
     _require_same_model(checkpoint, manifest, shapes)
     files = _Mapped(checkpoint)
     try:
@@ -60,7 +60,7 @@ def load_newest(
     of the run is set aside with a message. Raises CheckpointError, on all ranks alike.
     """
     # Rank 0's view decides: on a network file system another rank may see a new folder later.
-    own = worlds.gather(folders.whole(run))[0]
+    own = worlds.gather_objects(folders.complete_checkpoints(run))[0]
     for checkpoint in reversed(own):
         try:
             return checkpoint, load(checkpoint, strategy, shapes, world).step
@@ -76,7 +76,7 @@ def _pass_over(run: Path, checkpoint: Path, error: Damaged) -> None:
     told = str(error).partition(";")[0]
     with contextlib.suppress(OSError):  # if the folder cannot be written, the next save reports it
         told += f"; now {folders.set_aside(checkpoint).name}, the run goes on from before it"
-        folders.log(run, {"step": folders.step_of(checkpoint), "error": told})
+        folders.append_to_log(run, {"step": folders.step_of(checkpoint), "error": told})
     print(told, file=sys.stderr)
 
 
@@ -96,16 +96,16 @@ def _shape(shapes: Shapes, name: str) -> str:
 # -- checking ---------------------------------------------------------------------------------------
 
 
-def _verified(checkpoint: Path, world: World) -> Manifest:
+def _read_verified(checkpoint: Path, world: World) -> Manifest:
     """Return the manifest once every rank has verified it and its share of the pieces."""
     manifest, problem = None, None
     try:
         manifest = read_manifest(checkpoint)
-        if told := damage(checkpoint, manifest, rank=world.rank, size=world.size):
+        if told := find_damage(checkpoint, manifest, rank=world.rank, size=world.size):
             problem = Damaged(told)
     except CheckpointError as error:
         problem = error
-    for error in filter(None, worlds.gather(problem)):
+    for error in filter(None, worlds.gather_objects(problem)):
         raise error
     assert manifest is not None
     return manifest

@@ -16,7 +16,7 @@ from typing import Any
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
-from zeroexp.checkpoint.verify import damage, signature
+from zeroexp.checkpoint.verify import find_damage, modification_times
 from zeroexp.config import Config, UndefinedCombination
 
 LATEST = "latest"
@@ -42,12 +42,12 @@ def resolve_resume(config: Config) -> str | None:
     if config.resume is None:
         return None
     if config.resume == LATEST:
-        return str(_latest(config))
+        return str(_latest_of_all_runs(config))
     path = Path(config.resume).resolve()
     if not (path / MANIFEST).is_file():
         return str(_newest_of(config, path))
     manifest = read_manifest(path)
-    if misfit := _misfit(config, manifest):
+    if misfit := _why_it_does_not_fit(config, manifest):
         raise UndefinedCombination(f"resume={config.resume}: {misfit}")
     if told := _damage_of(path, manifest):
         raise CheckpointError(told)
@@ -55,7 +55,9 @@ def resolve_resume(config: Config) -> str | None:
 
 
 def _newest_of(config: Config, run: Path) -> Path:
-    found, checkpoint = _first_whole(config, lambda: [_Found(run)] if run.is_dir() else [])
+    found, checkpoint = _first_undamaged(
+        config, lambda: [_CheckpointsOfRun(run)] if run.is_dir() else []
+    )
     if checkpoint:
         return checkpoint
     for one in found:
@@ -67,11 +69,12 @@ def _newest_of(config: Config, run: Path) -> Path:
     raise CheckpointError(f"resume={config.resume}: no whole checkpoint in there; {remedy}")
 
 
-def _latest(config: Config) -> Path:
+def _latest_of_all_runs(config: Config) -> Path:
     """Return the newest fitting checkpoint of any run under outputs."""
     outputs = Path(config.outputs).resolve()
-    found, checkpoint = _first_whole(
-        config, lambda: [_Found(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")]
+    found, checkpoint = _first_undamaged(
+        config,
+        lambda: [_CheckpointsOfRun(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")],
     )
     if checkpoint:
         return checkpoint
@@ -81,21 +84,21 @@ def _latest(config: Config) -> Path:
     raise UndefinedCombination(f"resume={LATEST}: {told}; use resume=null to begin anew")
 
 
-def _first_whole(
-    config: Config, look: Callable[[], list[_Found]]
-) -> tuple[list[_Found], Path | None]:
+def _first_undamaged(
+    config: Config, look: Callable[[], list[_CheckpointsOfRun]]
+) -> tuple[list[_CheckpointsOfRun], Path | None]:
     """Return the first complete checkpoint, newest run first; retry if a running run removed what was found."""
-    found: list[_Found] = []
+    found: list[_CheckpointsOfRun] = []
     for _ in range(MOST_LOOKS):
         found = sorted(look(), key=lambda one: one.saved_at, reverse=True)
-        if checkpoint := next(filter(None, (one.first_whole(config) for one in found)), None):
+        if checkpoint := next(filter(None, (one.first_undamaged(config) for one in found)), None):
             return found, checkpoint
         if not any(one.changed() for one in found):
             break
     return found, None
 
 
-class _Found:
+class _CheckpointsOfRun:
     """The checkpoints of one run, sorted by the steps in their manifests, most first; file times are ignored."""
 
     def __init__(self, run: Path) -> None:
@@ -104,7 +107,7 @@ class _Found:
         self.misfits: list[str] = []
         self._folder = run / folders.FOLDER
         self._seen = self._look()
-        for checkpoint in folders.whole(run):
+        for checkpoint in folders.complete_checkpoints(run):
             try:
                 self.readable.append((read_manifest(checkpoint), checkpoint))
             except CheckpointError as error:
@@ -112,13 +115,13 @@ class _Found:
         self.readable.sort(key=lambda one: one[0].step, reverse=True)
         self.saved_at = max((manifest.saved_at for manifest, _ in self.readable), default=0.0)
 
-    def first_whole(self, config: Config) -> Path | None:
+    def first_undamaged(self, config: Config) -> Path | None:
         """Return the newest complete checkpoint; None if there is none.
 
         If the newest one is of another model or has no steps left, older ones do not help, and the result is None.
         """
         for manifest, checkpoint in self.readable:
-            if misfit := _misfit(config, manifest):
+            if misfit := _why_it_does_not_fit(config, manifest):
                 self.misfits.append(misfit)
                 return None
             told = _damage_of(checkpoint, manifest)
@@ -136,7 +139,7 @@ class _Found:
             self.damaged.append(told)
 
     def changed(self) -> bool:
-        """Has the run saved or removed a checkpoint meanwhile?"""
+        """Tell whether the run has saved or removed a checkpoint meanwhile."""
         return self._look() != self._seen
 
     def _look(self) -> tuple[int, set[str]] | None:
@@ -149,11 +152,11 @@ class _Found:
 def _damage_of(checkpoint: Path, manifest: Manifest) -> str | None:
     """Check for damage, once for all points of a sweep, since the check reads every byte."""
     try:
-        files = (checkpoint, *signature(checkpoint, manifest))
+        files = (checkpoint, *modification_times(checkpoint, manifest))
     except OSError:
-        return damage(checkpoint, manifest)
+        return find_damage(checkpoint, manifest)
     if files not in _damages:
-        _damages[files] = damage(checkpoint, manifest)
+        _damages[files] = find_damage(checkpoint, manifest)
     return _damages[files]
 
 
@@ -162,9 +165,12 @@ def _say(line: str) -> None:
     print(f"zeroexp: {line}", file=sys.stderr)
 
 
-def _misfit(config: Config, manifest: Manifest) -> str | None:
+def _why_it_does_not_fit(config: Config, manifest: Manifest) -> str | None:
     """Return a message about the first difference that keeps the checkpoint from fitting this run, with a remedy."""
-    ours, theirs = dict(_decisive(asdict(config))), dict(_decisive(manifest.config))
+    ours, theirs = (
+        dict(_decisive_settings(asdict(config))),
+        dict(_decisive_settings(manifest.config)),
+    )
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):
             told = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
@@ -175,7 +181,7 @@ def _misfit(config: Config, manifest: Manifest) -> str | None:
     return None
 
 
-def _decisive(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in _flat(config):
         named = any(key == word or key.startswith(f"{word}.") for word in DECISIVE)
         if named and key not in INDIFFERENT:

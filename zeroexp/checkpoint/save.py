@@ -42,7 +42,7 @@ from zeroexp.world import World
 
 
 @dataclass
-class Saved:
+class SaveRecord:
     """A line of checkpoints.jsonl: one save as rank 0 saw it."""
 
     step: int
@@ -63,15 +63,15 @@ class Saver:
         self._attempt = attempt
         self._staging = Staging(world.device)
         self._group: dist.ProcessGroup | None = None  # created at the first save
-        self._writing: Future[Saved] | None = None
-        self._last: Saved | None = None
+        self._writing: Future[SaveRecord] | None = None
+        self._last: SaveRecord | None = None
         self._blocked_seconds = 0.0
         self._prepared = False
         if config.checkpoint.every is not None:
             self._prepare()  # fail now, not after the first steps
 
-    def due(self, steps_done: int) -> bool:
-        """Does `checkpoint.every` ask for a save after this many steps? The end of training does not count."""
+    def is_due(self, steps_done: int) -> bool:
+        """Tell whether `checkpoint.every` asks for a save after this many steps; the end of training does not count."""
         every, train = self._config.checkpoint.every, self._config.train
         last = train.warmup_steps + train.steps
         return every is not None and steps_done % every == 0 and steps_done < last
@@ -89,7 +89,7 @@ class Saver:
         staged = self._staging.copy(self._flat_state())
         blocked = time.perf_counter() - began
         self._blocked_seconds += blocked
-        saved = Saved(steps_done, blocked_seconds=blocked)
+        saved = SaveRecord(steps_done, blocked_seconds=blocked)
         self._writing = _in_background(lambda: self._write(staged, saved))
 
     def save_now(self, steps_done: int) -> None:
@@ -101,7 +101,7 @@ class Saver:
         """Wait for the save in progress. Raises CheckpointError if the last save failed."""
         self._settle()
         if self._last is not None and self._last.error is not None:
-            newest = folders.newest(self._run)
+            newest = folders.newest_checkpoint(self._run)
             stands = f"the newest whole one is {newest}" if newest else "there is no other"
             raise CheckpointError(f"{self._last.error}; {stands}")
 
@@ -123,10 +123,10 @@ class Saver:
         problem, self._prepared = None, True
         if self._world.rank == 0:
             try:
-                folders.prepare(self._run, self._attempt)
+                folders.register_attempt(self._run, self._attempt)
             except CheckpointError as error:
                 problem = str(error)
-        for told in worlds.gather(problem):
+        for told in worlds.gather_objects(problem):
             if told:
                 raise CheckpointError(told)
 
@@ -148,7 +148,7 @@ class Saver:
 
     # -- in the thread ----------------------------------------------------------------------------
 
-    def _write(self, staged: Flat, saved: Saved) -> Saved:
+    def _write(self, staged: Flat, saved: SaveRecord) -> SaveRecord:
         """Write the copies without ever raising: `error` holds the failure, the same on every rank."""
         began = time.perf_counter()
         target = Target(self._run, saved.step, self._attempt, self._config.checkpoint.keep)
@@ -165,11 +165,11 @@ class Saver:
             self._tell(saved)
         return saved
 
-    def _tell(self, saved: Saved) -> None:
+    def _tell(self, saved: SaveRecord) -> None:
         if saved.error is not None:
             print(saved.error, file=sys.stderr)
             folders.discard(self._run, saved.step, self._attempt)
-        folders.log(self._run, asdict(saved))
+        folders.append_to_log(self._run, asdict(saved))
 
     def _manifest(self, steps_done: int, state: Stored, rng: Stored) -> Manifest:
         versions = {"zeroexp": __version__, "torch": torch.__version__}
@@ -185,8 +185,8 @@ class Saver:
         )
 
 
-def _in_background(action: Callable[[], Saved]) -> Future[Saved]:
-    future: Future[Saved] = Future()
+def _in_background(action: Callable[[], SaveRecord]) -> Future[SaveRecord]:
+    future: Future[SaveRecord] = Future()
     threading.Thread(target=lambda: future.set_result(action()), daemon=True).start()
     return future
 

@@ -31,7 +31,7 @@ from zeroexp.checkpoint.manifest import (
     require_whole,
     to_json,
 )
-from zeroexp.checkpoint.planner import Shapes, done
+from zeroexp.checkpoint.planner import Shapes, finished_future
 from zeroexp.checkpoint.staging import aligned
 
 STATE, RNG = "state", "rng"  # prefixes of names in the flat state
@@ -48,7 +48,7 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        return folders.unfinished(self.run, self.step, self.attempt)
+        return folders.unfinished_folder(self.run, self.step, self.attempt)
 
 
 class PieceWriter(StorageWriter):
@@ -89,7 +89,7 @@ class PieceWriter(StorageWriter):
                 results.append(WriteResult(item.index, len(content), piece))
             file.flush()
             os.fsync(file.fileno())
-        return done(results)
+        return finished_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, rename the folder, remove older checkpoints; rank 0 does this once all have written."""

@@ -12,30 +12,34 @@ from zeroexp.checkpoint.manifest import Manifest, StoredPiece, StoredTensor, has
 BUFFER_BYTES = 4 << 20
 
 
-def damage(checkpoint: Path, manifest: Manifest, *, rank: int = 0, size: int = 1) -> str | None:
+def find_damage(
+    checkpoint: Path, manifest: Manifest, *, rank: int = 0, size: int = 1
+) -> str | None:
     """Return a message about the first damage in this rank's share of the pieces, with a remedy; else None."""
     try:
-        return folders.missing(checkpoint, manifest) or _damage(checkpoint, manifest, rank, size)
+        return folders.find_missing_file(checkpoint, manifest) or _find_wrong_hash(
+            checkpoint, manifest, rank, size
+        )
     except OSError as error:  # a broken disk, or a folder that is being removed
         told = f"can not be read ({error.strerror})"
-        return f"{error.filename or checkpoint}: {told}{folders.remedy(checkpoint)}"
+        return f"{error.filename or checkpoint}: {told}{folders.suggest_older(checkpoint)}"
 
 
-def _damage(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str | None:
+def _find_wrong_hash(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str | None:
     buffer = memoryview(bytearray(BUFFER_BYTES))
-    for name, tensor, piece in _share(manifest, rank, size):
-        if hash_of(_read(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
+    for name, tensor, piece in _share_of_rank(manifest, rank, size):
+        if hash_of(_read_piece(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
             told = f"damaged, {name} at byte {piece.offset} has another hash"
-            return f"{checkpoint / piece.file}: {told}{folders.remedy(checkpoint)}"
+            return f"{checkpoint / piece.file}: {told}{folders.suggest_older(checkpoint)}"
     return None
 
 
-def signature(checkpoint: Path, manifest: Manifest) -> tuple[int, ...]:
+def modification_times(checkpoint: Path, manifest: Manifest) -> tuple[int, ...]:
     """Return the files' modification times, which change with every write. Raises OSError."""
     return tuple(os.stat(checkpoint / file).st_mtime_ns for file in manifest.file_bytes())
 
 
-def _share(
+def _share_of_rank(
     manifest: Manifest, rank: int, size: int
 ) -> Iterator[tuple[str, StoredTensor, StoredPiece]]:
     """Yield this rank's even share of all bytes, in file order."""
@@ -49,7 +53,7 @@ def _share(
         position += tensor.num_bytes(piece)
 
 
-def _read(
+def _read_piece(
     checkpoint: Path, piece: StoredPiece, num_bytes: int, buffer: memoryview
 ) -> Iterator[memoryview]:
     """Yield the bytes of a piece, one buffer at a time."""

@@ -25,7 +25,7 @@ from zeroexp.config import ClusterConfig
 from zeroexp.plan.machines import JobShape
 from zeroexp.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
-from zeroexp.tracking.files import folder_of_command
+from zeroexp.tracking.files import working_folder_of
 
 BATCH_FILE = "batch.sh"  # in the folder slurm of a run
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
@@ -36,10 +36,10 @@ def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
     shape = JobShape.of(job.config.world_size, config.slurm.ranks_per_node)
     sections = {
         "what the job takes": _directives(job, config, shape, name),
-        "what its ranks find": _exports(job, config),
-        "the site's own lines": _setup(config.slurm.setup),
-        "the ranks": [_srun(job, config)],
-        "the end": _end(job) if max_requeues(config) else ["exit $code"],
+        "what its ranks find": _export_lines(job, config),
+        "the site's own lines": _setup_lines(config.slurm.setup),
+        "the ranks": [_srun_lines(job, config)],
+        "the end": _end_lines(job) if max_requeues(config) else ["exit $code"],
     }
     lines = [line for title, part in sections.items() for line in (f"# {title}", *part, "")]
     return "\n".join(["#!/bin/bash", *lines])
@@ -101,10 +101,10 @@ def _directives(job: Job, config: ClusterConfig, shape: JobShape, name: str) -> 
     ]
 
 
-def _exports(job: Job, config: ClusterConfig) -> list[str]:
+def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
     """Return shell lines that run once per attempt, on the first node, before srun."""
     threads, folder = config.threads_per_rank, job.folder.resolve()
-    if given_in := folder_of_command(folder):
+    if given_in := working_folder_of(folder):
         plugins.look_in(given_in)
     snapshot = str(take_snapshot(folder.parent, job.config.plugins))
     exports = {
@@ -125,7 +125,7 @@ def _exports(job: Job, config: ClusterConfig) -> list[str]:
         f"export {HOSTS}={hosts}",
         f"first_node=${{{HOSTS}%%[[:space:]]*}}",
         number,
-        *_meeting(job, config),
+        *_rendezvous_lines(job, config),
     ]
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
@@ -133,7 +133,7 @@ def _exports(job: Job, config: ClusterConfig) -> list[str]:
     return lines
 
 
-def _meeting(job: Job, config: ClusterConfig) -> list[str]:
+def _rendezvous_lines(job: Job, config: ClusterConfig) -> list[str]:
     """Return shell lines that say where tasks and ranks meet, and draw what only they know.
 
     The secret stands in no file: the environment of a process is readable by its user alone.
@@ -150,7 +150,7 @@ def _meeting(job: Job, config: ClusterConfig) -> list[str]:
     ]
 
 
-def _setup(lines: list[str]) -> list[str]:
+def _setup_lines(lines: list[str]) -> list[str]:
     """Return the site's lines; one that fails ends the job with a line that names it."""
     if not lines:
         return []
@@ -158,7 +158,7 @@ def _setup(lines: list[str]) -> list[str]:
     return [f"trap 'echo \"{words}\" >&2; exit 1' ERR", *lines, "trap - ERR"]
 
 
-def _srun(job: Job, config: ClusterConfig) -> str:
+def _srun_lines(job: Job, config: ClusterConfig) -> str:
     """Return the line that starts the ranks.
 
     srun no longer takes the number of CPUs from the job since Slurm 22.05: without it, binding to cores gives each rank
@@ -172,7 +172,7 @@ def _srun(job: Job, config: ClusterConfig) -> str:
     return f"{shlex.join(srun)} {python} -u -m zeroexp.cluster.task {shlex.quote(str(folder))}; code=$?"
 
 
-def _end(job: Job) -> list[str]:
+def _end_lines(job: Job) -> list[str]:
     """Return shell lines that start the job again if its ranks want it, see [Note: the end]."""
     slurm = shlex.quote(str(job.folder.resolve() / "slurm"))
     preempted = "squeue --noheader --jobs=$SLURM_JOB_ID --Format=PreemptTime:20 | grep -q '[0-9]'"

@@ -11,19 +11,19 @@ from zeroexp.config import Config, UndefinedCombination
 GIB = 2**30
 
 
-def judged(points: Sequence[Point]) -> list[Point]:
+def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
     """Print the plan of each point for Slurm; return all points, those that can not fit with the reason.
 
     A point can not fit if its model states alone exceed cluster.device_memory_gib. cluster.force=true submits it.
     """
-    return [_judged(point) if _is_for_slurm(point) else point for point in points]
+    return [_plan_point(point) if _is_for_slurm(point) else point for point in points]
 
 
 def _is_for_slurm(point: Point) -> bool:
     return point.config.cluster.kind == "slurm" and not point.refusal
 
 
-def _judged(point: Point) -> Point:
+def _plan_point(point: Point) -> Point:
     # torch and transformers take seconds to import, and only Slurm's points are judged.
     from zeroexp.plan.form_of_config import build_on_meta, form_of
     from zeroexp.plan.machines import machines_of

@@ -17,7 +17,7 @@ from typing import Any
 LIBRARIES = ("zeroexp", "torch", "transformers", "datasets", "hydra-core", "mlflow")
 
 
-def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
+def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
     """Return the content of environment.json; `device` is the requested one (auto, cpu, cuda)."""
     return {
         "command": shlex.join(["python", "-m", "zeroexp", *arguments]),
@@ -26,7 +26,7 @@ def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
         "device": device,
         "machine": {
             "platform": platform.platform(),
-            "processor": processor(),
+            "processor": processor_name(),
             "num_cpus": os.cpu_count(),
         },
         "git": _git(),
@@ -34,7 +34,7 @@ def environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Return the model of this machine's processor; its architecture if the kernel names no model."""
     with contextlib.suppress(FileNotFoundError):  # no /proc
         for line in Path("/proc/cpuinfo").read_text().splitlines():

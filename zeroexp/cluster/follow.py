@@ -15,7 +15,7 @@ from zeroexp.plan.machines import JobShape
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
 from zeroexp.tracking.json_files import loads
-from zeroexp.tracking.run import SLURM, UNFINISHED, settled
+from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
 PAUSE_GROWTH = 1.1
@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
 
 def slurm_id(job: Job) -> str | None:
     """Return Slurm's id of the job; None if the run was never submitted to Slurm."""
-    submitted = read_json(job.folder / SLURM)
+    submitted = read_json(job.folder / SLURM_FILE)
     return submitted["job_id"] if submitted else None
 
 
@@ -42,7 +42,7 @@ def refresh(jobs: Iterable[Job]) -> None:
     """Bring the state.json of these runs up to date, once. Raises SlurmSilent."""
     jobs = list(jobs)
     for job in jobs:
-        if (state := settled(job.folder))["status"] != job.state["status"]:
+        if (state := state_of(job.folder))["status"] != job.state["status"]:
             job.enter(state["status"], state["reason"])
     for job in jobs:
         if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
@@ -51,7 +51,7 @@ def refresh(jobs: Iterable[Job]) -> None:
             job.enter("pending")
     open_jobs = unfinished(jobs)
     if open_jobs:
-        seen = slurm_state.look(open_jobs)
+        seen = slurm_state.look_up_jobs(open_jobs)
         for job_id, job in open_jobs.items():
             _settle(job, seen.get(job_id))
 
@@ -90,7 +90,7 @@ def follow(
                     on_end(job)
             retry = time.monotonic() + RETRY_SECONDS
         try:
-            seen = slurm_state.look(each.job_id for each in followed)
+            seen = slurm_state.look_up_jobs(each.job_id for each in followed)
         except SlurmSilent as error:
             if not silent:
                 progress.note(f"waiting for Slurm, which does not answer: {error}")
@@ -156,12 +156,12 @@ class _Followed:
         for line in self._records.new_lines() if self._started else ():
             self._progress.step(self._number, step_record(loads(line)))
             self._on_step(self.job)
-        for line in self._complaints.new():
+        for line in self._complaints.new_complaints():
             self._progress.note(line)
 
 
 def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
-    status, reason = slurm_state.conclude(job, seen)
+    status, reason = slurm_state.conclude_state(job, seen)
     if seen and seen.nodes:
         _note_nodes(job, seen.nodes)
     known = job.state
@@ -172,9 +172,9 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
 
 def _note_nodes(job: Job, node_list: str) -> None:
     """Record the job's nodes in slurm.json: comparing runs by node reveals a slow one."""
-    submitted = read_json(job.folder / SLURM)
+    submitted = read_json(job.folder / SLURM_FILE)
     if submitted and submitted.get("node_list") != node_list:
-        write_json(job.folder / SLURM, {**submitted, "node_list": node_list})
+        write_json(job.folder / SLURM_FILE, {**submitted, "node_list": node_list})
 
 
 def _show_steps(followed: list[_Followed], seconds: float) -> None:

@@ -32,9 +32,9 @@ import torch
 from zeroexp import advance
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.leaving import run_and_leave
-from zeroexp.cluster.supervise import Limits, Rank, end, supervise
+from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
 from zeroexp.tracking import attempt, failure
-from zeroexp.world import Place, environment
+from zeroexp.world import RankInfo, environment_of_rank
 
 PACKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -64,7 +64,7 @@ def serve(control: socket.socket, code: RankCode) -> None:
         request = Request(**json.loads(packet))
         try:
             answer = {"ended": _run(request, control, code)}
-        except OSError as error:  # as a disk without room for the reason of an end
+        except OSError as error:  # a disk may have no room for the reason of an end
             answer = {"ended": "failed", "lost": f"its end can not be written down: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
@@ -74,7 +74,7 @@ def serve(control: socket.socket, code: RankCode) -> None:
 def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     folder = Path(request.folder)
     attempt.begin(folder, attempt.newest(folder) + 1)
-    failure.forget(folder)
+    failure.remove_older_failure(folder)
     try:
         code.prepare(folder)
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
@@ -83,20 +83,22 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
     with contextlib.suppress(BrokenPipeError):
         control.send(json.dumps({"prepared": True}).encode())
     gc.freeze()  # otherwise a rank's first collection copies the pages of all imported objects
-    device = _device(request)
+    device = _device_for_ranks(request)
     if device is None:
         failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
         return "failed"
     ranks: list[Rank] = []
     with contextlib.ExitStack() as meeting:
         try:
-            _start(ranks, request, meeting, control.close, lambda: code.main(folder, device=device))
+            _fork_ranks(
+                ranks, request, meeting, control.close, lambda: code.main(folder, device=device)
+            )
             limits = Limits(request.timeout_seconds, request.hang_seconds)
             return supervise(ranks, folder, control, limits)
         except CannotStart as error:
             told = str(error)
         finally:
-            end(ranks)
+            end_processes(ranks)
     failure.write_unranked(folder, "CannotStart", told)  # now there is a file to be had for it
     return "failed"
 
@@ -113,7 +115,7 @@ REMEDIES = {
 }
 
 
-def _start(
+def _fork_ranks(
     ranks: list[Rank],
     request: Request,
     meeting: contextlib.ExitStack,
@@ -129,7 +131,7 @@ def _start(
     try:
         where = meeting.enter_context(tempfile.TemporaryDirectory(prefix="zeroexp-"))
         for rank in range(request.world_size):
-            place = Place(rank, request.world_size, local_rank=rank)
+            place = RankInfo(rank, request.world_size, local_rank=rank)
             descriptor, numbers = advance.create()
             pid = os.fork()
             if pid == 0:
@@ -137,7 +139,7 @@ def _start(
                 os.environ[advance.DESCRIPTOR] = str(descriptor)
                 _be_rank(server, place, f"file://{where}/ranks", run)
             os.setpgid(pid, pid)  # the child does it too; the first call counts
-            os.close(descriptor)  # whose place the next one takes, so that no rank is lost here
+            os.close(descriptor)  # the next descriptor takes its number
             ranks.append(Rank(rank, pid, os.pidfd_open(pid), numbers))
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "set TMPDIR to a folder that can be written")
@@ -145,7 +147,7 @@ def _start(
         raise CannotStart(f"{told}: {error.strerror or error}; {remedy}") from error
 
 
-def _device(request: Request) -> str | None:
+def _device_for_ranks(request: Request) -> str | None:
     """Return cpu or cuda; None if there are too few GPUs. Counting them makes no CUDA context."""
     if request.device == "cpu":
         return "cpu"
@@ -161,7 +163,7 @@ def _too_few_gpus(world_size: int) -> str:
     )
 
 
-def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]) -> NoReturn:
+def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], None]) -> NoReturn:
     """Run a rank in the child, which never returns into the server's code."""
 
     def begin() -> None:
@@ -171,7 +173,7 @@ def _be_rank(server: int, place: Place, rendezvous: str, run: Callable[[], None]
         os.setpgid(0, 0)
         # When memory is short, the kernel should kill a rank, since the server can report that.
         Path("/proc/self/oom_score_adj").write_text("500")
-        os.environ.update(environment(place), ZEROEXP_RENDEZVOUS=rendezvous)
+        os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         run()
 

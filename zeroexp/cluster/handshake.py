@@ -1,4 +1,4 @@
-"""How two tasks of a job show each other that they know the job's secret, without saying it.
+"""Two tasks of a job show each other that they know the job's secret, without saying it.
 
     each end  ── a challenge ─────────────────▶  the other
               ── rank 1 on node2 <a proof> ───▶     an HMAC of both challenges and this name, keyed by the secret
@@ -35,9 +35,8 @@ class Introduction:
         self._mine, self._theirs = secrets.token_hex(16), ""
         self._heard = b""
         connection.setblocking(False)
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # no line waits for an answer
+        # No line waits for an answer.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._say(self._mine)
 
     def listen(self) -> tuple[int, str, bytes] | None:

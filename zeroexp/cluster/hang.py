@@ -49,7 +49,7 @@ class Sight:
 
     @property
     def loads(self) -> bool:
-        """Does it work before its first step, so that its peers may have to wait for long?"""
+        """Whether the rank works before its first step, so that its peers may have to wait for long."""
         return self.phase in advance.STARTS and not self.must_advance
 
     def line(self) -> str:
@@ -82,11 +82,11 @@ class Watched:
 
     def look(self, seconds: float) -> Sight:
         """Return what the rank looks like; `seconds` have passed since the last look."""
-        numbers, state = self._numbers.tolist(), _state(self._pid)
+        numbers, state = self._numbers.tolist(), _process_state(self._pid)
         done = (numbers[advance.NUM_STEPS], numbers[advance.NUM_PHASES], numbers[advance.NUM_MOVES])
         self._seconds = self._seconds + seconds if done == self._done else 0.0
         self._done = done
-        phase, kernel = advance.PHASES[numbers[advance.PHASE]], in_kernel(self._pid)
+        phase, kernel = advance.PHASES[numbers[advance.PHASE]], kernel_wait_of(self._pid)
         if phase in (advance.BEFORE, advance.BUILDING):
             self._seconds = min(self._seconds, self._idle.look(seconds))
         sight = Sight(self._rank, self._host, self._pid, done, phase, self._seconds, state, kernel)
@@ -130,7 +130,7 @@ def leave_stacks(watched: Sequence[Watched], sights: Sequence[Sight]) -> None:
         each.await_stack(deadline)
 
 
-def behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
+def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
     """Return the rank that the others wait for, once all that should advance stand still for so long; else nobody.
 
     Several ranks that did equally little are returned together.
@@ -156,14 +156,14 @@ def write_hang(folder: Path, guilty: Sequence[Sight]) -> None:
     failure.write_hung(folder, first.rank, first.host, f"{message} (cluster.hang_s)")
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "Z"
 
 
-def in_kernel(pid: int) -> str:
+def kernel_wait_of(pid: int) -> str:
     """Return the kernel's function in which this process sleeps."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text().strip("0") or "no wait"

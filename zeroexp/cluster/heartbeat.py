@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass
 class Hub:
-    """Where the task of rank 0 listens, and what its callers must know."""
+    """The hub is where the task of rank 0 listens, with what its callers must know."""
 
     host: str
     file: Path  # in which it publishes its port
@@ -109,7 +109,8 @@ class Heartbeat:
         self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._peers: dict[socket.socket, Peer] = {}
-        self._strangers: dict[socket.socket, tuple[Introduction, float]] = {}  # and until when
+        # Each stranger has until this time to introduce itself.
+        self._strangers: dict[socket.socket, tuple[Introduction, float]] = {}
         self._most_strangers = MAX_STRANGERS + world_size
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
@@ -185,10 +186,12 @@ class Heartbeat:
 
     def _listen(self, world_size: int) -> None:
         try:
-            self._listener = ports.listen(self._hub.host, self._hub.ports, backlog=world_size)
+            self._listener = ports.listen_on_free_port(
+                self._hub.host, self._hub.ports, backlog=world_size
+            )
             self._listener.setblocking(False)
             self._hub.port = port = self._listener.getsockname()[1]
-            ports.publish(self._hub.file, port)
+            ports.publish_port(self._hub.file, port)
         except OSError as error:  # the job can run without its heartbeat
             print(f"no heartbeat between tasks: {error}", file=sys.stderr)
             self._missing.clear()
@@ -265,7 +268,7 @@ class Heartbeat:
 
     def _call(self) -> None:
         """Connect to the task of rank 0, which may not have started yet."""
-        port = self._hub.port = ports.published(self._hub.file)
+        port = self._hub.port = ports.read_published_port(self._hub.file)
         try:
             hub = (self._hub.host, port or NOBODYS_PORT)
             connection = socket.create_connection(hub, timeout=CALL_SECONDS)

@@ -1,4 +1,4 @@
-"""How long a process has done nothing: no CPU time, no bytes read or written, no page fetched from a disk.
+"""This file tells how long a process has done nothing: no CPU time, no bytes read or written, no page fetched.
 
 Before the first step there is no other measure: imports, weights and data may take any time, as long as they work.
 """

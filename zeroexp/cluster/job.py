@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroexp.checkpoint.folders import newest, step_of
+from zeroexp.checkpoint.folders import newest_checkpoint, step_of
 from zeroexp.config import Config, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking.files import drop_records, read_json, write_json
-from zeroexp.tracking.run import SLURM
+from zeroexp.tracking.run import SLURM_FILE
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
 Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped"]
@@ -82,8 +82,8 @@ class Job:
         Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
         again.
         """
-        moved = ["failure.json", "state.json", SLURM, "logs"]
-        checkpoint = newest(self.folder)
+        moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
+        checkpoint = newest_checkpoint(self.folder)
         steps_done = step_of(checkpoint) if checkpoint else 0
         if steps_done < self.config.train.warmup_steps + self.config.train.steps:
             moved.append("summary.json")

@@ -1,4 +1,4 @@
-"""How busy other programs kept this machine while a run was measured, from the kernel's own counts.
+"""This file counts how busy other programs kept the machine while a run was measured, from the kernel's own counts.
 
 The machine's busy CPU seconds, less those of this process and of the server with its ranks, are everybody else's. The
 kernel adds a process to its parent's count when it has ended, so the difference is taken after the ranks have ended.
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.tracking.files import write_json
-from zeroexp.tracking.run import LOAD
+from zeroexp.tracking.run import LOAD_FILE
 
 IDLE_FIELDS = (3, 4)  # idle and iowait, of the first line of /proc/stat
 GUEST_FIELD = 8  # guests' time is in user time already
-CPU_FIELDS = slice(
-    11, 15
-)  # user, system, and both of children, behind the name in /proc/<pid>/stat
+# User, system, and both of children, behind the name in /proc/<pid>/stat.
+CPU_FIELDS = slice(11, 15)
 
 
 class Load:
@@ -38,7 +37,7 @@ class Load:
             "seconds": seconds,
             "other_cores": max(0.0, others - self._others) / seconds,
         }
-        write_json(folder / LOAD, told)
+        write_json(folder / LOAD_FILE, told)
 
     def _others_seconds(self) -> float | None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from zeroexp.cluster.hang import LOOK_SECONDS, in_kernel
+from zeroexp.cluster.hang import LOOK_SECONDS, kernel_wait_of
 from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.cluster.tail import Complaints, Tail
@@ -79,17 +79,17 @@ class LocalCluster:
             hang_seconds=config.cluster.hang_s,
         )
         answer: dict[str, Any] | None = None
-        preparing = _Preparing(self._server.pid, config.cluster.hang_s)
+        preparing = _PreparationWatch(self._server.pid, config.cluster.hang_s)
         while answer is None or "prepared" in answer:
             answer = self._server.receive(POLL_SECONDS)
             if answer:
                 preparing.over = True
             elif preparing.stands_still():
                 self._server.kill()
-                answer = dict[str, Any](ended="failed", hung=preparing.told())
+                answer = dict[str, Any](ended="failed", hung=preparing.describe_hang())
             for line in records.new_lines():
                 on_record(loads(line))
-            for line in complaints.new():
+            for line in complaints.new_complaints():
                 on_event(line)
         if "lost" in answer:
             failure.write_unranked(job.folder, "ServerLost", answer["lost"])
@@ -98,7 +98,7 @@ class LocalCluster:
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
 
 
-class _Preparing:
+class _PreparationWatch:
     """Looks whether the server does anything while it imports and compiles what ranks need, before there are any."""
 
     def __init__(self, pid: int, hang_seconds: float | None) -> None:
@@ -114,8 +114,8 @@ class _Preparing:
         # Where this process itself was stopped, the server is not to blame.
         return self._idle.look(min(passed, 2 * pause)) >= self._most
 
-    def told(self) -> str:
-        kernel = in_kernel(self._pid)
+    def describe_hang(self) -> str:
+        kernel = kernel_wait_of(self._pid)
         return (
             f"the process {self._pid} that prepares the ranks has done nothing for {self._most:.0f} s;"
             f" it waits ({kernel}), as for a disk that does not answer (cluster.hang_s)"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroexp.cluster.hang import Sight, Watched, behind, leave_stacks, write_hang
+from zeroexp.cluster.hang import Sight, Watched, leave_stacks, ranks_behind, write_hang
 from zeroexp.cluster.heartbeat import BEATS_PER_PERIOD, Heartbeat
 
 HUNG = "the ranks hang"
@@ -51,7 +51,7 @@ class Lookout:
             self.hung = True
         elif self._hang_seconds and self._rank == 0 and len(reports) == self._world_size - 1:
             sights = [self._sight, *(Sight.read(line) for line in reports)]
-            if guilty := behind(sights, self._hang_seconds):
+            if guilty := ranks_behind(sights, self._hang_seconds):
                 write_hang(self._folder, guilty)
                 self.hung = True
         return HUNG if self.hung else None

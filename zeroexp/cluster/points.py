@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from zeroexp import plugins
-from zeroexp.adopt import adopted
+from zeroexp.adopt import adopt_published_config
 from zeroexp.check import check as check_run
 from zeroexp.check import require_values
 from zeroexp.check.refusal import value_of
@@ -45,7 +45,7 @@ def points_of(
     config = from_mapping(Config, values)
     require_values(config)
     plugins.load(config.plugins)
-    config = plugins.with_settings(adopted(config))
+    config = plugins.with_settings(adopt_published_config(config))
     return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 
@@ -58,7 +58,7 @@ def _world_sizes(config: Config) -> Iterator[Config]:
 
 
 def _in_study(config: Config) -> bool:
-    """Does the config match one of its study's rows? Without a study every point counts."""
+    """Tell whether the config matches one of its study's rows. Without a study every point counts."""
     rows = config.study.include
     return not rows or any(
         all(value_of(config, key) in words for key, words in row.items()) for row in rows

@@ -10,7 +10,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import write_json
-from zeroexp.tracking.run import HELD, UNFINISHED
+from zeroexp.tracking.run import HELD_FILE, UNFINISHED
 
 if TYPE_CHECKING:
     from zeroexp.cluster.slurm import SlurmCluster
@@ -72,7 +72,7 @@ class Queue:
             if self._full:
                 raise Later("points before it are held")
             cluster.submit(job)
-            (job.folder / HELD).unlink(missing_ok=True)
+            (job.folder / HELD_FILE).unlink(missing_ok=True)
         except Later as later:
             self._full = True
             mark_held_back(job, str(later))
@@ -141,15 +141,15 @@ class HeldJobs:
 
 
 def mark_held_back(job: Job, reason: str) -> None:
-    write_json(job.folder / HELD, {"reason": reason})
+    write_json(job.folder / HELD_FILE, {"reason": reason})
     job.enter("pending", reason)
 
 
 def is_held(job: Job) -> bool:
-    return (job.folder / HELD).exists() and job.state["status"] == "pending"
+    return (job.folder / HELD_FILE).exists() and job.state["status"] == "pending"
 
 
-def stop(jobs: Iterable[Job]) -> list[Job]:
+def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
     """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false."""
     ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
     stopped = [job for job in ours if job.state["status"] in UNFINISHED]

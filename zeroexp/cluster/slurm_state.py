@@ -17,7 +17,7 @@ from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config import ConfigError
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
-from zeroexp.tracking.run import SLURM
+from zeroexp.tracking.run import SLURM_FILE
 
 OF_ARRAY = re.compile(r"^(\d+)\|([^|]*)\|", re.MULTILINE)
 SRUN_WRITES = "slurm"  # a folder in the run's folder
@@ -47,7 +47,7 @@ class SlurmSilent(Exception):
     """Slurm does not answer now, so the state of its jobs is unknown."""
 
 
-def look(job_ids: Iterable[str]) -> dict[str, Sighting]:
+def look_up_jobs(job_ids: Iterable[str]) -> dict[str, Sighting]:
     """Return the jobs that Slurm knows; it has forgotten the missing ones. Raises SlurmSilent."""
     wanted = set(job_ids)
     seen = ask_squeue(wanted)
@@ -67,10 +67,10 @@ def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     shown = (
         "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
     )
-    asked = ask("squeue", user, "--noheader", "--array", "--states=all", shown)
+    asked = _run_slurm_command("squeue", user, "--noheader", "--array", "--states=all", shown)
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
-    return parse(OF_ARRAY.sub(_with_element, asked.stdout), wanted)
+    return parse_job_lines(OF_ARRAY.sub(_with_element, asked.stdout), wanted)
 
 
 def _with_element(found: re.Match[str]) -> str:
@@ -82,15 +82,15 @@ def _with_element(found: re.Match[str]) -> str:
 def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
     ids = f"--jobs={','.join(sorted(wanted))}"
     shown = "--format=JobID,State,Reason,NodeList"
-    asked = ask("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
+    asked = _run_slurm_command("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
     if "accounting storage is disabled" in asked.stderr:
         return {}
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
-    return parse(asked.stdout, wanted)
+    return parse_job_lines(asked.stdout, wanted)
 
 
-def ask(*command: str) -> subprocess.CompletedProcess[str]:
+def _run_slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired as error:
@@ -99,7 +99,7 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
         raise SlurmSilent(f"{command[0]} is not here; ask on a machine of the cluster") from error
 
 
-def parse(lines: str, wanted: set[str]) -> dict[str, Sighting]:
+def parse_job_lines(lines: str, wanted: set[str]) -> dict[str, Sighting]:
     """Parse lines in which every field ends in a bar; squeue prints six fields, sacct the first four."""
     seen: dict[str, Sighting] = {}
     for line in lines.splitlines():
@@ -121,14 +121,14 @@ LOST: dict[str, tuple[Status, str]] = {
 }
 
 
-def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
+def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
     """Return a run's status and reason from Slurm's state and the run's own files, which explain a failure better."""
     if seen is None:
-        return _from_files(job, "Slurm has forgotten the job, and it left no result")
+        return _ending_from_files(job, "Slurm has forgotten the job, and it left no result")
     if seen.word in RUNS:
         return ("preempted", PREEMPTED) if seen.preempted else ("running", None)
     if seen.word in WAITS:
-        return _waits(job, seen)
+        return _state_of_waiting(job, seen)
     if seen.word == "CANCELLED":
         return "cancelled", "cancelled in Slurm"
     if seen.word in ("TIMEOUT", "DEADLINE"):
@@ -146,7 +146,7 @@ def conclude(job: Job, seen: Sighting | None) -> tuple[Status, str | None]:
         where = f"{seen.nodes} could not open {job.folder.resolve()}"
         return "failed", f"{where}: outputs must lie where all nodes see it under this path"
     how = "no error, and no result either" if word == "COMPLETED" else f"{word} ({seen.reason})"
-    return _from_files(job, f"Slurm says {how}; see {job.folder / 'slurm'}")
+    return _ending_from_files(job, f"Slurm says {how}; see {job.folder / 'slurm'}")
 
 
 def _tells_of_memory(job: Job) -> bool:
@@ -154,7 +154,7 @@ def _tells_of_memory(job: Job) -> bool:
     return bool((job.failure or {}).get("out_of_memory"))
 
 
-def _waits(job: Job, seen: Sighting) -> tuple[Status, str | None]:
+def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
     """Return the status of a job that waits for its first or a further start.
 
     Slurm forgets at once that it preempted a job, so our own state remembers it.
@@ -192,23 +192,23 @@ OF_BATCH_FILE = re.compile(r"^zeroexp: (.+)$", re.MULTILINE)
 OF_SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 
 
-def _from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
+def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
     # NFS caches for a minute that a file is missing, unless the folder is listed
     os.listdir(job.folder)
     if job.failure:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
-    if said := _words_of_batch_file(job):
+    if said := _error_of_batch_file(job):
         return "failed", said
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # it saved, and is not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):
         return "failed", reason
-    return "failed", _first_of_srun(job) or otherwise
+    return "failed", _first_error_of_srun(job) or otherwise
 
 
-def _words_of_batch_file(job: Job) -> str | None:
+def _error_of_batch_file(job: Job) -> str | None:
     """Return what our own lines in the newest batch job's errors say, without "zeroexp: "."""
     for errors in _errors_of_batch_jobs(job)[-1:]:
         if said := OF_BATCH_FILE.search(errors.read_text(errors="replace")):
@@ -217,7 +217,7 @@ def _words_of_batch_file(job: Job) -> str | None:
 
 
 def _batch_file_ran(job: Job) -> bool:
-    job_id = (read_json(job.folder / SLURM) or {}).get("job_id")
+    job_id = (read_json(job.folder / SLURM_FILE) or {}).get("job_id")
     return (job.folder / SRUN_WRITES / f"{job_id}_batch.err").exists()
 
 
@@ -228,14 +228,16 @@ def _errors_of_batch_jobs(job: Job) -> list[Path]:
 def _down_among(nodes: str) -> str | None:
     """Return those of a lost job's nodes that are down now; None if all are up again, or Slurm does not answer."""
     try:
-        asked = ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T")
+        asked = _run_slurm_command(
+            "sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T"
+        )
     except SlurmSilent:
         return None
     states = [line.strip().split("|") for line in asked.stdout.splitlines()]
     return ",".join(sorted({node for node, state in states if state.startswith("down")})) or None
 
 
-def _first_of_srun(job: Job) -> str | None:
+def _first_error_of_srun(job: Job) -> str | None:
     """Return which task srun saw end first and how, for a failure that neither the task nor its peers could report."""
     for errors in _errors_of_batch_jobs(job):
         if seen := OF_SRUN.search(errors.read_text(errors="replace")):

@@ -22,18 +22,18 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.batch import BATCH_FILE
-from zeroexp.cluster.slurm_state import SlurmSilent, ask
+from zeroexp.cluster.slurm_state import SlurmSilent, _run_slurm_command
 from zeroexp.config import ConfigError
 from zeroexp.tracking.files import read_json, write_json
-from zeroexp.tracking.run import SLURM
+from zeroexp.tracking.run import SLURM_FILE
 
 SUBMITTING = "submitting.json"  # in the run's folder while its job's id is unknown
 LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
 NO_GPUS = (
     "its nodes have no such GPUs: use cluster.device=cpu, fewer ranks_per_node or another partition"
 )
-# What Slurm refuses now and takes once other jobs of this user have ended. "Job violates accounting/QOS policy" alone
-# is also said of what it never takes.
+# Slurm refuses such a job now and takes it once other jobs of this user have ended. The words "Job violates
+# accounting/QOS policy" alone are no sign of that: Slurm also says them of jobs that it never takes.
 LATER = re.compile(r"MaxSubmit|temporarily unable|MaxJobCount|maximum number of jobs")
 UNSURE = re.compile(r"[Tt]imed out|Zero Bytes|Unexpected message|Unable to contact")
 
@@ -89,7 +89,7 @@ def _submit(notes: Mapping[Path, dict[str, Any]], file: Path, name: str) -> str:
 def note(folder: Path, job_id: str, nodes: int, ranks_per_node: int) -> None:
     """Write the run's slurm.json."""
     content = {"job_id": job_id, "nodes": nodes, "ranks_per_node": ranks_per_node}
-    write_json(folder / SLURM, content)
+    write_json(folder / SLURM_FILE, content)
     (folder / SUBMITTING).unlink(missing_ok=True)
 
 
@@ -168,7 +168,9 @@ def _look_for(name: str) -> str | None:
 def _find(name: str) -> str | None:
     """Ask squeue for the newest job of this name. Raises SlurmSilent."""
     user = f"--user={os.getuid()}"
-    asked = ask("squeue", user, "--noheader", "--states=all", "--Format=ArrayJobID:|,Comment:|")
+    asked = _run_slurm_command(
+        "squeue", user, "--noheader", "--states=all", "--Format=ArrayJobID:|,Comment:|"
+    )
     if asked.returncode:
         raise SlurmSilent(asked.stderr.strip())
     for line in asked.stdout.splitlines():

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.cluster.hang import LOOK_SECONDS, Watched, behind, leave_stacks, write_hang
+from zeroexp.cluster.hang import LOOK_SECONDS, Watched, leave_stacks, ranks_behind, write_hang
 from zeroexp.cluster.job import Ending
 from zeroexp.tracking import failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
@@ -97,7 +97,7 @@ class _Lookout:
         passed, self._looked = min(now - self._looked, 2 * self.pause), now
         watched = [self._watched[each.rank] for each in _alive(self._ranks)]
         sights = [each.look(passed) for each in watched]
-        if guilty := behind(sights, self._hang_seconds):
+        if guilty := ranks_behind(sights, self._hang_seconds):
             write_hang(self._folder, guilty)
             leave_stacks(watched, sights)
         return bool(guilty)
@@ -110,7 +110,7 @@ def _tell(folder: Path, failed: list[Rank], *, out_of_memory: bool) -> None:
     failure.write_died(folder, first.rank, status, peak_bytes=peak, out_of_memory=out_of_memory)
 
 
-def end(ranks: list[Rank]) -> None:
+def end_processes(ranks: list[Rank]) -> None:
     for rank in _alive(ranks):
         rank.signal(signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS

@@ -18,24 +18,24 @@ from zeroexp import plugins
 from zeroexp.check.inputs import check_inputs
 from zeroexp.check.outputs import require_writable
 from zeroexp.checkpoint.folders import pin
-from zeroexp.cluster.budget import judged
-from zeroexp.cluster.environment import environment
+from zeroexp.cluster.budget import plan_slurm_points
+from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, reason_of
 from zeroexp.cluster.load import Load
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.points import Composed, Point, points_of
-from zeroexp.cluster.queue import Queue, stop
+from zeroexp.cluster.queue import Queue, cancel_unfinished
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ClusterConfig, Config, ConfigError, UndefinedCombination, save
-from zeroexp.report.agreement import judge
+from zeroexp.report.agreement import judge_losses
 from zeroexp.report.points import Point as RunPoint
 from zeroexp.report.points import points_of as runs_as_points
 from zeroexp.report.progress import Progress
-from zeroexp.report.table import show
+from zeroexp.report.table import print_table
 from zeroexp.tracking import owner
-from zeroexp.tracking.files import folder_of_command, read_records, step_record, write_json
+from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run
@@ -64,7 +64,7 @@ class Sweep:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
         if self._folder:
-            owner.release(self._folder)
+            owner.release_ownership(self._folder)
 
     # ---- what the launcher calls
 
@@ -77,7 +77,10 @@ class Sweep:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
         points = [
-            [replace(point, hydra=files) for point in judged(points_of(overrides, values))]
+            [
+                replace(point, hydra=files)
+                for point in plan_slurm_points(points_of(overrides, values))
+            ]
             for overrides, values, files in batch
         ]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
@@ -101,14 +104,14 @@ class Sweep:
         jobs = sorted(found, key=lambda job: job.state.get("pending_at", 0.0))
         refresh(jobs)
         if not all(slurm_id(job) for job in jobs):
-            owner.take(folder)
+            owner.take_ownership(folder)
             self._folder = folder
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
         if not again:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
         for job in again:
-            plugins.load(job.config.plugins, folder_of_command(job.folder))
+            plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder
         for job in again:
             job.set_aside()
@@ -127,7 +130,7 @@ class Sweep:
             return 0
         runs = [read_run(job.folder) for job in self._jobs]
         points = runs_as_points(runs)
-        show([point.pooled for point in points])
+        print_table([point.pooled_summary for point in points])
         holds = self._verdict()
         if any(run.summary for run in runs):
             holds = self._tell_conclusions(points) and holds
@@ -170,7 +173,7 @@ class Sweep:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""
         if self._folder is None:
             self._folder = _sweep_folder(point)
-            owner.take(self._folder)
+            owner.take_ownership(self._folder)
         name = point.name if repeat == 0 else f"{point.name}-r{repeat + 1}"
         job = Job(_new_folder(self._folder, name))
         self._jobs.append(job)
@@ -180,7 +183,7 @@ class Sweep:
             (job.folder / HYDRA).mkdir(exist_ok=True)
             (job.folder / HYDRA / name).write_text(text)
         device = point.config.cluster.device
-        known = {**environment(self._arguments, device), "repeat": repeat}
+        known = {**describe_environment(self._arguments, device), "repeat": repeat}
         write_json(job.folder / "environment.json", known)
         job.enter("pending")
         if point.refusal:
@@ -201,7 +204,7 @@ class Sweep:
                         self._run_one(number, job, progress)
                 self._follow(queued, progress)
         finally:
-            stopped = stop(jobs)
+            stopped = cancel_unfinished(jobs)
             for job in stopped:
                 if self._uploads and (job.folder / LINK).exists():
                     self._send(job)
@@ -287,7 +290,7 @@ class Sweep:
         if study.loss_agreement is None and not study.loss_must_fall:
             return True
         curves = {job.name: [record.loss for record in read_records(job.folder)] for job in done}
-        verdict = judge(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
+        verdict = judge_losses(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
         diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
         return verdict.holds and not diverged

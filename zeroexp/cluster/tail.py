@@ -50,5 +50,5 @@ class Complaints:
     def __init__(self, run: Path) -> None:
         self._log = Tail(run / LOG, skip=True)
 
-    def new(self) -> list[str]:
+    def new_complaints(self) -> list[str]:
         return [error for line in self._log.new_lines() if (error := json.loads(line)["error"])]

@@ -55,7 +55,7 @@ WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0
 
 @dataclass(frozen=True)
 class Duty:
-    """What a task must do, as told by the submitter."""
+    """A duty is what the submitter tells a task to do."""
 
     rank_main: str  # module:function, called with (folder, device=...)
     device: str
@@ -72,10 +72,10 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
     rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     asked = _Asked()
     if rank == 0:
-        attempt.begin(folder, attempt.mine() or 1)
-        failure.forget(folder)
+        attempt.begin(folder, attempt.own_number() or 1)
+        failure.remove_older_failure(folder)
     kills = kills_by_kernel()
-    child, numbers = _start(folder, duty, rank)
+    child, numbers = _start_rank(folder, duty, rank)
     watched = Watched(
         rank, socket.gethostname(), child.pid, numbers, failure.log_path(folder, rank)
     )
@@ -85,7 +85,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         lost = heartbeat.wait(
             child.pid,
             until=lambda: (
-                _superseded(folder)
+                _exit_superseded(folder)
                 or lookout.verdict(heartbeat.reports)
                 or (_not_started(folder, world_size) if rank == 0 else None)
             ),
@@ -95,7 +95,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
             child.kill()
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
-            over = not asked.to_end and (rank == 0 or not failure.tells_of(folder, "TaskLost"))
+            over = not asked.to_end and (rank == 0 or not failure.failed_with(folder, "TaskLost"))
             failure.write_unranked(folder, "TaskLost", lost, over=over)
             child.kill()
         _, status, used = os.wait4(child.pid, 0)
@@ -115,11 +115,11 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
     if status == SAVED:
         status = _leave_to_slurm(folder, duty, rank, asked)
     elif status != 0 and asked.to_end:
-        _note_end(folder, rank)
+        _record_why_slurm_ended(folder, rank)
     raise SystemExit(status if status >= 0 else SIGNALLED - status)
 
 
-def _start(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
+def _start_rank(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[bytes], memoryview]:
     """Start the rank in its own interpreter, because this one imports nothing of it.
 
     Returns it and the memory in which it says how far it is.
@@ -149,7 +149,7 @@ def _heartbeat(folder: Path, duty: Duty, rank: int, world_size: int, lookout: Lo
     def name_of(other: int) -> str:
         return _name_of(other, world_size)
 
-    file = folder / "slurm" / f"heartbeat.{attempt.mine() or 1}"
+    file = folder / "slurm" / f"heartbeat.{attempt.own_number() or 1}"
     secret = bytes.fromhex(os.environ[ports.SECRET])
     hub = Hub(os.environ[HEARTBEAT_AT], file, secret, os.environ.get(ports.RANGE))
     return Heartbeat(
@@ -172,10 +172,10 @@ def _name_of(rank: int, world_size: int) -> str:
     return f"rank {rank}"
 
 
-def _superseded(folder: Path) -> str | None:
+def _exit_superseded(folder: Path) -> str | None:
     """Return a message once a later attempt has begun, which makes this task and its rank leftovers."""
     try:
-        attempt.check(folder)
+        attempt.refuse_superseded(folder)
     except attempt.Superseded as outdated:
         return str(outdated)
     return None
@@ -211,7 +211,7 @@ def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:
     return 0
 
 
-def _note_end(folder: Path, rank: int) -> None:
+def _record_why_slurm_ended(folder: Path, rank: int) -> None:
     """Record why Slurm ended the attempt, because Slurm forgets a preemption and its accounting never knows of it."""
     if rank == 0:
         with suppress(attempt.Superseded):
@@ -235,7 +235,7 @@ class _Asked:
 
     def __init__(self) -> None:
         self.to_end = False
-        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGTERM, self._on_signal)
         # The ranks answer SIGUSR2, all together or not at all.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -245,7 +245,7 @@ class _Asked:
         while not self.to_end and time.monotonic() < until:
             time.sleep(0.01)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.to_end = True
 
 

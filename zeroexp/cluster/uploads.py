@@ -117,7 +117,7 @@ class _Worker:
             if self._cpu_seconds() - worked > WORK_SECONDS:
                 worked, since = self._cpu_seconds(), time.monotonic()
             self._stands_still = time.monotonic() - since > still_seconds
-            if self._stands_still or interruption.impatient():
+            if self._stands_still or interruption.was_asked_twice():
                 return False
             time.sleep(POLL_SECONDS)
         return True

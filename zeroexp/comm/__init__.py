@@ -1,14 +1,14 @@
-"""How bytes move between ranks. All this package knows of ZeRO is how parameters are cut and which moves there are.
+"""This package moves bytes between ranks. All it knows of ZeRO is how parameters are cut and which moves there are.
 
 facts.py           what the engine needs to know of a transport: one row for each
 base.py            what a move takes and returns, and what every transport can do
 collectives.py     the only entry: it chooses a transport and counts what every move sends
-native.py          the backend's own collectives (NCCL, fake), one for each move; packing.py lays out their messages,
-                   and journal.py ends waits of ranks that issued different collectives
+native.py          the backend's own collectives (NCCL, fake), one for each move; message_layout.py lays out their
+                   messages, and journal.py ends waits of ranks that issued different collectives
 direct.py          every rank hands each peer what that peer owns, and sums in rank order:
   messages.py        carries tensors between hosts as gloo messages; watch.py ends waits that would never end
-  shared_memory.py   lets ranks of one host read each other's memory: meeting.py (how ranks find each other), board.py
-                     (what they tell each other), bell.py (how they wait), sizes.py (how much memory it takes)
+  shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
+                     board.py (what they tell each other), bell.py (how they wait), sizes.py (how much memory it takes)
 gather_memory.py   provides the memory that chunks are gathered into: allocated, or mapped by stitching.py, which lets a
                    rank's own piece lie between the sections that it copies; paging.py knows pages and alignment
 tuning.py          how large a reduction should be on these links

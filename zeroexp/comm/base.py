@@ -1,4 +1,4 @@
-"""What a move between ranks takes and returns, and what every transport can do.
+"""This file says what a move between ranks takes and returns, and what every transport can do.
 
 [Note: parts] A move takes the parts of one unit or bucket together: they travel as one collective.
 """
@@ -73,10 +73,10 @@ class Pending:
     def __init__(self, works: Sequence[Any], then: Callable[[], Pending | None] | None = None):
         self._works = works
         self._then = then
-        self.move: TimedMove | None = None  # as what the wait is timed
+        self.move: TimedMove | None = None  # the move that the wait is timed as
 
     def wait(self) -> None:
-        advance.move()
+        advance.count_move()
         move, self.move = self.move, None
         with nullcontext() if move is None else meter.waiting(move):
             for work in self._works:
@@ -118,7 +118,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def shared_bytes(self) -> int:
+    def held_shared_bytes(self) -> int:
         """Bytes of all memory that neighbours map; torch's allocator does not count it."""
         ...
 
@@ -127,7 +127,7 @@ class Transport(Protocol):
         """A checksum below 2**32 of the collectives issued so far; None where ranks may issue different gathers."""
         ...
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Find the ranks of this host. All ranks call it once."""
         ...
 
@@ -143,10 +143,10 @@ class Transport(Protocol):
         """Provide memory in which the gathered chunks of these units lie by turns. Their pieces come from `empty`."""
         ...
 
-    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
+    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         """Promise that this rank's pieces of these parts will not change before `quiesce`.
 
-        Returns the number by which `all_gather` knows the offer. A given `offer` is renewed under its own number.
+        Returns the number by which `all_gather` knows the offer. A `renewed` offer keeps its number.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How ranks of one host wait for each other: each has a bell, which its neighbours ring when they have news.
+"""Ranks of one host wait for each other: each has a bell, which its neighbours ring when they have news.
 
 The news itself lies in shared memory (board.py); a bell only tells a rank to look again. A bell is a counter of the
 kernel (eventfd), so many rings count as one, and a rank that rings never waits, whether anybody listens or not.

@@ -1,4 +1,4 @@
-"""What a rank tells its neighbours in shared memory: only this rank writes its board, and all may read it at any time.
+"""A board is what a rank tells its neighbours in shared memory: only that rank writes it, and all may read it.
 
     steps ended | for each rank and slot: tag staged, where, tag read | for each offer: step, entry | entries
 
@@ -30,7 +30,7 @@ _STAGED, _WHERE, _READ = range(3)
 _lock = Lock()
 
 
-def order_memory() -> None:
+def memory_fence() -> None:
     """See [Note: order of memory]."""
     with _lock:
         pass
@@ -39,7 +39,7 @@ def order_memory() -> None:
 
 
 class BoardLayout:
-    """Where the words of a board lie, for a world of this size."""
+    """This layout tells where the words of a board lie, for a world of this size."""
 
     def __init__(self, world_size: int):
         self.offers = 1 + 3 * MOST_SLOTS * world_size
@@ -59,18 +59,18 @@ class Board:
         self._words = memoryview(mapping).cast("q")
 
     @property
-    def num_ended(self) -> int:
+    def num_ended_steps(self) -> int:
         return self._words[0]
 
-    def staged(self, rank: int, tag: int) -> tuple[int, int] | None:
+    def find_staged(self, rank: int, tag: int) -> tuple[int, int] | None:
         """Return (slot, offset) of the data for `rank` under this tag; None as long as they are not staged."""
         for slot in range(MOST_SLOTS):
             if self._words[self._layout.slot(_STAGED, rank, slot)] == tag:
-                order_memory()
+                memory_fence()
                 return slot, self._words[self._layout.slot(_WHERE, rank, slot)]
         return None
 
-    def read(self, rank: int, slot: int) -> int:
+    def tag_read(self, rank: int, slot: int) -> int:
         """Return the tag of the last data that the neighbour read in this slot of `rank`."""
         return self._words[self._layout.slot(_READ, rank, slot)]
 
@@ -79,7 +79,7 @@ class Board:
         start = self._layout.offers + 2 * offer
         if self._words[start] != step:
             return None
-        order_memory()
+        memory_fence()
         entry = self._words[start + 1]
         return self._words[entry + 1 : entry + 1 + self._words[entry]]
 
@@ -95,17 +95,17 @@ class OwnBoard(Board):
         self._top = self._layout.entries
         self._said: dict[int, list[int]] = {}  # offer -> the offsets in its entry
 
-    def post_ended(self, num_steps: int) -> None:
-        order_memory()
+    def post_ended_steps(self, num_steps: int) -> None:
+        memory_fence()
         self._words[0] = num_steps
 
     def post_staged(self, rank: int, slot: int, tag: int, offset: int) -> None:
         self._words[self._layout.slot(_WHERE, rank, slot)] = offset
-        order_memory()
+        memory_fence()
         self._words[self._layout.slot(_STAGED, rank, slot)] = tag
 
     def post_read(self, rank: int, slot: int, tag: int) -> None:
-        order_memory()
+        memory_fence()
         self._words[self._layout.slot(_READ, rank, slot)] = tag
 
     def post_offered(self, offer: int, step: int, offsets: list[int]) -> None:
@@ -115,7 +115,7 @@ class OwnBoard(Board):
         if self._said.get(offer) != offsets:
             self._words[start + 1] = self._write_entry(offsets)
             self._said[offer] = offsets
-        order_memory()
+        memory_fence()
         self._words[start] = step
 
     def _write_entry(self, offsets: list[int]) -> int:

@@ -25,26 +25,26 @@ from zeroexp.comm.base import (
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
-from zeroexp.measure.record import Traffic, added
+from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.world import World
 
 
-def best(world: World) -> Transport:
+def choose_transport(world: World) -> Transport:
     """Return a new `direct` transport on CPU, and `native` elsewhere."""
     return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world)
 
 
 # Another transport, or a codec around one of these, is a file beside this one and a row here.
 TRANSPORTS: dict[str, Callable[[World], Transport]] = {
-    "auto": best,
+    "auto": choose_transport,
     "direct": lambda world: Direct(world, share_memory=True),
     "gloo": lambda world: Direct(world, share_memory=False),
     "native": Native,
 }
 
 
-def terms_of(number: int) -> list[float]:
+def checksum_terms(number: int) -> list[float]:
     """Return the terms that a rank adds for a number below 2**32; their sums tell whether all ranks had the same one.
 
     N numbers are equal if and only if N times the sum of their squares is the square of their sum. Halves of 16 bits
@@ -54,7 +54,7 @@ def terms_of(number: int) -> list[float]:
     return [1.0, float(high), float(high * high), float(low), float(low * low)]
 
 
-def were_equal(sums: Sequence[float]) -> bool:
+def checksums_were_equal(sums: Sequence[float]) -> bool:
     """Tell from the sums over ranks of `terms_of` whether all ranks had the same number."""
     ranks, high, high_squares, low, low_squares = map(int, sums)
     return ranks * high_squares == high * high and ranks * low_squares == low * low
@@ -65,12 +65,12 @@ _of_this_process: WeakSet[Collectives] = WeakSet()
 
 def take_traffic() -> Traffic:
     """Return what all collectives of this process sent since they were last asked. Engines of torch count nothing."""
-    return added(each.take_traffic() for each in _of_this_process)
+    return sum_of_traffic(each.take_traffic() for each in _of_this_process)
 
 
-def shared_bytes() -> int:
+def held_shared_bytes() -> int:
     """Return the bytes that this process holds outside of torch's allocator, for its collectives and engines."""
-    return sum(each.shared_bytes for each in _of_this_process)
+    return sum(each.held_shared_bytes for each in _of_this_process)
 
 
 class Collectives:
@@ -82,8 +82,8 @@ class Collectives:
         self.traffic = Traffic()
         _of_this_process.add(self)
 
-    def meet(self) -> None:
-        self._transport.meet()
+    def connect(self) -> None:
+        self._transport.connect()
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         self._transport.reserve(resting, slot_bytes)
@@ -103,9 +103,9 @@ class Collectives:
         return self._transport.staging_bytes
 
     @property
-    def shared_bytes(self) -> int:
+    def held_shared_bytes(self) -> int:
         """Bytes that this rank holds outside of torch's allocator; a complete peak includes them."""
-        return self._transport.shared_bytes
+        return self._transport.held_shared_bytes
 
     @property
     def issued_checksum(self) -> int | None:
@@ -115,12 +115,12 @@ class Collectives:
         with meter.issuing("quiesce", "parameters"):
             self._transport.quiesce()
 
-    def offer(self, parts: Sequence[GatherPart], offer: int | None = None) -> int:
+    def offer(self, parts: Sequence[GatherPart], renewed: int | None = None) -> int:
         """Offer this rank's pieces of these parts, see `Transport.offer`.
 
-        offer: number of an earlier offer of the same parts. Ranks make their first offers in the same order.
+        renewed: number of an earlier offer of the same parts. Ranks make their first offers in the same order.
         """
-        return self._transport.offer(parts, offer)
+        return self._transport.offer(parts, renewed)
 
     def all_gather(
         self,
@@ -170,10 +170,10 @@ class Collectives:
         """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do."""
         if self.world.is_fake:
             return True
-        terms = torch.tensor(terms_of(number), dtype=torch.float64, device=self.world.device)
+        terms = torch.tensor(checksum_terms(number), dtype=torch.float64, device=self.world.device)
         if self.world.size > 1:
             self._transport.sum(terms, "a comparison of the ranks").wait()
-        return were_equal(terms.tolist())
+        return checksums_were_equal(terms.tolist())
 
     def take_traffic(self) -> Traffic:
         """Return what this rank sent since the last call."""
@@ -182,7 +182,7 @@ class Collectives:
 
     def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
         pending, num_bytes = sent
-        advance.move()
+        advance.count_move()
         pending.move, move.in_flight = move, True
         move.num_bytes += num_bytes
         sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind

@@ -28,12 +28,12 @@ from zeroexp.comm.base import (
 from zeroexp.comm.board import MOST_OFFERS
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.gather_memory import Allocated, Mapped
-from zeroexp.comm.meeting import Listener
+from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
+from zeroexp.comm.missing_messages import Watch
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
-from zeroexp.comm.watch import Watch
 from zeroexp.world import World
 
 PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
@@ -47,9 +47,8 @@ _engines = itertools.count()
 class Direct:
     """Every rank hands each peer what that peer needs, over the best channel between the two."""
 
-    issued_checksum = (
-        None  # no comparison is needed: a gather receives the unit that it names, or waits
-    )
+    # No comparison is needed: a gather receives the unit that it names, or waits.
+    issued_checksum = None
 
     def __init__(self, world: World, *, share_memory: bool):
         self._rank = world.rank
@@ -74,12 +73,12 @@ class Direct:
     def facts(self) -> Facts:
         return self._facts
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         if self._world.size == 1:
             return
         with closing(Listener()) as listener:
             mine = neighbour_identity(), listener.door, self._facts.page_bytes, self._first_tag
-            hosts, doors, page_bytes, first_tags = zip(*worlds.gather(mine), strict=True)
+            hosts, doors, page_bytes, first_tags = zip(*worlds.gather_objects(mine), strict=True)
             self._first_tag = max(first_tags)
             self._send_messages()
             if self._share_memory:
@@ -120,10 +119,11 @@ class Direct:
         return self._arena.staging_bytes if self._arena is not None else 0
 
     @property
-    def shared_bytes(self) -> int:
+    def held_shared_bytes(self) -> int:
         return self._arena.num_bytes + self._mapped_bytes if self._arena is not None else 0
 
-    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
+    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
+        offer = renewed
         if offer is None:
             offer = self._num_offers = self._num_offers + 1
         self._offer(parts, offer)

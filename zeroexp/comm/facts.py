@@ -1,4 +1,4 @@
-"""What the engine and its closed forms need to know of a transport. No other code asks which one it is."""
+"""Facts are what the engine and its closed forms need to know of a transport. No other code asks which one it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Facts:
-    """How one transport carries moves."""
+    """These facts tell how one transport carries moves."""
 
     name: str
     reductions_in_flight: int  # reductions that may be in flight beside the one just launched

@@ -46,14 +46,14 @@ class Journal:
         self._watches = world.size > 1 and not world.is_fake
         self._cuts_waits = world.backend == "gloo"
 
-    def meet(self) -> None:
+    def start(self) -> None:
         """Agree with the other ranks on a name for this engine's journals, and start the thread."""
         if self._watches:
-            name = worlds.gather(uuid.uuid4().hex)[0]
+            name = worlds.gather_objects(uuid.uuid4().hex)[0]
             looker = ComparingThread(weakref.ref(self), self._world, name)
             threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
 
-    def note(self, what: str) -> None:
+    def record_collective(self, what: str) -> None:
         """Record the collective that this rank is about to issue. Raises RuntimeError if the ranks differ already."""
         if self.error is not None:
             raise RuntimeError(self.error)
@@ -65,7 +65,7 @@ class Journal:
     def watched(self, work: Any) -> Any:
         return CutWait(work, self) if self._watches and self._cuts_waits else work
 
-    def differ(self, error: str, group: dist.ProcessGroup) -> None:
+    def raise_difference(self, error: str, group: dist.ProcessGroup) -> None:
         """Report that the ranks differ, see [Note: ending a wait]."""
         self.error = error
         if not self._cuts_waits:
@@ -136,13 +136,15 @@ class ComparingThread:
             key = f"{self._name}/{rank}"
             if rank != self._rank and store.check([key]):
                 theirs = dict(json.loads(store.get(key)))
-                error = difference(self._rank, dict(words), rank, theirs)
+                error = describe_difference(self._rank, dict(words), rank, theirs)
                 if error is not None:
-                    journal.differ(error, group)
+                    journal.raise_difference(error, group)
                     return
 
 
-def difference(rank: int, mine: dict[int, str], peer: int, theirs: dict[int, str]) -> str | None:
+def describe_difference(
+    rank: int, mine: dict[int, str], peer: int, theirs: dict[int, str]
+) -> str | None:
     """Describe the first number under which the two ranks issued different collectives.
 
     Returns None if they agree on every number that both remember.

@@ -1,4 +1,4 @@
-"""How tensors travel from one rank to one peer: the two channels of the direct transport.
+"""Tensors travel from one rank to one peer by the two channels of the direct transport.
 
 GlooChannel       messages over the process group, for peers on other hosts
 SharedChannel     (shared_memory.py) memory that both processes map, for peers on the same host: nothing is sent,
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.watch import Message, Watch, WatchedMessage
+from zeroexp.comm.missing_messages import Message, Watch, WatchedMessage
 
 SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~40 us a message

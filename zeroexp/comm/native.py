@@ -26,14 +26,14 @@ from zeroexp.comm.base import (
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.gather_memory import Allocated
 from zeroexp.comm.journal import Journal
-from zeroexp.comm.packing import Packing, packing_of
+from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.world import World
 
 
 class Native:
     """Every move is one collective of the backend."""
 
-    staging_bytes = shared_bytes = 0
+    staging_bytes = held_shared_bytes = 0
     facts = TRANSPORTS["native"]
 
     def __init__(self, world: World):
@@ -48,9 +48,9 @@ class Native:
     def issued_checksum(self) -> int:
         return self._journal.checksum
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Give the ranks' journals a common name; the backend finds its peers itself."""
-        self._journal.meet()
+        self._journal.start()
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         """Do nothing: the backend sends from any memory."""
@@ -64,33 +64,33 @@ class Native:
     def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
         return Allocated(units, device)
 
-    def offer(self, parts: Sequence[GatherPart], offer: int | None) -> int:
+    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         return 0  # no offer is needed: the backend reads a piece when it is gathered
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
-        self._journal.note(what)
-        packing = packing_of(tuple(part.chunk for part in parts))
+        self._journal.record_collective(what)
+        layout = message_layout_of(tuple(part.chunk for part in parts))
         num_bytes = sum(part.piece.nbytes for part in parts) * (self._size - 1)
         if len(parts) == 1:
-            return self._gather(packing, parts[0].full, parts[0].piece), num_bytes
+            return self._gather(layout, parts[0].full, parts[0].piece), num_bytes
         mine = torch.cat([part.piece for part in parts])
-        message = mine.new_empty(packing.numel)
-        gathered = self._gather(packing, message, mine)
-        return Pending([gathered], lambda: packing.unpack_sections(message, parts)), num_bytes
+        message = mine.new_empty(layout.numel)
+        gathered = self._gather(layout, message, mine)
+        return Pending([gathered], lambda: layout.unpack_sections(message, parts)), num_bytes
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
-        self._journal.note(what)
-        packing = packing_of(tuple(part.chunk for part in parts))
-        message = parts[0].gradients[0].new_empty(packing.numel)
-        packing.pack_gradients(message, [part.gradients for part in parts])
-        own = message.new_empty(packing.sizes[self._rank])
-        work = self._reduce(packing, own, message)
+        self._journal.record_collective(what)
+        layout = message_layout_of(tuple(part.chunk for part in parts))
+        message = parts[0].gradients[0].new_empty(layout.numel)
+        layout.pack_gradients(message, [part.gradients for part in parts])
+        own = message.new_empty(layout.numel_by_rank[self._rank])
+        work = self._reduce(layout, own, message)
 
         # `hand_out` must not keep the gradients alive: the message holds copies of them.
         outs = [(part.out, part.accumulate) for part in parts]
 
         def hand_out() -> None:
-            sums = iter(packing.spans_of(self._rank, own))
+            sums = iter(layout.spans_of(self._rank, own))
             added: tuple[list[Tensor], list[Tensor]] = [], []
             copied: tuple[list[Tensor], list[Tensor]] = [], []
             for out, accumulate in outs:
@@ -105,7 +105,7 @@ class Native:
         return self._pending(work, hand_out), message.nbytes - own.nbytes
 
     def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
-        self._journal.note(what)
+        self._journal.record_collective(what)
         gradients = [gradient for part in parts for gradient in part.gradients]
         message = torch.cat(gradients)
         work = dist.all_reduce(message, async_op=True)
@@ -117,37 +117,37 @@ class Native:
         return self._pending(work, spread), 2 * message.nbytes * (self._size - 1) // self._size
 
     def sum(self, value: Tensor, what: str) -> Pending:
-        self._journal.note(what)
+        self._journal.record_collective(what)
         return self._pending(dist.all_reduce(value, async_op=True))
 
     def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
         return Pending([Collective(self._journal.watched(work))], then)
 
-    def _gather(self, packing: Packing, message: Tensor, mine: Tensor) -> Pending:
+    def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> Pending:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
-        if packing.is_even:
+        if layout.is_even:
             return self._pending(_all_gather(message, mine))
         if self._is_fake:
-            self._own_part(packing, message).copy_(mine)
+            self._view_of_own_part(layout, message).copy_(mine)
             return self._pending(_all_gather(*_nothing(mine)))
         if self._gathers_uneven:
-            parts = list(message.split(packing.sizes))
+            parts = list(message.split(layout.numel_by_rank))
             return self._pending(dist.all_gather(parts, mine, async_op=True))
-        padded, sent = packing.padded(mine)
+        padded, sent = layout.pad_sections(mine)
         work = _all_gather(padded, sent)
-        return self._pending(work, lambda: packing.unpad(padded, message))
+        return self._pending(work, lambda: layout.unpad_sections(padded, message))
 
-    def _reduce(self, packing: Packing, own: Tensor, message: Tensor) -> Any:
-        if packing.is_even:
+    def _reduce(self, layout: MessageLayout, own: Tensor, message: Tensor) -> Any:
+        if layout.is_even:
             return _reduce_scatter(own, message)
         if self._is_fake:
-            own.copy_(self._own_part(packing, message))
+            own.copy_(self._view_of_own_part(layout, message))
             return _reduce_scatter(*_nothing(own))
-        return dist.reduce_scatter(own, list(message.split(packing.sizes)), async_op=True)
+        return dist.reduce_scatter(own, list(message.split(layout.numel_by_rank)), async_op=True)
 
-    def _own_part(self, packing: Packing, message: Tensor) -> Tensor:
-        start = sum(packing.sizes[: self._rank])
-        return message[start : start + packing.sizes[self._rank]]
+    def _view_of_own_part(self, layout: MessageLayout, message: Tensor) -> Tensor:
+        start = sum(layout.numel_by_rank[: self._rank])
+        return message[start : start + layout.numel_by_rank[self._rank]]
 
 
 def _all_gather(full: Tensor, piece: Tensor) -> Any:

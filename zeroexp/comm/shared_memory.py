@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zeroexp.comm.bell import Bell
 from zeroexp.comm.board import Board, OwnBoard
-from zeroexp.comm.meeting import Door, Listener, connect, swap_files
+from zeroexp.comm.host_rendezvous import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.paging import aligned, pages
 from zeroexp.world import World, host_identity
@@ -128,7 +128,7 @@ class Arena:
 
     def end_offers(self) -> None:
         """Return when no neighbour reads this rank's offers any more; this rank reads none of theirs from now on."""
-        self.board.post_ended(self.step)
+        self.board.post_ended_steps(self.step)
         self.step += 1
         for channel in self.channels:
             channel.ring()
@@ -198,7 +198,7 @@ class SharedChannel:
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         def staged() -> tuple[int, int] | None:
-            return self._board.staged(self._rank, tag)
+            return self._board.find_staged(self._rank, tag)
 
         def wait() -> list[Tensor]:
             self._bell.wait_until(lambda: staged() is not None, self.peer, what)
@@ -236,10 +236,10 @@ class SharedChannel:
         """Wait until the peer no longer reads offers of steps that this rank has ended."""
         ended = self._arena.step - 1
         what = "it to be done with this step's parameters"
-        self._bell.wait_until(lambda: self._board.num_ended >= ended, self.peer, what)
+        self._bell.wait_until(lambda: self._board.num_ended_steps >= ended, self.peer, what)
 
     def is_unread(self, slot: int, tag: int) -> bool:
-        return self._sent.get(slot) == tag != self._board.read(self._rank, slot)
+        return self._sent.get(slot) == tag != self._board.tag_read(self._rank, slot)
 
     def _views(self, offsets: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the peer's arena at these offsets, as large as the tensors in `like`."""

@@ -1,4 +1,4 @@
-"""How large a reduction should be on these links: latency and bandwidth are measured, the rest is arithmetic.
+"""A reduction has a best size on these links: latency and bandwidth are measured, the rest is arithmetic.
 
     seconds of a reduction of b bytes  =  latency + b / bandwidth
 
@@ -33,7 +33,7 @@ NUM_REPEATS = 9
 
 @dataclass(frozen=True)
 class Link:
-    """What a reduction costs the slowest rank of one world."""
+    """A link tells what a reduction costs the slowest rank of one world."""
 
     latency_seconds: float
     bytes_per_second: float  # of gradient on each rank, whatever part of it travels
@@ -48,7 +48,7 @@ class Link:
         return size
 
 
-def fit(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Fit a line through these points, weighted so that a relative error counts alike at every size."""
     weights = [1 / s**2 for s in seconds]
     total = sum(weights)
@@ -61,26 +61,26 @@ def fit(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(max(mean_seconds - slope * mean_bytes, 0.0), 1 / slope)
 
 
-def measure(world: World, *, transport: str = "auto") -> Link:
+def measure_link(world: World, *, transport: str = "auto") -> Link:
     """Time reductions of a few sizes between all ranks of `world`, which call it together.
 
     This takes some tenths of a second.
     """
     if world.size == 1:
         return Link(0.0, float("inf"))
-    return fit(PROBED_BYTES, measure_moves(world, transport=transport))
+    return fit_link(PROBED_BYTES, measure_moves(world, transport=transport))
 
 
 def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
     """Return the seconds of reductions of PROBED_BYTES between all ranks of `world`, which call it together."""
-    chunks = [_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
+    chunks = [_probe_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
     wire = Collectives(world, transport=transport)
-    wire.meet()
+    wire.connect()
     wire.reserve([], slot_bytes([[c] for c in chunks], STAGES["zero2"], world.rank, 4))
     return [_seconds_of(chunk, wire) for chunk in chunks]
 
 
-def _chunk(numel: int, world_size: int) -> Chunk:
+def _probe_chunk(numel: int, world_size: int) -> Chunk:
     (chunk,) = lay_out("buffer", [[ParameterSpec("probe", numel, itemsize=4)]], world_size)[0]
     return chunk
 
@@ -88,7 +88,7 @@ def _chunk(numel: int, world_size: int) -> Chunk:
 def _seconds_of(chunk: Chunk, wire: Collectives) -> float:
     """Return the median over repeats of the slowest rank's time, without the first repeat, which runs cold."""
     device = wire.world.device
-    gradient = torch.zeros(chunk.numel, device=device)
+    gradient = torch.zeros(chunk.unpadded_numel, device=device)
     out = [torch.empty(span.numel, device=device) for span in chunk.spans(wire.world.rank)]
     seconds: list[float] = []
     for _ in range(1 + NUM_REPEATS):
@@ -98,5 +98,5 @@ def _seconds_of(chunk: Chunk, wire: Collectives) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    slowest = [max(ranks) for ranks in zip(*worlds.gather(seconds[1:]), strict=True)]
+    slowest = [max(ranks) for ranks in zip(*worlds.gather_objects(seconds[1:]), strict=True)]
     return statistics.median(slowest)

@@ -1,1 +1,1 @@
-"""What the command line understands: words before Hydra reads them, and mistakes told in one line."""
+"""The command line checks its words before Hydra reads them, and tells of a mistake in one line."""

@@ -12,11 +12,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.check.aliases import key_meant, word_meant
-from zeroexp.check.refusal import nearest
+from zeroexp.check.aliases import suggest_key, suggest_word
+from zeroexp.check.refusal import suggest_nearest
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
-from zeroexp.plugins import WITH_SETTINGS, added
+from zeroexp.plugins import WITH_SETTINGS, names_added_to
 from zeroexp.registry import RegistryError
 
 MISTAKES = (ConfigError, RegistryError, HydraException, OmegaConfBaseException, YAMLError)
@@ -54,9 +54,8 @@ def _explain(error: Exception) -> str:
             return f"{error.override}: {said}; put the value in quotes: 'key=\"value\"'"
         return f"{error.override}: {said}; write key=value, lists as key=[1,2]"
     text = str(error)
-    if isinstance(
-        error, (ConfigError, RegistryError)
-    ):  # our own text must not be parsed as Hydra's
+    # Our own text must not be parsed as Hydra's.
+    if isinstance(error, (ConfigError, RegistryError)):
         return text
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
@@ -68,18 +67,17 @@ def _explain(error: Exception) -> str:
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
-    options += [name for name in added(group) if name not in options]
-    remedy = word_meant(group, option, options) or nearest(option, options)
+    options += [name for name in names_added_to(group) if name not in options]
+    remedy = suggest_word(group, option, options) or suggest_nearest(option, options)
     return f"{group}={option}: unknown option; {remedy}"
 
 
 def _unknown_key(key: str, value: str) -> str:
     if key.startswith(FREE):
-        plus = (
-            "++" if ".settings." in key else "+"
-        )  # beside a word that has it and one that lacks it
+        # Two pluses work beside a word that has it and one that lacks it.
+        plus = "++" if ".settings." in key else "+"
         return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
-    if remedy := key_meant(key):
+    if remedy := suggest_key(key):
         return f"{key}={value}: unknown key; {remedy}"
     close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)
     meant = f"did you mean {' or '.join(close)}? " if close else ""

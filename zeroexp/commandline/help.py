@@ -86,7 +86,7 @@ def _groups(conf: Path) -> list[str]:
 
 def _options(conf: Path, group: str) -> list[str]:
     files = sorted(path.stem for path in (conf / group).glob("*.yaml"))
-    return [*files, *(name for name in plugins.added(group) if name not in files)]
+    return [*files, *(name for name in plugins.names_added_to(group) if name not in files)]
 
 
 def _about_options(conf: Path, group: str) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _keys(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str, A
 
 
 def _comment(key: str) -> list[str]:
-    """What the source of config.py says beside or above a key."""
+    """Return what the source of config.py says beside or above a key."""
     schema: Any = Config
     *parents, name = key.split(".")
     for parent in parents:

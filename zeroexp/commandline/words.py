@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from zeroexp.check.refusal import nearest, refuse_password
+from zeroexp.check.refusal import refuse_password, suggest_nearest
 from zeroexp.config import Config, ConfigError
 
 # These flags of Hydra print something and run nothing.
@@ -67,7 +67,7 @@ def _refuse_flags(words: list[str]) -> None:
         if flag in REFUSED_FLAGS:
             raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
         if flag not in FLAGS:
-            raise ConfigError(f"{flag}: unknown flag; {nearest(flag, FLAGS)}")
+            raise ConfigError(f"{flag}: unknown flag; {suggest_nearest(flag, FLAGS)}")
         if FLAGS[flag] != () and not equals and words and not words[0].startswith("-"):
             value = words.pop(0)
         _refuse_value(flag, value)
@@ -77,10 +77,10 @@ def _refuse_value(flag: str, value: str) -> None:
     allowed = FLAGS[flag]
     if not value and flag not in WITHOUT_VALUE and allowed != ():
         raise ConfigError(
-            f"{flag}: no value; {nearest(value, allowed) if allowed else 'give it one'}"
+            f"{flag}: no value; {suggest_nearest(value, allowed) if allowed else 'give it one'}"
         )
     if value and allowed is not None and value not in allowed:
-        remedy = nearest(value, allowed) if allowed else "it takes none"
+        remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
         raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
 
 

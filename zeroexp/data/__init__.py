@@ -56,6 +56,6 @@ class Samples(Protocol):
 
     def read(self, indices: np.ndarray) -> Microbatch: ...
 
-    def count(self, indices: np.ndarray) -> tuple[int, int]:
+    def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         """Return (valid labels, input tokens without padding) of these samples, without reading their tokens."""
         ...

@@ -23,7 +23,7 @@ def check_data(config: Config) -> None:
         return
     kind, data = DATA[config.data.kind], config.data
     if kind.tokenizes and Path(config.model.weights or "").expanduser().is_dir():
-        sources.choose_words(data, config.model)
+        sources.choose_tokenizer(data, config.model)
     if kind.is_table and Path(data.path or "").expanduser().exists():
         # datasets takes a second to import, and most sweeps read no table.
         from zeroexp.data import tables

@@ -51,13 +51,17 @@ class Data:
         assert whole % (micro * world_size) == 0, (whole, micro, world_size)
         indices = sample_indices(position, whole, num_samples=self.num_samples, seed=self._seed)
         mine = indices.reshape(-1, world_size, micro)[:, rank]
-        num_valid, num_tokens = self._samples.count(indices)
+        num_valid, num_tokens = self._samples.count_labels_and_tokens(indices)
         return StepBatch([self._samples.read(row) for row in mine], num_valid, num_tokens)
 
     @property
     def num_valid_labels(self) -> int:
         """Number of labels, on all ranks, that a validation averages the loss over; 0 if nothing is validated."""
-        return self._validation.count(self._validated)[0] if len(self._validated) else 0
+        return (
+            self._validation.count_labels_and_tokens(self._validated)[0]
+            if len(self._validated)
+            else 0
+        )
 
     def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]:
         """Yield this rank's share of the validation samples, in stored order.
@@ -87,13 +91,13 @@ def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
     return Data(samples, config, seed, kind.open(other, model, seed))
 
 
-def tokenized(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
+def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     """Open the packed text; tokenize and pack it first if the cache does not have it."""
     return packed.open_packed(_packed_folder(config, model))
 
 
 def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
-    words, files = sources.choose_words(config, model), sources.text_files(config)
+    words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
     labelled = config.task == "classification"
     decisive = {
         "format": 4,
@@ -101,7 +105,7 @@ def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
         "task": config.task,
         "seq_len": config.seq_len,
         "words": words.identity,
-        "files": sources.identity(config, files),
+        "files": sources.source_identity(config, files),
         "rows": [config.subset, config.split, config.text_column],
         "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
     }

@@ -34,16 +34,18 @@ DATA = Registry(
     "data.kind",
     "zeroexp.data",
     {
-        "text": DataKind(Later("zeroexp.data.build:tokenized"), suffixes=(".txt",), tokenizes=True),
+        "text": DataKind(
+            Later("zeroexp.data.build:tokenize_data"), suffixes=(".txt",), tokenizes=True
+        ),
         "hf": DataKind(
-            Later("zeroexp.data.build:tokenized"),
+            Later("zeroexp.data.build:tokenize_data"),
             tasks=("causal", "classification"),
             suffixes=TABLES,
             tokenizes=True,
             is_table=True,
         ),
         "synthetic": DataKind(
-            Later("zeroexp.data.synthetic:synthetic"), tasks=("causal", "regression")
+            Later("zeroexp.data.synthetic:synthetic_samples"), tasks=("causal", "regression")
         ),
     },
     needs="a DataKind(open=function)",

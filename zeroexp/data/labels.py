@@ -33,7 +33,7 @@ def classes_of(
         return _as_asked(values, asked, names)
     if names is not None:
         if len(names) != num_labels:
-            has = f"{where}: has {len(names)} classes ({_shown(names)})"
+            has = f"{where}: has {len(names)} classes ({_list_values(names)})"
             raise ConfigError(
                 f"{has}; set model.num_labels={len(names)}, or choose some of them with data.labels"
             )
@@ -53,12 +53,13 @@ def _as_asked(values: Collection[Any], asked: list[Any], names: list[str] | None
         classes = [names.index(name) if name in names else name for name in asked]
     if twice := [name for name in asked if [str(one) for one in asked].count(str(name)) > 1]:
         raise ConfigError(
-            f"data.labels=[{_shown(asked)}]: names {twice[0]} twice; name each value once"
+            f"data.labels=[{_list_values(asked)}]: names {twice[0]} twice; name each value once"
         )
     if missing := [value for value in values if value not in classes]:
         more = [names[value] for value in missing] if names else missing
         raise ConfigError(
-            f"data.labels=[{_shown(asked)}]: the column also holds {_shown(_sorted(more))}; name every value"
+            f"data.labels=[{_list_values(asked)}]: the column also holds {_list_values(_sorted(more))}; "
+            "name every value"
         )
     return classes
 
@@ -69,8 +70,8 @@ def _numbers(values: set[int], num_labels: int, where: str) -> list[int]:
         if values <= set(classes):
             return classes
     raise ConfigError(
-        f"{where}: labels {_shown(sorted(values))} are not all in 0..{num_labels - 1} or 1..{num_labels}; "
-        f"set model.num_labels, or name them in order: data.labels=[{_shown(sorted(values))}]"
+        f"{where}: labels {_list_values(sorted(values))} are not all in 0..{num_labels - 1} or 1..{num_labels}; "
+        f"set model.num_labels, or name them in order: data.labels=[{_list_values(sorted(values))}]"
     )
 
 
@@ -78,7 +79,7 @@ def _words(values: set[str], num_labels: int, where: str) -> list[str]:
     words = _sorted(values)
     if len(words) != num_labels:
         raise ConfigError(
-            f"{where}: holds {len(words)} words ({_shown(words)}) for model.num_labels={num_labels}; "
+            f"{where}: holds {len(words)} words ({_list_values(words)}) for model.num_labels={num_labels}; "
             f"set model.num_labels={len(words)}, or name all classes in order with data.labels"
         )
     return words
@@ -91,6 +92,6 @@ def _sorted(values: Collection[Any]) -> list[Any]:
     )
 
 
-def _shown(values: Collection[Any]) -> str:
+def _list_values(values: Collection[Any]) -> str:
     shown = [str(value) for value in values][:MOST_SHOWN]
     return ",".join(shown) + (",..." if len(values) > MOST_SHOWN else "")

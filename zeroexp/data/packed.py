@@ -99,7 +99,7 @@ class PackedTokens(_Folder):
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
         return Microbatch({"input_ids": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous())
 
-    def count(self, indices: np.ndarray) -> tuple[int, int]:
+    def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         num_tokens = len(indices) * (self.tokens.shape[1] - 1)
         return num_tokens, num_tokens
 
@@ -120,5 +120,5 @@ class PaddedTexts(_Folder):
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
         return Microbatch({"input_ids": rows}, torch.from_numpy(self.labels[indices]))
 
-    def count(self, indices: np.ndarray) -> tuple[int, int]:
+    def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         return len(indices), int(self.lengths[indices].sum())

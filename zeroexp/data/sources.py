@@ -21,7 +21,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerChoice:
     """A tokenizer's file, the id that separates documents, and the id that pads."""
 
     file: Path
@@ -34,23 +34,23 @@ class Words:
         return [digest, self.end_of_text, self.padding]
 
 
-def choose_words(config: DataConfig, model: ModelConfig) -> Words:
+def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
     """Return the tokenizer of `model.weights` if there are real weights, else the shipped one.
 
     `data.vocab_size=2048` selects the shipped one for any weights. Raises ConfigError.
     """
     padding = hf_keys(model).get("pad_token_id") or 0
     if config.vocab_size is None and model.weights is not None:
-        return _words_of_weights(model.weights, padding)
+        return _tokenizer_of_weights(model.weights, padding)
     if config.vocab_size not in (None, SHIPPED_WORDS):
         raise ConfigError(
             f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_WORDS} words; "
             f"use {SHIPPED_WORDS}, or null for the tokenizer of model.weights"
         )
-    return Words(CORPUS / "tokenizer.json", 0, padding)
+    return TokenizerChoice(CORPUS / "tokenizer.json", 0, padding)
 
 
-def _words_of_weights(weights: str, padding: int) -> Words:
+def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
     # The hub's client takes half a second to import, and random weights do not need it.
     from zeroexp import hub
 
@@ -63,7 +63,7 @@ def _words_of_weights(weights: str, padding: int) -> Words:
             )
     end_of_text = json.loads((folder / "config.json").read_text()).get("eos_token_id") or 0
     first = end_of_text[0] if isinstance(end_of_text, list) else end_of_text
-    return Words(folder / "tokenizer.json", first, padding)
+    return TokenizerChoice(folder / "tokenizer.json", first, padding)
 
 
 def text_files(config: DataConfig) -> list[Path]:
@@ -73,7 +73,7 @@ def text_files(config: DataConfig) -> list[Path]:
     return [] if is_hub_id(config) else data_files(config)
 
 
-def identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
+def source_identity(config: DataConfig, files: list[Path]) -> list[list[str | int]]:
     """Return what identifies the text: the hub id, or the name and content hash of each file."""
     if not files:
         return [[str(config.path), config.limit or 0]]

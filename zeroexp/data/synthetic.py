@@ -12,7 +12,7 @@ from zeroexp.models.families import MODELS, shape_of, vocabulary
 NUM_SAMPLES = 1 << 16  # per epoch
 
 
-def synthetic(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
+def synthetic_samples(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
     """Make vectors for regression, else tokens of the model's vocabulary. Raises ConfigError."""
     if config.task == "regression":
         return SyntheticVectors(width_of(model), config.seq_len, seed)
@@ -53,7 +53,7 @@ class SyntheticTokens:
         start, stride = random.integers(self._words), random.integers(1, 9)
         return (start + stride * np.arange(self._seq_len + 1)) % self._words
 
-    def count(self, indices: np.ndarray) -> tuple[int, int]:
+    def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         num_tokens = len(indices) * self._seq_len
         return num_tokens, num_tokens
 
@@ -77,6 +77,6 @@ class SyntheticVectors:
         random = np.random.default_rng([self._seed, index])
         return random.standard_normal(self._shape, dtype=np.float32)
 
-    def count(self, indices: np.ndarray) -> tuple[int, int]:
+    def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         seq_len, width = self._shape
         return len(indices) * seq_len * width, len(indices) * seq_len

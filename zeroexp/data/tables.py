@@ -61,7 +61,7 @@ def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Ta
     _require_columns(table, config)
     if files:
         return table, f"local: {config.path}"
-    place = "hub" if hub.online() else "hub's cache, offline"
+    place = "hub" if hub.is_online() else "hub's cache, offline"
     licence = f" ({table.info.license} licence)" if table.info.license else ""
     return table, f"{place}: {config.path}{licence}"
 
@@ -90,7 +90,7 @@ def require_columns(config: DataConfig, files: list[Path]) -> None:
         key, name = columns_of(config)[TEXT]
         if not isinstance(row[name], str | None):
             texts = [other for other, value in row.items() if isinstance(value, str)]
-            _refuse_text(f"{key}={name}", type(row[name]).__name__, texts)
+            _refuse_column_without_text(f"{key}={name}", type(row[name]).__name__, texts)
 
 
 def first_rows(table: Table, limit: int | None) -> Table:
@@ -202,7 +202,7 @@ def _has_header(file: Path) -> bool:
 
 def _read_hub(config: DataConfig) -> Table:
     # Without this, the client tries for half a minute before it looks into its cache.
-    if not hub.online():
+    if not hub.is_online():
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     table = datasets.load_dataset(str(config.path), config.subset, split=config.split or TRAIN)
     return cast(Table, table)
@@ -253,7 +253,7 @@ def _require_columns(table: Table, config: DataConfig) -> None:
             for other in table.column_names
             if str(getattr(table.features[other], "dtype", "")) in ("string", "large_string")
         ]
-        _refuse_text(f"{key}={name}", kind, texts)
+        _refuse_column_without_text(f"{key}={name}", kind, texts)
 
 
 def _require_names(names: list[str], config: DataConfig) -> None:
@@ -266,6 +266,6 @@ def _require_names(names: list[str], config: DataConfig) -> None:
             raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
 
 
-def _refuse_text(told: str, kind: str, texts: list[str]) -> NoReturn:
+def _refuse_column_without_text(told: str, kind: str, texts: list[str]) -> NoReturn:
     remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
     raise ConfigError(f"{told}: holds {kind}, no text; {remedy}")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from zeroexp.config import ConfigError, DataConfig
 from zeroexp.data.labels import classes_of
-from zeroexp.data.sources import Words
+from zeroexp.data.sources import TokenizerChoice
 from zeroexp.data.tables import (
     TEXT,
     Table,
@@ -32,14 +32,16 @@ from zeroexp.data.tables import (
 SCRATCH = "converted"  # inside the folder that is being written, so that both go together
 
 
-def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Words) -> None:
+def write_packed(
+    folder: Path, config: DataConfig, files: list[Path], words: TokenizerChoice
+) -> None:
     """Write causal samples: all documents in sequence, an end-of-text token after each, cut to seq_len + 1 tokens.
 
     Neighbouring samples share a token: the last label of one is the first input of the next. The tail that fills no
     sample is dropped, so that there is no padding at all.
     """
     tokenizer = Tokenizer.from_file(str(words.file))
-    texts, source = _read(config, files, folder / SCRATCH)
+    texts, source = _read_texts(config, files, folder / SCRATCH)
     column = columns_of(config)[TEXT][1] if config.kind == "hf" else TEXT
     packer = _Packer(tokenizer, words.end_of_text, config.seq_len, column)
     packed = map_batches(first_rows(texts, config.limit), packer)
@@ -48,16 +50,16 @@ def write_packed(folder: Path, config: DataConfig, files: list[Path], words: Wor
             f"data.seq_len={config.seq_len}: the text is shorter than one sample; choose a smaller one"
         )
     save_column(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), _dtype(tokenizer))
-    _finish(folder, config, tokenizer, source)
+    _write_about(folder, config, tokenizer, source)
 
 
 def write_labelled(
-    folder: Path, config: DataConfig, files: list[Path], words: Words, num_labels: int
+    folder: Path, config: DataConfig, files: list[Path], words: TokenizerChoice, num_labels: int
 ) -> None:
     """Write classification samples: each text cut or padded on the right to seq_len tokens, with its class."""
     tokenizer = Tokenizer.from_file(str(words.file))
     tokenizer.enable_truncation(config.seq_len)
-    table, source = _read(config, files, folder / SCRATCH)
+    table, source = _read_texts(config, files, folder / SCRATCH)
     text, label = (name for _, name in columns_of(config).values())
     names = class_names(table, label)
     classes = classes_of(
@@ -76,7 +78,7 @@ def write_labelled(
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
     told = [names[value] for value in classes] if names else classes
-    _finish(folder, config, tokenizer, source, classes, told)
+    _write_about(folder, config, tokenizer, source, classes, told)
 
 
 class _Packer:
@@ -96,7 +98,7 @@ class _Packer:
         return {"tokens": [stream[start : start + self.seq_len + 1] for start in starts]}
 
 
-def _read(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:
+def _read_texts(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:
     if config.kind == "text":
         return read_documents(config, files)
     return read_table(config, files, scratch)
@@ -106,7 +108,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32)
 
 
-def _finish(
+def _write_about(
     folder: Path,
     config: DataConfig,
     tokenizer: Tokenizer,

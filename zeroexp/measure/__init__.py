@@ -1,1 +1,1 @@
-"""What a run cost: bytes by kind at named moments, seconds by phase, bytes on the wire."""
+"""A run costs bytes by kind at named moments, seconds by phase, and bytes on the wire: all are measured here."""

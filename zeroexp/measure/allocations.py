@@ -25,12 +25,12 @@ MOST_CUDA_CHANGES = 1_000_000
 class Block:
     """One allocation of the logged time."""
 
-    began: float  # seconds of time.perf_counter
+    began_at: float  # seconds of time.perf_counter
     num_bytes: int
     address: int
     operator: str  # the outermost operator that asked for it; empty where none did
     thread: int  # 0 is the thread that started the log
-    ended: float = FOREVER
+    ended_at: float = FOREVER
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Span:
     """Something that torch names itself: a collective, a range of one of its engines."""
 
     name: str
-    began: float
-    ended: float
+    began_at: float
+    ended_at: float
     asynchronous: bool
 
 
@@ -47,13 +47,11 @@ class Span:
 class Log:
     base_bytes: int  # held when the log began
     blocks: list[Block] = field(default_factory=list[Block])
-    freed: list[tuple[float, int, int]] = field(
-        default_factory=list[tuple[float, int, int]]
-    )  # (when, address, bytes) of blocks from before the log
+    # (when, address, bytes) of blocks from before the log.
+    freed: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     spans: list[Span] = field(default_factory=list[Span])
-    snapshot: dict[str, Any] | None = (
-        None  # of a GPU's caching allocator with its history, as torch's viewer shows it
-    )
+    # Of a GPU's caching allocator with its history, as torch's viewer shows it.
+    snapshot: dict[str, Any] | None = None
 
     def add(self, changes: Iterable[tuple[float, int, int, str, int]]) -> None:
         """Add changes (when, bytes, address, operator, thread), in order; bytes are negative where a block ends."""
@@ -63,13 +61,13 @@ class Log:
                 live[address] = Block(when, num_bytes, address, operator, thread)
                 self.blocks.append(live[address])
             elif address in live:
-                live.pop(address).ended = when
+                live.pop(address).ended_at = when
             else:
                 self.freed.append((when, address, -num_bytes))
 
 
 @contextmanager
-def logged(device: torch.device) -> Generator[Log | None]:
+def logging_allocations(device: torch.device) -> Generator[Log | None]:
     """Log what is allocated on `device` inside; the log is filled on leaving. Yields None where nothing can log."""
     library = allocator_library()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What the bytes of a traced step are for, block by block: model states by their address, all else by when it came.
+"""Every block of a traced step has a cause: model states are known by their address, all else by when it came.
 
     asked of the engine    where its model states lie at a moment: parameters, gradients, optimizer, master, pools
     seen by a hook         a gradient as autograd makes it; the model's output (logits)
@@ -31,18 +31,15 @@ Interval = tuple[float, float]
 
 @dataclass
 class Times:
-    """When the things of a step happened, in seconds of time.perf_counter."""
+    """Times tell when the things of a step happened, in seconds of time.perf_counter."""
 
     phases: list[tuple[str, float, float]]  # (phase, from, to), in order
-    verbs: list[Interval] = field(
-        default_factory=list[Interval]
-    )  # this thread issued a move or waited for one
-    losses: list[Interval] = field(
-        default_factory=list[Interval]
-    )  # from the model's output to its gradient
-    recomputed: list[Interval] = field(
-        default_factory=list[Interval]
-    )  # forwards inside of backward
+    # This thread issued a move or waited for one.
+    verbs: list[Interval] = field(default_factory=list[Interval])
+    # From the model's output to its gradient.
+    losses: list[Interval] = field(default_factory=list[Interval])
+    # Forwards inside of backward.
+    recomputed: list[Interval] = field(default_factory=list[Interval])
 
     def phase_at(self, when: float) -> str | None:
         return next((name for name, start, end in self.phases if start <= when < end), None)
@@ -50,20 +47,18 @@ class Times:
 
 @dataclass
 class Reading:
-    """What an engine held at one moment."""
+    """A reading is what an engine held at one moment."""
 
     when: float
     cause_of: dict[int, str] = field(default_factory=dict[int, str])  # address -> cause
-    num_bytes: dict[int, int] = field(
-        default_factory=dict[int, int]
-    )  # address -> bytes of the storage
-    shared: Counter[str] = field(
-        default_factory=Counter[str]
-    )  # cause -> bytes in memory that ranks share
+    # Address -> bytes of the storage.
+    num_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    # Cause -> bytes in memory that ranks share.
+    shared: Counter[str] = field(default_factory=Counter[str])
     hidden_bytes: int = 0
 
 
-def read(states: ModelStates, when: float) -> Reading:
+def read_states(states: ModelStates, when: float) -> Reading:
     """Note where the engine's model states lie; each storage counts once, under the first kind that shows it."""
     reading = Reading(when, hidden_bytes=states.hidden_bytes)
     seen: set[int] = set()
@@ -98,7 +93,7 @@ class Causes:
         """noted: (when, address, cause) of single tensors that hooks saw."""
         self._log, self._times = log, times
         self._ranges = [
-            (cause, (span.began, span.ended))
+            (cause, (span.began_at, span.ended_at))
             for span in log.spans
             for name, cause in RANGES.items()
             if span.name.startswith(name)
@@ -110,7 +105,7 @@ class Causes:
 
         def at(address: int, when: float) -> Block | None:
             blocks = by_address.get(address, [])
-            return next((b for b in blocks if b.began <= when < b.ended), None)
+            return next((b for b in blocks if b.began_at <= when < b.ended_at), None)
 
         for when, address, cause in noted:
             if (block := at(address, when)) is not None:
@@ -145,14 +140,14 @@ class Causes:
         rows: list[tuple[float, Block | None, str | None, int]] = []
         for block in self._log.blocks:
             cause = self._cause_of[id(block)]
-            rows.append((block.began, block, cause, block.num_bytes))
-            rows.append((block.ended, None, cause, -block.num_bytes))
+            rows.append((block.began_at, block, cause, block.num_bytes))
+            rows.append((block.ended_at, None, cause, -block.num_bytes))
         for when, address, num_bytes in self._log.freed:
             rows.append((when, None, self._before.get(address), -num_bytes))
         return sorted((row for row in rows if row[0] < float("inf")), key=lambda row: row[0])
 
     def _by_birth(self, block: Block) -> str:
-        times, born = self._times, block.began
+        times, born = self._times, block.began_at
         for cause, interval in self._ranges:
             if _within([interval], born):
                 return cause
@@ -165,14 +160,14 @@ class Causes:
             return "other"
         if _within(times.losses, born):
             return "logits"
-        kept = block.ended > phase[2]
+        kept = block.ended_at > phase[2]
         if phase[0] == "forward":
             return "activations" if kept else "temporaries"
         if phase[0] == "backward" and _within(times.recomputed, born):
             return "activations"
         return (
             "optimizer"
-            if phase[0] == "optimizer" and block.ended == float("inf")
+            if phase[0] == "optimizer" and block.ended_at == float("inf")
             else "temporaries"
         )
 
@@ -199,7 +194,7 @@ def _shared(readings: Sequence[Reading], shared_bytes: int) -> Counter[str]:
     return +most
 
 
-def largest(causes: Causes) -> tuple[float, Block | None, dict[str, int]]:
+def largest_causes(causes: Causes) -> tuple[float, Block | None, dict[str, int]]:
     """Return the moment of the largest total: (when, the block that made it, bytes by cause)."""
     best: tuple[int, float, Block | None, dict[str, int]] = (-1, 0.0, None, {})
     for when, block, held in causes.changes():
@@ -209,5 +204,5 @@ def largest(causes: Causes) -> tuple[float, Block | None, dict[str, int]]:
     return best[1:]
 
 
-def in_order(held: dict[str, int]) -> dict[str, int]:
+def in_causes_order(held: dict[str, int]) -> dict[str, int]:
     return {cause: held[cause] for cause in CAUSES if held.get(cause)}

@@ -1,4 +1,4 @@
-"""How the seconds of a step divide into phases.
+"""This clock divides the seconds of a step into phases.
 
 A mark is `time.perf_counter` on the CPU and an event in the current stream on CUDA. An event costs the host nothing
 until it is read. `read` waits for the end of the step, so the loop calls it when the next step is already in flight.
@@ -30,21 +30,21 @@ class StepClock:
     def enter(self, phase: str | None) -> str | None:
         """Enter one of PHASES and return the phase before. In None the clock stands still."""
         before = self._marks[-1][0] if self._marks else None
-        self._marks.append((phase, mark(self._device)))
+        self._marks.append((phase, mark_now(self._device)))
         return before
 
     @contextmanager
     def optimizer(self, optimizer: Optimizer) -> Generator[None]:
         """Count what `optimizer.step()` takes inside as the phase "optimizer"."""
-        began = optimizer.register_step_pre_hook(self._enters("optimizer"))
-        ended = optimizer.register_step_post_hook(self._enters("step"))
+        began = optimizer.register_step_pre_hook(self._make_phase_hook("optimizer"))
+        ended = optimizer.register_step_post_hook(self._make_phase_hook("step"))
         try:
             yield
         finally:
             began.remove()
             ended.remove()
 
-    def _enters(self, phase: str) -> Callable[..., None]:
+    def _make_phase_hook(self, phase: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
             self.enter(phase)
 
@@ -67,7 +67,7 @@ class StepClock:
         return sum(phases.values()), phases
 
 
-def mark(device: torch.device) -> Mark:
+def mark_now(device: torch.device) -> Mark:
     """Return a point in time: on CUDA in the current stream, else `time.perf_counter`."""
     if device.type != "cuda":
         return time.perf_counter()

@@ -16,7 +16,7 @@ class NewerFormat(ValueError):
     """A file of a later zeroexp."""
 
 
-def check(content: dict[str, Any], what: str) -> None:
+def refuse_newer_format(content: dict[str, Any], what: str) -> None:
     """Raise NewerFormat, with the remedy, for what a later version wrote."""
     found = content.get(KEY, FORMAT)
     if isinstance(found, int) and found > FORMAT:

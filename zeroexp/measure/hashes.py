@@ -35,7 +35,7 @@ from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.strategies.base import Strategy
 
 NUM_SIGNS = 8
-CHUNK = 1 << 18  # elements that are hashed at once
+NUMEL_AT_ONCE = 1 << 18  # elements that are hashed at once
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUMMED = ("gradient", "weights")  # their rows hold this rank's pieces, to be added over ranks
 MODULUS = 1 << 64
@@ -61,8 +61,8 @@ class Hash:
         """Add the flattened elements `values`, the first of which is number `start` of the tensor."""
         self.numel += values.numel()
         self.dtype = str(values.dtype).removeprefix("torch.")
-        for offset in range(0, values.numel(), CHUNK):
-            self._add_chunk(values[offset : offset + CHUNK], start + offset)
+        for offset in range(0, values.numel(), NUMEL_AT_ONCE):
+            self._add_chunk(values[offset : offset + NUMEL_AT_ONCE], start + offset)
 
     def join(self, other: Hash) -> None:
         """Add the pieces of another rank."""
@@ -157,7 +157,7 @@ class StepHashes:
 
     def _gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
-        pairs = [(_local(p), _local(p.grad)) for p in masters if p.grad is not None]
+        pairs = [(_local_tensor(p), _local_tensor(p.grad)) for p in masters if p.grad is not None]
         for name, start, piece in self._pieces:
             for master, gradient in pairs:
                 offset = _offset_in(master, piece)
@@ -185,7 +185,7 @@ class StepHashes:
         return self.rows[-1]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 

@@ -25,10 +25,10 @@ from torch import nn
 from zeroexp.config import TrainConfig
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.hashes import StepHashes
-from zeroexp.measure.profiler import profiled
+from zeroexp.measure.profiler import profiling
 from zeroexp.measure.record import Peak
 from zeroexp.measure.timeline import events_of
-from zeroexp.measure.trace import StepTrace, traced
+from zeroexp.measure.trace import StepTrace, tracing_step
 from zeroexp.strategies.base import Strategy
 from zeroexp.world import World
 
@@ -56,20 +56,20 @@ class Instruments:
         in_warmup = reading and step < self.settings.warmup_steps
         with ExitStack() as stack:
             if self._profiles(step):
-                stack.enter_context(profiled(self.folder, self.world, step))
+                stack.enter_context(profiling(self.folder, self.world, step))
             if step in self.settings.hash_steps and self.module is not None:
                 stack.enter_context(self._hashing(step, self.module, strategy))
             if not (wanted or in_warmup):
                 yield None
                 return
-            yield stack.enter_context(traced(strategy.model, self.blocks, self.world.device))
+            yield stack.enter_context(tracing_step(strategy.model, self.blocks, self.world.device))
 
     def slows(self, step: int) -> bool:
         """Tell whether a rank watches this step at a cost, so that no time may count it."""
         train = self.settings
         return step in (*train.trace_steps, *train.profile_steps, *train.hash_steps)
 
-    def keep(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
+    def write_timeline(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
         """Write the timeline, where it was asked for."""
         if trace is None or step not in self.settings.trace_steps:
             return
@@ -77,7 +77,7 @@ class Instruments:
             "otherData": {
                 KEY: FORMAT,
                 **{"rank": self.world.rank, "world_size": self.world.size, "step": step},
-                "began_at": time.time() - (time.perf_counter() - trace.began),
+                "began_at": time.time() - (time.perf_counter() - trace.began_at),
                 **self.labels,
                 "peak": None if peak is None else asdict(peak),
             },
@@ -101,7 +101,7 @@ class Instruments:
         return step in self.settings.profile_steps and (not ranks or self.world.rank in ranks)
 
 
-def snapshot(path: Path) -> None:
+def memory_snapshot(path: Path) -> None:
     """Write the state of the GPU's caching allocator, which torch's memory viewer shows; without a GPU do nothing."""
     if torch.cuda.is_initialized():
         torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]

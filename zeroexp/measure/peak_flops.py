@@ -1,4 +1,4 @@
-"""What a rank could compute at most, in operations per second, and the name of that peak.
+"""The peak is what a rank could compute at most, in operations per second; it has a name.
 
     cluster.peak_tflops=400    named: whoever ran it says so
     a GPU of DENSE             datasheet: the dense figure for the dtype, without sparsity and without TF32
@@ -57,7 +57,7 @@ def peak_flops(world: World, dtype: torch.dtype, named_tflops: float | None = No
         known = datasheet(torch.cuda.get_device_name(world.device), dtype)
         if known is not None:
             return known
-    measured = fmean(worlds.gather(calibrate(world, dtype)))
+    measured = fmean(worlds.gather_objects(calibrate(world, dtype)))
     return PeakFlops(measured, "calibrated", _product(world, dtype))
 
 

@@ -1,4 +1,4 @@
-"""torch.profiler around one step, with the engine's verbs as named ranges ("zeroexp::gather unit 0, wait")."""
+"""torch.profiler records one step, with the engine's verbs as named ranges ("zeroexp::gather unit 0, wait")."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_ROWS = 200  # of the summary table
 
 
 @contextmanager
-def profiled(folder: Path, world: World, step: int) -> Generator[None]:
+def profiling(folder: Path, world: World, step: int) -> Generator[None]:
     """Profile what happens inside, and write profile.<rank>.<step>.json (trace events) and .txt (a table)."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":

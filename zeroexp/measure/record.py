@@ -1,4 +1,4 @@
-"""What is written down about one step and one run: plain data without torch.
+"""Records are what is written down about one step and one run: plain data without torch.
 
 Bytes and seconds are those of one rank unless a name says otherwise; seconds are wall-clock time.
 """
@@ -27,14 +27,14 @@ ALL_RANKS = "all"  # in place of a rank: a collective was waited for, which tell
 
 @dataclass
 class Traffic:
-    """What one rank sent in one step, by kind of message."""
+    """Traffic is what one rank sent in one step, by kind of message."""
 
     # gather | reduce | publish | norm | ... -> bytes, and number of collectives
     bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
     calls_by_kind: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def added(parts: Iterable[Traffic]) -> Traffic:
+def sum_of_traffic(parts: Iterable[Traffic]) -> Traffic:
     """Return the sum of these parts, kind by kind."""
     total = Traffic()
     for part in parts:
@@ -107,7 +107,7 @@ class StepRecord:
 
 @dataclass
 class RankTimes:
-    """Where the seconds of one rank's steps went, each the mean over the measured steps."""
+    """These times tell where the seconds of one rank's steps went, each the mean over the measured steps."""
 
     rank: int
     step_seconds: float
@@ -125,7 +125,7 @@ class RankTimes:
 
 @dataclass
 class RankSummary:
-    """What one rank held and sent: the part of a run's summary that every rank must contribute."""
+    """A rank's summary tells what it held and sent; every rank must contribute it to the run's."""
 
     rank: int
     memory_bytes: dict[str, int]  # kind -> the most of it at any named moment
@@ -193,12 +193,10 @@ class RunSummary:
     # What closed forms say of the same run (zeroexp/plan/beside.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and `sent` where the engine counts what it sends.
     plan: dict[str, float] = field(default_factory=dict[str, float])
-    times: list[RankTimes] = field(
-        default_factory=list[RankTimes]
-    )  # by rank; empty in older summaries
-    model_flops_per_step: float | None = (
-        None  # of all ranks: what the model needs, nothing recomputed
-    )
+    # By rank; empty in older summaries.
+    times: list[RankTimes] = field(default_factory=list[RankTimes])
+    # Of all ranks: what the model needs, nothing recomputed.
+    model_flops_per_step: float | None = None
     peak_flops_per_second: float | None = None  # of one rank, see peak_flops_source
     peak_flops_source: str = ""  # named | datasheet | calibrated, see measure/peak_flops.py
     peak_flops_name: str = ""  # what it is the peak of: "NVIDIA H100 80GB HBM3, dense bfloat16"

@@ -35,7 +35,7 @@ def summarise_rank(
     """
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
-    steps = measured(records)
+    steps = measured_records(records)
     wire = [r.wire_bytes for r in steps if r.wire_bytes is not None]
     return RankSummary(
         rank=rank,
@@ -62,7 +62,7 @@ def summarise(
     plan: dict[str, float] | None = None,
 ) -> RunSummary:
     """Summarise the run. `records` are those of rank 0; `per_rank` holds one entry of every rank, in any order."""
-    steps = measured(records)
+    steps = measured_records(records)
     seconds = [r.step_seconds for r in steps]
     saving_seconds = sum(r.saving_seconds for r in steps)
     ranks = sorted(per_rank, key=lambda r: r.rank)
@@ -103,7 +103,7 @@ def diverged_at(records: Sequence[StepRecord]) -> int | None:
     return next(broken, None)
 
 
-def measured(records: Sequence[StepRecord]) -> list[StepRecord]:
+def measured_records(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the steps that count in times: without warm-up, and without traced steps unless all others are gone.
 
     Raises ValueError if there is none.

@@ -1,4 +1,4 @@
-"""What a node is busy with while a run goes on: one line in system.<node>.jsonl every `tracking.system_s` seconds.
+"""This file samples what a node is busy with: one line in system.<node>.jsonl every `tracking.system_s` seconds.
 
 The first rank of each node reads it from /proc in a thread of its own, which takes a fraction of a millisecond. Names
 are those of MLflow's own system metrics, so that its page shows them where its users look.
@@ -21,7 +21,9 @@ MEGABYTE = 1e6
 
 
 @contextmanager
-def sampled(folder: Path, seconds: float | None, node: str | None = None) -> Generator[None]:
+def sampling_system(
+    folder: Path, seconds: float | None, node: str | None = None
+) -> Generator[None]:
     """Sample this node inside, and once at the end; `seconds` None samples nothing."""
     if seconds is None:
         yield

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zeroexp.measure.allocations import Span
-from zeroexp.measure.causes import Causes, in_order
+from zeroexp.measure.causes import Causes, in_causes_order
 from zeroexp.measure.trace import StepTrace, spans_of
 from zeroexp.measure.verbs import TimedMove
 
@@ -41,23 +41,25 @@ MICRO = 1e6
 
 def events_of(trace: StepTrace, rank: int) -> list[dict[str, Any]]:
     """Return the trace events of one step, as this file's head describes them."""
-    rows = _Rows(rank, trace.began)
-    events = rows.names()
+    maker = _EventMaker(rank, trace.began_at)
+    events = maker.names()
     for name, start, end in trace.phases:
-        events.append(rows.span("phase", name, start, end))
-    for unit in trace.units():
+        events.append(maker.span("phase", name, start, end))
+    for unit in trace.unit_spans():
         words = {"unit": unit.unit, "pass": unit.turn}
-        events.append(rows.span("unit", f"{unit.turn} {unit.unit}", unit.began, unit.ended, words))
+        events.append(
+            maker.span("unit", f"{unit.turn} {unit.unit}", unit.began_at, unit.ended_at, words)
+        )
     for move in trace.moves:
-        events += _events_of_move(rows, move, trace.began)
+        events += _events_of_move(maker, move, trace.began_at)
     for span in trace.log.spans if trace.log is not None else ():
-        events.append(_event_of_backend(rows, span))
+        events.append(_event_of_backend(maker, span))
     if trace.causes is not None:
-        events += [rows.memory(when, held) for when, held in _points(trace.causes, trace)]
+        events += [maker.memory(when, held) for when, held in _points(trace.causes, trace)]
     return events
 
 
-class _Rows:
+class _EventMaker:
     """Makes events of one rank whose times count from the beginning of its step."""
 
     def __init__(self, rank: int, began: float):
@@ -87,31 +89,33 @@ class _Rows:
         return round(MICRO * (when - self._began), 3)
 
 
-def _events_of_move(rows: _Rows, move: TimedMove, began: float) -> Iterator[dict[str, Any]]:
+def _events_of_move(maker: _EventMaker, move: TimedMove, began: float) -> Iterator[dict[str, Any]]:
     words = {"verb": move.verb, "what": move.what}
     name = f"{move.verb} {move.what}"
     for part, (start, end) in spans_of(move).items():
         if end > began:  # a move of the step before may be waited for in this one
-            yield rows.span("verb", name, max(start, began), end, {**words, "part": part})
+            yield maker.span("verb", name, max(start, began), end, {**words, "part": part})
     for peer, start, seconds in move.blocked:
         if start >= began:
-            yield rows.span("exposed", name, start, start + seconds, {**words, "peer": peer})
+            yield maker.span("exposed", name, start, start + seconds, {**words, "peer": peer})
     if isinstance(move.issued, float) and isinstance(move.waited, float) and not move.moves_on_wait:
-        yield rows.span("flight", name, max(move.issued, began), max(move.waited, began), words)
+        yield maker.span("flight", name, max(move.issued, began), max(move.waited, began), words)
 
 
-def _event_of_backend(rows: _Rows, span: Span) -> dict[str, Any]:
-    return rows.span("backend", span.name, span.began, span.ended, {"async": span.asynchronous})
+def _event_of_backend(maker: _EventMaker, span: Span) -> dict[str, Any]:
+    return maker.span(
+        "backend", span.name, span.began_at, span.ended_at, {"async": span.asynchronous}
+    )
 
 
 def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:
     """Yield (when, bytes by cause): in each slice of the step the moment that held most."""
-    width = (trace.ended - trace.began) / NUM_MEMORY_POINTS
+    width = (trace.ended_at - trace.began_at) / NUM_MEMORY_POINTS
     slice_now, best, most = -1, None, -1
     shown: set[str] = set()
     points: list[tuple[float, dict[str, int]]] = []
     for when, _, held in causes.changes():
-        number = max(-1, int((max(when, trace.began) - trace.began) / width))
+        number = max(-1, int((max(when, trace.began_at) - trace.began_at) / width))
         if number != slice_now and best is not None:
             points.append(best)
             most = -1
@@ -123,4 +127,7 @@ def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str,
     for _, held in points:
         shown |= {cause for cause, num_bytes in held.items() if num_bytes}
     for when, held in points:
-        yield when, {cause: held.get(cause, 0) for cause in in_order(dict.fromkeys(shown, 1))}
+        yield (
+            when,
+            {cause: held.get(cause, 0) for cause in in_causes_order(dict.fromkeys(shown, 1))},
+        )

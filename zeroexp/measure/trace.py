@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zeroexp.measure.allocations import Log, logged
-from zeroexp.measure.causes import Causes, Reading, Times, in_order, largest, read
+from zeroexp.measure.allocations import Log, logging_allocations
+from zeroexp.measure.causes import (
+    Causes,
+    Reading,
+    Times,
+    in_causes_order,
+    largest_causes,
+    read_states,
+)
 from zeroexp.measure.record import Peak, VerbSeconds
 from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.strategies.base import ModelStates
@@ -34,30 +41,30 @@ LOSS = "(loss)"
 class UnitSpan:
     unit: str
     turn: str  # forward | backward
-    began: float
-    ended: float
+    began_at: float
+    ended_at: float
 
 
 @dataclass
 class StepTrace:
-    """What was seen of one step; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
+    """A step's trace is what was seen of it; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
 
-    began: float = field(default_factory=time.perf_counter)
+    began_at: float = field(default_factory=time.perf_counter)
     log: Log | None = None  # None where nothing can log allocations
     readings: list[Reading] = field(default_factory=list[Reading])
     # (when, address, cause)
     noted: list[tuple[float, int, str]] = field(default_factory=list[tuple[float, int, str]])
     # (when, "forward" | "backward" | "", block) where a block begins or, with "", ends
-    turns: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
+    block_turns: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
     # When backward reached the model's output.
-    reached: list[float] = field(default_factory=list[float])
+    backward_reached_output_at: list[float] = field(default_factory=list[float])
     phases: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
     moves: list[TimedMove] = field(default_factory=list[TimedMove])
     causes: Causes | None = None
 
-    def moment(self, states: ModelStates) -> None:
+    def note_model_states(self, states: ModelStates) -> None:
         """Note what the engine holds now."""
-        self.readings.append(read(states, time.perf_counter()))
+        self.readings.append(read_states(states, time.perf_counter()))
 
     def finish(
         self, marks: list[tuple[str | None, Any]], moves: list[TimedMove], shared_bytes: int
@@ -70,17 +77,19 @@ class StepTrace:
             self.causes = Causes(self.log, times, self.readings, self.noted, shared_bytes)
 
     @property
-    def ended(self) -> float:
+    def ended_at(self) -> float:
         return self.phases[-1][2]
 
-    def units(self) -> list[UnitSpan]:
+    def unit_spans(self) -> list[UnitSpan]:
         """Return when each block ran; in backward a block ends where the next one begins, or with the phase."""
         ends = [end for name, _, end in self.phases if name in ("forward", "backward")]
         spans: list[UnitSpan] = []
-        for index, (began, turn, unit) in enumerate(self.turns):
+        for index, (began, turn, unit) in enumerate(self.block_turns):
             if turn:
                 over = min((end for end in ends if end > began), default=began)
-                following = self.turns[index + 1][0] if index + 1 < len(self.turns) else over
+                following = (
+                    self.block_turns[index + 1][0] if index + 1 < len(self.block_turns) else over
+                )
                 spans.append(UnitSpan(unit, turn, began, min(over, following)))
         return spans
 
@@ -88,18 +97,18 @@ class StepTrace:
         """Return the moment at which most was held, by cause; None where nothing logs allocations."""
         if self.causes is None:
             return None
-        when, block, held = largest(self.causes)
-        when = max(when, self.began)
+        when, block, held = largest_causes(self.causes)
+        when = max(when, self.began_at)
         return Peak(
             step=step,
             num_bytes=sum(held.values()),
-            bytes_by_cause=in_order(held),
+            bytes_by_cause=in_causes_order(held),
             operator=block.operator if block is not None else "",
             verb=next((f"{m.verb} {m.what}" for m in self.moves if _runs(m, when)), None),
             phase=next((name for name, start, end in self.phases if start <= when < end), ""),
-            unit=next((s.unit for s in self.units() if s.began <= when < s.ended), None),
-            seconds=when - self.began,
-            step_seconds=self.ended - self.began,
+            unit=next((s.unit for s in self.unit_spans() if s.began_at <= when < s.ended_at), None),
+            seconds=when - self.began_at,
+            step_seconds=self.ended_at - self.began_at,
         )
 
     def backend(self) -> dict[str, VerbSeconds]:
@@ -113,18 +122,18 @@ class StepTrace:
             if name.startswith(BACKEND):
                 verb = seconds.setdefault(name, VerbSeconds())
                 verb.count += 1
-                verb.overlapped += (span.ended - span.began) * span.asynchronous
-                verb.working += (span.ended - span.began) * (not span.asynchronous)
+                verb.overlapped += (span.ended_at - span.began_at) * span.asynchronous
+                verb.working += (span.ended_at - span.began_at) * (not span.asynchronous)
         return seconds
 
     @contextmanager
-    def watching(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
+    def hooking(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
         """Hook the blocks, the model's output and the gradients of its parameters."""
         with ExitStack() as stack:
             for name, block in blocks.items():
-                before = block.register_forward_pre_hook(partial(self._before, name))
+                before = block.register_forward_pre_hook(partial(self._block_begins, name))
                 stack.callback(before.remove)
-                stack.callback(block.register_forward_hook(partial(self._after, name)).remove)
+                stack.callback(block.register_forward_hook(partial(self._block_ends, name)).remove)
             stack.callback(model.register_forward_hook(self._after_model).remove)
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -132,28 +141,30 @@ class StepTrace:
                     stack.callback(handle.remove)
             yield
 
-    def _before(self, name: str, _block: nn.Module, _inputs: Any) -> None:
-        self.turns.append((time.perf_counter(), "forward", name))
+    def _block_begins(self, name: str, _block: nn.Module, _inputs: Any) -> None:
+        self.block_turns.append((time.perf_counter(), "forward", name))
 
-    def _after(self, name: str, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        self.turns.append((time.perf_counter(), "", name))
+    def _block_ends(self, name: str, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        self.block_turns.append((time.perf_counter(), "", name))
         for tensor in _differentiable(output):
-            _hook(tensor, partial(self._backward_of, name))
+            _hook(tensor, partial(self._backward_reaches_block, name))
 
-    def _backward_of(self, name: str, _gradient: Tensor) -> None:
-        self.turns.append((time.perf_counter(), "backward", name))
+    def _backward_reaches_block(self, name: str, _gradient: Tensor) -> None:
+        self.block_turns.append((time.perf_counter(), "backward", name))
 
     def _after_model(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
-        self.turns.append((time.perf_counter(), "", LOSS))
+        self.block_turns.append((time.perf_counter(), "", LOSS))
         for tensor in _differentiable(output):
             self._note("logits", tensor)
             _hook(tensor, self._backward_of_output)
 
     def _backward_of_output(self, gradient: Tensor) -> None:
         self._note("logits", gradient)
-        self.reached.append(time.perf_counter())
-        if self.turns[-1][2] == LOSS:  # else a block's output is the model's, and its hook has run
-            self._backward_of(OUTSIDE, gradient)
+        self.backward_reached_output_at.append(time.perf_counter())
+        if (
+            self.block_turns[-1][2] == LOSS
+        ):  # else a block's output is the model's, and its hook has run
+            self._backward_reaches_block(OUTSIDE, gradient)
 
     def _note(self, cause: str, tensor: Tensor) -> None:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
@@ -164,28 +175,31 @@ class StepTrace:
 
     def _losses(self) -> list[tuple[float, float]]:
         """Return from each output of the model to the backward that reaches it."""
-        starts = [when for when, _, name in self.turns if name == LOSS]
-        return [(s, min((e for e in self.reached if e > s), default=s)) for s in starts]
+        starts = [when for when, _, name in self.block_turns if name == LOSS]
+        return [
+            (s, min((e for e in self.backward_reached_output_at if e > s), default=s))
+            for s in starts
+        ]
 
     def _recomputed(self) -> list[tuple[float, float]]:
         backward = [(start, end) for name, start, end in self.phases if name == "backward"]
-        forwards = [s for s in self.units() if s.turn == "forward"]
+        forwards = [s for s in self.unit_spans() if s.turn == "forward"]
         return [
-            (each.began, each.ended)
+            (each.began_at, each.ended_at)
             for each in forwards
-            if any(start <= each.began < end for start, end in backward)
+            if any(start <= each.began_at < end for start, end in backward)
         ]
 
 
 @contextmanager
-def traced(
+def tracing_step(
     model: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device
 ) -> Generator[StepTrace]:
     """Watch what happens inside. On a GPU the times are those of the host, which runs ahead of the device."""
     trace = StepTrace()
     before, meter.device = meter.device, torch.device("cpu")
     try:
-        with trace.watching(model, blocks), logged(device) as trace.log:
+        with trace.hooking(model, blocks), logging_allocations(device) as trace.log:
             yield trace
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -195,7 +209,7 @@ def traced(
 
 def spans_of(move: TimedMove) -> dict[str, tuple[float, float]]:
     """Return when this thread issued the move and when it waited for it: part -> (from, to)."""
-    marks = {"issue": (move.began, move.issued), "wait": (move.waited, move.ended)}
+    marks = {"issue": (move.began_at, move.issued), "wait": (move.waited, move.ended_at)}
     return {
         part: (start, end)
         for part, (start, end) in marks.items()

@@ -1,4 +1,4 @@
-"""What each verb of the engine costs a rank: seconds in which it works, in which it overlaps compute, and exposed ones.
+"""Each verb of the engine costs a rank seconds: those in which it works, those that overlap compute, and exposed ones.
 
     issue        ######                                   working
     in flight          .....................              overlapped: the rank computes meanwhile
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroexp.measure.clock import Mark, mark, seconds_between
+from zeroexp.measure.clock import Mark, mark_now, seconds_between
 from zeroexp.measure.record import ALL_RANKS, VerbSeconds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,11 +35,11 @@ class TimedMove:
 
     verb: str
     what: str
-    began: Mark
+    began_at: Mark
     issued: Mark | None = None
     waited: Mark | None = None  # somebody began to wait for it
     arrived: Mark | None = None  # the backend's part is done
-    ended: Mark | None = None
+    ended_at: Mark | None = None
     in_flight: bool = False  # a Pending will end it
     moves_on_wait: bool = False
     num_bytes: int = 0  # that this rank sends
@@ -50,19 +50,19 @@ class TimedMove:
 
     @property
     def exposed_seconds(self) -> float:
-        if isinstance(self.began, float) or self.waited is None or self.arrived is None:
+        if isinstance(self.began_at, float) or self.waited is None or self.arrived is None:
             return sum(seconds for _, _, seconds in self.blocked)
         return seconds_between(self.waited, self.arrived)
 
     @property
     def working_seconds(self) -> float:
-        if isinstance(self.began, float):
+        if isinstance(self.began_at, float):
             issuing, finishing = (
-                _between(self.began, self.issued),
-                _between(self.waited, self.ended),
+                _between(self.began_at, self.issued),
+                _between(self.waited, self.ended_at),
             )
             return max(0.0, issuing + finishing - self.exposed_seconds)
-        return _between(self.arrived, self.ended)
+        return _between(self.arrived, self.ended_at)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -87,14 +87,14 @@ class VerbMeter:
         if self._now is not None and self._now.issued is None:
             yield self._now
             return
-        move = TimedMove(verb, what, mark(self.device))
+        move = TimedMove(verb, what, mark_now(self.device))
         before, self._now = self._now, move
         try:
-            with self._shown(move, "issue"):
+            with self._profiler_range(move, "issue"):
                 yield move
         finally:
             self._now = before
-            move.issued = mark(self.device)
+            move.issued = mark_now(self.device)
         if self.observe is not None:
             self.observe(move)
         if not move.in_flight:
@@ -108,21 +108,21 @@ class VerbMeter:
     @contextmanager
     def waiting(self, move: TimedMove) -> Generator[None]:
         """Time the wait for a move that was issued."""
-        move.waited = mark(self.device)
+        move.waited = mark_now(self.device)
         if self.observe is not None:
             self.observe(move)
         before, self._now = self._now, move
         try:
-            with self._shown(move, "wait"):
+            with self._profiler_range(move, "wait"):
                 yield
         finally:
             self._now = before
-            move.ended = mark(self.device)
+            move.ended_at = mark_now(self.device)
         self._ended.append(move)
 
     def arrived(self, move: TimedMove) -> None:
         """Note that the backend's part of the move is done; on a GPU the stream stood still until then."""
-        move.arrived = mark(self.device)
+        move.arrived = mark_now(self.device)
 
     def blocked(self, peer: int | None, since: float) -> None:
         """Note that this thread waited from `since` (time.perf_counter) until now, for `peer` or for all ranks."""
@@ -133,7 +133,7 @@ class VerbMeter:
         ended, self._ended = self._ended, []
         return ended
 
-    def _shown(self, move: TimedMove, part: str) -> AbstractContextManager[Any]:
+    def _profiler_range(self, move: TimedMove, part: str) -> AbstractContextManager[Any]:
         if self.annotate is None:
             return nullcontext()
         return self.annotate(f"{move.verb} {move.what}, {part}")
@@ -142,7 +142,7 @@ class VerbMeter:
 meter = VerbMeter()
 
 
-def named(verb: str) -> Callable[[Function], Function]:
+def timed_as_verb(verb: str) -> Callable[[Function], Function]:
     """Return a decorator that counts a method, and the moves it issues, as this verb of its object."""
 
     def decorate(method: Function) -> Function:
@@ -156,7 +156,7 @@ def named(verb: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def sum_up(moves: Iterable[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
+def sum_up_moves(moves: Iterable[TimedMove]) -> tuple[dict[str, VerbSeconds], dict[str, float]]:
     """Return (verb -> seconds, rank -> seconds that this rank waited for it); reading waits for events on a GPU."""
     verbs: dict[str, VerbSeconds] = {}
     waits: dict[str, float] = {}

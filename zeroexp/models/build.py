@@ -117,7 +117,7 @@ def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def on_fake_tensors(config: ModelConfig) -> Iterator[None]:
+def allow_fake_tensors(config: ModelConfig) -> Iterator[None]:
     """Let a model of this config run on fake tensors the operations that it runs on real ones."""
     if not MODELS[config.family].of_transformers:
         yield

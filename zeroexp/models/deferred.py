@@ -81,7 +81,8 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._operations: list[_Operation] = []
         self._bytes: dict[int, int] = {}  # of each memory
-        self._alive: dict[int, torch.UntypedStorage] = {}  # so that no address comes again
+        # Storages are kept alive, so that none gets the address of another.
+        self._alive: dict[int, torch.UntypedStorage] = {}
 
     def __enter__(self) -> Tape:
         self._hook = register_module_parameter_registration_hook(self._take)
@@ -194,11 +195,11 @@ class Tape(TorchDispatchMode):
             return  # a view, which has no memory of its own
         overwrites = None
         first = arguments[0][0] if arguments[0] else None
-        if func in OVERWRITING and isinstance(first, _View) and self._is_whole(first):
+        if func in OVERWRITING and isinstance(first, _View) and self._covers_whole_storage(first):
             overwrites = first.memory
         self._operations.append(_Operation(func, arguments, made, overwrites))
 
-    def _is_whole(self, view: _View) -> bool:
+    def _covers_whole_storage(self, view: _View) -> bool:
         numel = torch.Size(view.shape).numel()
         dense = torch.empty(view.shape, device="meta").stride() == view.stride
         return dense and numel * view.dtype.itemsize == self._bytes[view.memory]

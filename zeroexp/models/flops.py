@@ -23,7 +23,7 @@ FORWARD_AND_BACKWARD = 3
 EXPERT = re.compile(r"(^|\.)experts\.(\d+|mlp)\.")
 # What the configs of transformers, and our own mixture of experts, call the experts of a token and those of a layer.
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
-ALL = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def flops_per_sample(module: nn.Module, config: ModelConfig, seq_len: int) -> float:
@@ -48,7 +48,7 @@ def _share_of_experts(module: nn.Module, config: ModelConfig) -> float:
     shape: Any = module.config if is_theirs else SimpleNamespace(**shape_of(config))
     chosen, there = (
         [getattr(shape, name) for name in names if isinstance(getattr(shape, name, None), int)]
-        for names in (CHOSEN, ALL)
+        for names in (CHOSEN, ALL_EXPERTS)
     )
     return chosen[0] / there[0] if chosen and there and there[0] else 1.0
 

@@ -23,11 +23,11 @@ from transformers.utils import logging
 
 from zeroexp import hub
 from zeroexp.config import ConfigError, ModelConfig, hf_keys
-from zeroexp.models import huggingface_weights
+from zeroexp.models import huggingface_weights_check
 from zeroexp.models.deferred import Drawn
 from zeroexp.models.families import MODELS, vocabulary
 from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys, check_shape
-from zeroexp.models.huggingface_values import Stored
+from zeroexp.models.huggingface_weights_read import Stored
 from zeroexp.strategies.values import Values
 
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
@@ -40,7 +40,7 @@ TASKS = {
 
 def build(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     """Build the model, with random weights and a vocabulary of `vocab_size`, in float32 and training mode."""
-    return _prepared(config, _from_config(config, _shape(config, vocab_size)))
+    return _make_deterministic(config, _from_config(config, _shape(config, vocab_size)))
 
 
 def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
@@ -60,7 +60,7 @@ def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
     raise AssertionError("every architecture has eager attention")
 
 
-def _prepared(config: ModelConfig, module: nn.Module) -> nn.Module:
+def _make_deterministic(config: ModelConfig, module: nn.Module) -> nn.Module:
     """Switch off randomness, and show the padding to a classifier whose attention may look ahead."""
     for each in module.modules():
         if isinstance(each, nn.modules.dropout._DropoutNd):
@@ -146,14 +146,14 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
 
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
-    words = vocabulary(config) or huggingface_weights.num_words(config, folder)
+    words = vocabulary(config) or huggingface_weights_check.num_words(config, folder)
     _require_fitting(config, folder, _shape(config, words))
 
 
 def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig) -> None:
     with torch.device("meta"):
         module = _from_config(config, shape)
-    huggingface_weights.require_fitting(config, folder, shape, module)
+    huggingface_weights_check.require_fitting(config, folder, shape, module)
 
 
 def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
@@ -166,7 +166,7 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
     folder = hub.model_folder(config.weights)
     _keep_quiet()
     model: Any = module
-    found = huggingface_weights.require_fitting(config, folder, model.config, module)
+    found = huggingface_weights_check.require_fitting(config, folder, model.config, module)
     return Stored(module, found, drawn)
 
 
@@ -193,7 +193,7 @@ def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
         ) from error
     missing = [name for name in report["missing_keys"] if not name.startswith("score.")]
     assert not missing and not report["mismatched_keys"], (missing, report)
-    return _prepared(config, module)
+    return _make_deterministic(config, module)
 
 
 def _keep_quiet() -> None:

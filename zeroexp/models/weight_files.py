@@ -35,7 +35,7 @@ class Header:
     key: str  # the tensor's name in the file
 
 
-def headers(folder: Path) -> dict[str, Header]:
+def read_headers(folder: Path) -> dict[str, Header]:
     """Return the header of every tensor that transformers would read from `folder`. Raises UnreadableWeights."""
     found: dict[str, Header] = {}
     for file in _files(folder):
@@ -47,7 +47,7 @@ def headers(folder: Path) -> dict[str, Header]:
     return found
 
 
-def read(header: Header) -> Tensor:
+def read_tensor(header: Header) -> Tensor:
     if header.file.suffix == ".bin":
         return torch.load(header.file, map_location="cpu", weights_only=True, mmap=True)[header.key]
     with safe_open(header.file, "pt") as opened:
@@ -57,7 +57,7 @@ def read(header: Header) -> Tensor:
 def read_range(header: Header, start: int, stop: int) -> Tensor:
     """Return the elements [start, stop) of a flattened tensor; no more rows of the file are read than hold them."""
     if header.file.suffix == ".bin" or not header.shape:
-        return read(header).reshape(-1)[start:stop]
+        return read_tensor(header).reshape(-1)[start:stop]
     row = math.prod(header.shape[1:])
     first = start // max(row, 1)
     last = -(-stop // max(row, 1))

@@ -1,4 +1,4 @@
-"""What a run will cost, computed before it runs: `python -m zeroexp.plan` with the words of the run.
+"""A plan computes what a run will cost before it runs: `python -m zeroexp.plan` with the words of the run.
 
 closed_forms.py               bytes that our engine sends and holds
 torch_closed_forms.py         the same for torch's engines

@@ -45,7 +45,7 @@ def main() -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:]
     output.keep_going()
-    interruption.listen()
+    interruption.handle_ctrl_c()
     try:
         print(_answer(arguments))
         return 0

@@ -88,7 +88,7 @@ class OptimizerForm:
 
 
 class HeldElements(NamedTuple):
-    """What one rank holds of all chunks, in elements; padding is part of no owned span."""
+    """These are the elements of all chunks that one rank holds; padding is part of no owned span."""
 
     resting: int  # parameters at rest, padding included
     padding: int  # the part of `resting` that is padding
@@ -165,13 +165,13 @@ class ShardedForm:
             return (total - own) * itemsize
         if self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much, without padding.
-            total = sum(chunk.numel for chunk in chunks)
+            total = sum(chunk.unpadded_numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
         return (total - own) * itemsize + self._gather_bytes(chunks, rank, itemsize)
 
     def moved_numel(self, chunk: Chunk) -> int:
         """Return the elements of a chunk that travel; only the backend's collectives send padding."""
-        return chunk.padded_numel if self.schedule.facts.is_collective else chunk.numel
+        return chunk.padded_numel if self.schedule.facts.is_collective else chunk.unpadded_numel
 
     def _section_numel(self, chunk: Chunk, rank: int) -> int:
         padded = self.schedule.facts.is_collective
@@ -283,7 +283,7 @@ class ShardedForm:
     def _held_of_chunk(self, chunk: Chunk, rank: int) -> HeldElements:
         whole = self.stage.parameters is not Placement.SHARD
         resting = chunk.padded_numel if whole else _length(chunk.section(rank))
-        real = chunk.numel if whole else _length(chunk.real_section(rank))
+        real = chunk.unpadded_numel if whole else _length(chunk.real_section(rank))
         if chunk.kind == FROZEN:
             return HeldElements(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
@@ -303,7 +303,9 @@ class ShardedForm:
     @cached_property
     def num_trainable(self) -> int:
         """Elements of all trainable parameters."""
-        return sum(num * chunk.numel for chunk, num in self._chunks if chunk.kind != FROZEN)
+        return sum(
+            num * chunk.unpadded_numel for chunk, num in self._chunks if chunk.kind != FROZEN
+        )
 
     def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
         whole = self.num_trainable

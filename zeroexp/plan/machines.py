@@ -1,4 +1,4 @@
-"""Where the ranks of a planned run are: nodes, ranks on each, and the transport between them. No torch."""
+"""A planned run has its ranks on these machines: nodes, ranks on each, and the transport between them. No torch."""
 
 from __future__ import annotations
 

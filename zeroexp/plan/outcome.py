@@ -1,4 +1,4 @@
-"""What is planned for one point: bytes of every rank by kind, what makes the peak, traffic by kind and by link."""
+"""This file plans one point: bytes of every rank by kind, what makes the peak, traffic by kind and by link."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankPeak:
 
 @dataclass(frozen=True)
 class RehearsedPeaks:
-    """What a rehearsal (peak.py) adds to a planned point."""
+    """These peaks are what a rehearsal (peak.py) adds to a planned point."""
 
     ranks: list[RankPeak]
     device: str  # whose kernels were rehearsed
@@ -104,7 +104,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """What one rank holds and sends."""
+    """A planned rank tells what it will hold and send."""
 
     by_kind: dict[str, int]
     total_bytes: int

@@ -33,7 +33,7 @@ from zeroexp.data import Microbatch, StepBatch
 from zeroexp.data.synthetic import width_of
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
-from zeroexp.models.build import build_model, materialize, on_fake_tensors
+from zeroexp.models.build import allow_fake_tensors, build_model, materialize
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.families import MODELS
 from zeroexp.plan.ddp_buckets import buckets_in_python
@@ -55,13 +55,12 @@ WATCHING = (TORCH, str(Path(__file__).parent))  # whose code runs below each ope
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What one rank held and sent. All numbers are bytes, but for `traffic.calls_by_kind`."""
+    """A rehearsed rank tells what it held and sent. Numbers are bytes, but for `traffic.calls_by_kind`."""
 
     rank: int
     peaks: dict[str, Peak]  # by phase: build, then each of PHASES in the last step
-    held_bytes: dict[
-        str, dict[str, int]
-    ]  # moment -> kind -> model states, as a run's record has them
+    # Moment -> kind -> model states, as a run's record has them.
+    held_bytes: dict[str, dict[str, int]]
     traffic: Traffic  # of one step
     # The peaks of everything but messages and pools, which depend on the transport.
     peaks_without_transport: dict[str, Peak] = field(default_factory=dict[str, Peak])
@@ -166,7 +165,7 @@ def rehearse_rank(
     with (
         _others_told(),
         fake_world(rank, config.world_size, device) as world,
-        on_fake_tensors(config.model),
+        allow_fake_tensors(config.model),
         buckets_in_python(),
         mode,
         storages,

@@ -1,4 +1,4 @@
-"""What to change so that a point fits: a later stage, or more ranks. Each answer is planned before it is given."""
+"""A remedy makes a point fit: a later stage, or more ranks. Each remedy is planned before it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast one rank computes and its links carry: measured by `python -m zeroexp.calibrate`, or a prior from tables.
+"""A rank's speed and that of its links is measured by `python -m zeroexp.calibrate`, or is a prior from tables.
 
 A prior is labelled "not calibrated". Its numbers are torch's own tables of GPUs, times the shares below that large
 models usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not
@@ -47,7 +47,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """What one rank does in a second, and what a move costs."""
+    """A speed is what one rank does in a second, and what a move costs it."""
 
     label: str
     products_per_second: dict[str, float]  # dtype -> floating-point operations
@@ -66,13 +66,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one machine. Sizes are bytes, seconds are those of the slower rank."""
+    """A calibration is what was measured on one machine. Sizes are bytes, seconds are those of the slower rank."""
 
     machine: str
     torch: str
-    products: dict[
-        str, dict[str, float]
-    ]  # dtype -> rows of a square matrix -> operations per second
+    # Dtype -> rows of a square matrix -> operations per second.
+    products: dict[str, dict[str, float]]
     bytes_per_second: float
     optimizer_elements_per_second: float
     launch_seconds: float

@@ -60,12 +60,10 @@ class _Phase:
     """What happened in one phase, in order."""
 
     name: str
-    before: dict[
-        int, int
-    ]  # serial number -> bytes, of the storages that lived when the phase began
-    changes: list[tuple[int, int]] = field(
-        default_factory=list[tuple[int, int]]
-    )  # (serial, bytes now)
+    # Serial number -> bytes, of the storages that lived when the phase began.
+    before: dict[int, int]
+    # (serial, bytes now).
+    changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class Storages(TorchDispatchMode):

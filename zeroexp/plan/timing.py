@@ -44,7 +44,7 @@ VIEWS = frozenset(
 
 @dataclass
 class Seconds:
-    """Where the seconds of one phase go."""
+    """These seconds tell where the time of one phase goes."""
 
     compute: float = 0.0
     links: float = 0.0  # moves on their way, beside compute or not

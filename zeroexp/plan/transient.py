@@ -39,7 +39,7 @@ def transient_bytes(form: ShardedForm, phase: str, rank: int) -> dict[str, int]:
 
 
 def _numel(unit: UnitsOfOneShape) -> int:
-    return sum(chunk.numel for chunk in unit.unit.trainable)
+    return sum(chunk.unpadded_numel for chunk in unit.unit.trainable)
 
 
 def _in_flight(form: ShardedForm, unit: UnitsOfOneShape, rank: int) -> int:

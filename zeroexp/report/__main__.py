@@ -22,10 +22,10 @@ from zeroexp import output
 from zeroexp.config import ConfigError
 from zeroexp.report import exports, markdown
 from zeroexp.report.conclusions import Conclusions, conclude
-from zeroexp.report.moved import in_words, moved
+from zeroexp.report.moved import describe_moved, points_that_moved
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
-from zeroexp.report.table import show
+from zeroexp.report.table import print_table
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
@@ -70,7 +70,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _show_tables(folders: Sequence[Path]) -> None:
     for folder in folders:
         print(f"{folder}\n")
-        show([point.pooled for point in points_of(read_runs([folder])[0])])
+        print_table([point.pooled_summary for point in points_of(read_runs([folder])[0])])
         print()
 
 
@@ -79,7 +79,7 @@ def _moved(folders: Sequence[Path]) -> list[str]:
     if len(folders) != 2:
         return []
     before, after = (points_of(read_runs([folder])[0]) for folder in folders)
-    return in_words(*moved(before, after))
+    return describe_moved(*points_that_moved(before, after))
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ def _write(
     problems: Sequence[str],
     found: Conclusions,
 ) -> None:
-    pooled = [point.pooled for point in points]
+    pooled = [point.pooled_summary for point in points]
     if arguments.html:
         from zeroexp.report import page  # plotly and scipy take a second to import
 
@@ -101,7 +101,7 @@ def _write(
     if arguments.figure:
         from zeroexp.report import figure  # so does matplotlib
 
-        figure.save(pooled, arguments.figure)
+        figure.save_figure(pooled, arguments.figure)
     if arguments.write:
         markdown.replace_in(arguments.write, markdown.render(pooled))
     texts = {

@@ -73,7 +73,7 @@ class Verdict:
         return complaints
 
 
-def judge(
+def judge_losses(
     losses: Mapping[str, Sequence[float]], *, bound: float | None, must_fall: bool = False
 ) -> Verdict:
     """Judge `losses`, which maps each curve's name to one loss per step; the first curve is the reference.
@@ -84,7 +84,7 @@ def judge(
         raise ValueError("no loss curve to compare: no point of the sweep came to its end")
     reference = next(iter(losses))
     curves = [
-        Curve(name, *_largest_difference(curve, losses[reference]), falls=falls(curve))
+        Curve(name, *_largest_difference(curve, losses[reference]), falls=loss_falls(curve))
         for name, curve in losses.items()
     ]
     return Verdict(reference, curves, bound, must_fall)
@@ -94,7 +94,7 @@ def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
     """Say how far the curves lie from the first, at most."""
     if len(curves) < 2:
         return "One curve has nothing to be compared with."
-    verdict = judge(curves, bound=math.inf)
+    verdict = judge_losses(curves, bound=math.inf)
     worst = max(verdict.curves, key=lambda curve: curve.difference)
     if worst.difference == 0:
         return f"All {len(curves)} curves are equal to the last bit."
@@ -108,8 +108,8 @@ def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
     )
 
 
-def falls(losses: Sequence[float]) -> bool:
-    """Is the mean of the last quarter below that of the first? Single steps are too noisy to compare."""
+def loss_falls(losses: Sequence[float]) -> bool:
+    """Tell whether the mean of the last quarter is below that of the first; single steps are too noisy to compare."""
     quarter = max(1, len(losses) // 4)
     return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
 

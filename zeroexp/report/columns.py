@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary, Spread
-from zeroexp.report.settings import column_name, distinguishing_keys, shown
+from zeroexp.report.settings import column_name, distinguishing_keys, setting_text
 from zeroexp.tracking.run import Run
 
 MIB = 2**20
@@ -22,27 +22,31 @@ class Column:
     left: bool = False  # words are aligned left, numbers right
 
 
-def point_of(runs: Sequence[Run]) -> list[Column]:
+def point_columns(runs: Sequence[Run]) -> list[Column]:
     keys = distinguishing_keys(runs)
     return [
         Column("strategy", "", lambda run: run.strategy, left=True),
         Column("implementation", "", lambda run: run.implementation, left=True),
-        *[_setting(key, keys) for key in keys],
+        *[_setting_column(key, keys) for key in keys],
         Column("ranks", "", lambda run: str(run.world_size)),
     ]
 
 
-def traffic_of(runs: Sequence[Run]) -> list[list[Column]]:
+def traffic_columns(runs: Sequence[Run]) -> list[list[Column]]:
     """Return the traffic columns, each grouped with the column of its mean, if it has one."""
     return [
-        _bytes(runs, "sent/step", lambda s: s.sent_bytes_per_step),
-        *([_bytes(runs, "by TCP", lambda s: s.wire_bytes_per_step)] if shares_memory(runs) else []),
+        _bytes_columns(runs, "sent/step", lambda s: s.sent_bytes_per_step),
+        *(
+            [_bytes_columns(runs, "by TCP", lambda s: s.wire_bytes_per_step)]
+            if shares_memory(runs)
+            else []
+        ),
     ]
 
 
-def memory_of(runs: Sequence[Run]) -> list[list[Column]]:
+def memory_columns(runs: Sequence[Run]) -> list[list[Column]]:
     def kind(name: str, kind: str, *, rare: bool = False) -> list[Column]:
-        return _bytes(runs, name, lambda s: s.memory.by_kind[kind], rare=rare)
+        return _bytes_columns(runs, name, lambda s: s.memory.by_kind[kind], rare=rare)
 
     return [
         kind("params", "parameters"),
@@ -50,26 +54,26 @@ def memory_of(runs: Sequence[Run]) -> list[list[Column]]:
         kind("optimizer", "optimizer"),
         kind("master", "master", rare=True),
         kind("buffers", "buffers", rare=True),
-        _bytes(runs, "total", lambda s: s.memory.total, always_mean=True),
-        _bytes(runs, "peak", lambda s: s.memory.peak),
-        _bytes(runs, "build", lambda s: s.memory.build_peak, rare=True),
+        _bytes_columns(runs, "total", lambda s: s.memory.total, always_mean=True),
+        _bytes_columns(runs, "peak", lambda s: s.memory.peak),
+        _bytes_columns(runs, "build", lambda s: s.memory.build_peak, rare=True),
     ]
 
 
-def plan_of(runs: Sequence[Run]) -> list[Column]:
+def plan_column(runs: Sequence[Run]) -> list[Column]:
     """Return the column of the total that the closed forms say, unless no run has it."""
     if not any(run.summary and run.summary.plan for run in runs):
         return []
-    total = _number(lambda s: s.plan["total"] / MIB if s.plan else None, ",.1f")
+    total = _number_column(lambda s: s.plan["total"] / MIB if s.plan else None, ",.1f")
     return [Column("planned", "MiB", total)]
 
 
-def _setting(key: str, keys: Sequence[str]) -> Column:
+def _setting_column(key: str, keys: Sequence[str]) -> Column:
     name = column_name(key, keys)
-    return Column(name, "", lambda run: shown(run.config.get(key, ABSENT)), left=True)
+    return Column(name, "", lambda run: setting_text(run.config.get(key, ABSENT)), left=True)
 
 
-def _number(read: Callable[[RunSummary], float | None], form: str) -> Callable[[Run], str]:
+def _number_column(read: Callable[[RunSummary], float | None], form: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
         value = read(run.summary) if run.summary else None
         return ABSENT if value is None else format(value, form)
@@ -77,7 +81,7 @@ def _number(read: Callable[[RunSummary], float | None], form: str) -> Callable[[
     return text
 
 
-def _bytes(
+def _bytes_columns(
     runs: Sequence[Run],
     name: str,
     spread: Callable[[RunSummary], Spread | None],
@@ -92,7 +96,7 @@ def _bytes(
             ranks = spread(summary)
             return None if ranks is None else part(ranks) / MIB
 
-        return Column(name, "MiB", _number(mebibytes, ",.1f"))
+        return Column(name, "MiB", _number_column(mebibytes, ",.1f"))
 
     all_ranks = [ranks for run in runs if run.summary and (ranks := spread(run.summary))]
     if rare and not any(ranks.fullest for ranks in all_ranks):
@@ -103,24 +107,24 @@ def _bytes(
     return columns
 
 
-def losses_of(runs: Sequence[Run]) -> list[Column]:
+def loss_columns(runs: Sequence[Run]) -> list[Column]:
     """Return the column of the loss, and one of the validation loss if some run has one."""
     validated = any(run.summary and run.summary.validation_loss is not None for run in runs)
     return [LOSS, VALIDATION] if validated else [LOSS]
 
 
-def times_of(runs: Sequence[Run]) -> list[Column]:
+def time_columns(runs: Sequence[Run]) -> list[Column]:
     """Return the columns of time, with the utilisation where some run knows it."""
-    peaks = peaks_of(runs)
+    peaks = peak_flops_by_name(runs)
 
     def utilised(summary: RunSummary) -> float | None:
         rate, peak = summary.model_flops_per_second, peaks.get(_peak_name(summary))
         return 100 * rate / (peak * summary.world_size) if rate and peak else None
 
-    return [*TIMES, Column("MFU", "%", _number(utilised, ".1f"))] if peaks else TIMES
+    return [*TIMES, Column("MFU", "%", _number_column(utilised, ".1f"))] if peaks else TIMES
 
 
-def peaks_of(runs: Sequence[Run]) -> dict[str, float]:
+def peak_flops_by_name(runs: Sequence[Run]) -> dict[str, float]:
     """Return the peaks of a rank that runs know, operations per second by name.
 
     A peak that several runs measured is the largest of theirs: a busy machine only makes it smaller, and points are
@@ -134,9 +138,12 @@ def peaks_of(runs: Sequence[Run]) -> dict[str, float]:
     return peaks
 
 
-def peaks_in_words(runs: Sequence[Run]) -> str:
+def describe_peak_flops(runs: Sequence[Run]) -> str:
     """Say what utilisation is a share of; empty where no run knows it."""
-    told = [f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})" for name, peak in peaks_of(runs).items()]
+    told = [
+        f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})"
+        for name, peak in peak_flops_by_name(runs).items()
+    ]
     return (
         f"MFU: the operations that the model needs, as a share of {' or '.join(told)}."
         if told
@@ -158,17 +165,17 @@ def shares_memory(runs: Sequence[Run]) -> bool:
     return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
 
 
-def _status(run: Run) -> str:
+def _status_cell(run: Run) -> str:
     reason = (run.reason or "").strip()
     status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"
     return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
-LOSS = Column("loss", "last step", _number(lambda s: s.final_loss, ".4f"))
-VALIDATION = Column("validation", "loss", _number(lambda s: s.validation_loss, ".4f"))
+LOSS = Column("loss", "last step", _number_column(lambda s: s.final_loss, ".4f"))
+VALIDATION = Column("validation", "loss", _number_column(lambda s: s.validation_loss, ".4f"))
 TIMES = [
-    Column("step", "ms median", _number(lambda s: s.step_seconds_median * 1e3, ",.1f")),
-    Column("step", "ms p95", _number(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
-    Column("tokens/s", "all ranks", _number(lambda s: s.tokens_per_second, ",.0f")),
+    Column("step", "ms median", _number_column(lambda s: s.step_seconds_median * 1e3, ",.1f")),
+    Column("step", "ms p95", _number_column(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
+    Column("tokens/s", "all ranks", _number_column(lambda s: s.tokens_per_second, ",.0f")),
 ]
-STATUS = Column("status", "", _status, left=True)
+STATUS = Column("status", "", _status_cell, left=True)

@@ -1,4 +1,4 @@
-"""What a report concludes beside its tables: verdicts over runs, doubts, and claims that are broken. Pure."""
+"""A report concludes three things beside its tables: verdicts over runs, doubts, and broken claims. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroexp.report.differences import unequal
-from zeroexp.report.exact import varied
+from zeroexp.report.against_reference import Judged, judge_points
+from zeroexp.report.differences import lines_of_unequal_facts
+from zeroexp.report.exact import lines_of_varied_numbers
 from zeroexp.report.points import Point
-from zeroexp.report.spread import unsteady
-from zeroexp.report.verdicts import Judged, judged
+from zeroexp.report.spread import why_unsteady
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
 
@@ -34,7 +34,7 @@ class Conclusions:
             return [ONCE]
         width = max(len(one.point.name) for one in compared)
         lines = [
-            f"  {one.point.name:<{width}}  {one.comparison.words}"
+            f"  {one.point.name:<{width}}  {one.comparison.verdict_with_numbers}"
             for one in compared
             if one.comparison
         ]
@@ -46,16 +46,19 @@ class Conclusions:
 
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
-    chosen, every = judged(points, reference)
-    doubts = [*_worthless(points), *(one.impossible for one in every if one.impossible)]
-    broken = [line for point in points for line in varied(point)]
-    broken += [f"study.must_equal: {line}" for line in unequal(points, must_equal(points))]
+    chosen, every = judge_points(points, reference)
+    doubts = [*_scattering_times(points), *(one.impossible for one in every if one.impossible)]
+    broken = [line for point in points for line in lines_of_varied_numbers(point)]
+    broken += [
+        f"study.must_equal: {line}"
+        for line in lines_of_unequal_facts(points, facts_declared_equal(points))
+    ]
     return Conclusions(chosen, every, doubts, broken)
 
 
-def _worthless(points: Sequence[Point]) -> list[str]:
+def _scattering_times(points: Sequence[Point]) -> list[str]:
     """Return a line for each point whose time scatters too much; where these are many, one line for all."""
-    told = [(point.name, why) for point in points if (why := unsteady(point))]
+    told = [(point.name, why) for point in points if (why := why_unsteady(point))]
     if len(told) <= MOST_DOUBTS:
         return [f"The time of {name} is worth nothing: {why}." for name, why in told]
     timed = sum(point.step_seconds is not None for point in points)
@@ -63,7 +66,7 @@ def _worthless(points: Sequence[Point]) -> list[str]:
     return [f"The times of {who} are worth nothing. {told[0][0]}: {told[0][1]}."]
 
 
-def must_equal(points: Sequence[Point]) -> list[str]:
+def facts_declared_equal(points: Sequence[Point]) -> list[str]:
     """Return what the studies of these points want equal."""
     said = (point.run.config.get("study.must_equal", "[]") for point in points)
     return list(dict.fromkeys(word for words in said for word in json.loads(words)))

@@ -1,4 +1,4 @@
-"""What differs between the points of a report beside the thing that it compares. Pure.
+"""This file lists what differs between the points of a report beside the thing that it compares. Pure.
 
 A comparison is of strategies only where nothing else differs: precision, clipping, batch, versions, machine, load. All
 of that is in the run folders, so it is listed, and what a study declares in `study.must_equal` is made a claim.
@@ -24,7 +24,7 @@ ABSENT, DEFAULT = "not set", "its own default"
 QUIET = ("engine.engine", "engine.page_bytes", "cluster.name", "cluster.world_sizes")
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts_of_run(run: Run) -> dict[str, str]:
     """Return everything that may make a run's numbers differ from another's, by dotted key."""
     config = {
         k: DEFAULT if v == "null" else v for k, v in run.config.items() if not k.startswith(OUTSIDE)
@@ -50,24 +50,24 @@ def differences(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def unequal(points: Sequence[Point], must_equal: Iterable[str]) -> list[str]:
+def lines_of_unequal_facts(points: Sequence[Point], must_equal: Iterable[str]) -> list[str]:
     """Return one line for each fact that a study wants equal and that differs, also where it was swept."""
     wanted = tuple(must_equal)
     return [
-        f"{key} differs: {in_words(values)}"
+        f"{key} differs: {describe_values(values)}"
         for key, values in _differing(points).items()
         if any(_belongs(key, word) for word in wanted)
     ]
 
 
 def _differing(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]:
-    told = [(point.name, facts(run)) for point in points for run in point.done]
+    told = [(point.name, facts_of_run(run)) for point in points for run in point.finished_runs]
     keys = dict.fromkeys(key for _, known in told for key in known if key not in QUIET)
     found = {key: _by_value(key, told) for key in keys}
     return {key: values for key, values in found.items() if len(values) > 1}
 
 
-def in_words(values: Mapping[str, Sequence[str]]) -> str:
+def describe_values(values: Mapping[str, Sequence[str]]) -> str:
     """Say which points have which value; the value of most points comes first and names nobody."""
     most, *rest = sorted(values.items(), key=lambda item: -len(item[1]))
     said = [f"{value} in {', '.join(names)}" for value, names in rest]
@@ -90,7 +90,7 @@ def _by_value(key: str, told: Sequence[tuple[str, Mapping[str, str]]]) -> dict[s
 
 
 def _follows(key: str, compared: set[str]) -> bool:
-    """Does the key belong to a group whose choice is compared, as model.hf_config.n_layer to model.name?"""
+    """Tell whether the key belongs to a group whose choice is compared, as model.hf_config.n_layer to model.name."""
     return f"{key.partition('.')[0]}.name" in compared - set(COMPARED)
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 from zeroexp import config as configs
 from zeroexp.config import Config, ConfigError
-from zeroexp.measure.formats import KEY, NewerFormat, check
+from zeroexp.measure.formats import KEY, NewerFormat, refuse_newer_format
 from zeroexp.measure.hashes import SUMMED, Hash
 
 TORCH = (
     "torch"  # its engines average, so that a rank's own gradients are larger until they are reduced
 )
 
-Key = tuple[
-    int, int, str, str, int | None
-]  # step, microbatch, kind, tensor, rank (None: over all ranks)
+# Step, microbatch, kind, tensor, rank (None: over all ranks).
+Key = tuple[int, int, str, str, int | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def has_hashes(run: Path) -> bool:
     return (run / "hashes.0.jsonl").exists()
 
 
-def compare(first: Path, second: Path, bound: float) -> Comparison:
+def compare_hashes(first: Path, second: Path, bound: float) -> Comparison:
     """Compare two run folders that have hashes. Raises ConfigError where there is nothing to compare."""
     mine, theirs = _hashes(first), _hashes(second)
     config, other = configs.load(second / "config.yaml"), configs.load(first / "config.yaml")
@@ -93,7 +92,7 @@ def _rows(run: Path) -> Iterator[tuple[int, int, Hash]]:
         for index, line in enumerate(path.read_text().splitlines()):
             try:
                 row = json.loads(line)
-                check(row, path.name)
+                refuse_newer_format(row, path.name)
                 row.pop(KEY, None)
                 yield rank, index, Hash(**row)
             except NewerFormat as error:

@@ -13,10 +13,8 @@ from zeroexp.report.points import Point
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run
 
-INEXACT = (
-    "nccl",
-    "native",
-)  # transports whose sums, or whose GPU's, may change order from run to run
+# Sums of these transports, or of their GPU, may change order from run to run.
+INEXACT = ("nccl", "native")
 
 
 def exact_numbers(run: Run) -> dict[str, Any]:
@@ -30,20 +28,20 @@ def exact_numbers(run: Run) -> dict[str, Any]:
     return {"parameters": summary.num_parameters, **kinds, **sent, **calls}
 
 
-def varied(point: Point) -> list[str]:
+def lines_of_varied_numbers(point: Point) -> list[str]:
     """Return one line for each exact number that differs between the point's repeats."""
-    first, *others = point.done or [point.run]
+    first, *others = point.finished_runs or [point.run]
     lines: list[str] = []
     for other in others:
         lines += [
             f"{point.name}: {name} differ between {first.name} and {other.name}: {one} and {two}"
-            for name, one, two in changed(exact_numbers(first), exact_numbers(other))
+            for name, one, two in changed_numbers(exact_numbers(first), exact_numbers(other))
         ]
         lines += _losses(point, first, other)
     return lines
 
 
-def changed(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def changed_numbers(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (name, number, number) for each name whose numbers differ."""
     names = dict.fromkeys([*one, *two])
     return [

@@ -25,29 +25,32 @@ ROWS = ("parameters", "gradients", "optimizer", "master")
 
 def explanations(points: Sequence[Point]) -> list[tuple[str, list[str]]]:
     """Return (name, sentences) of each point that has anything to explain."""
-    told = [(point.name, [*_of_point(point), *_saves_less(point, points)]) for point in points]
+    told = [
+        (point.name, [*_explain_point(point), *_why_peak_falls_less(point, points)])
+        for point in points
+    ]
     return [(name, sentences) for name, sentences in told if sentences]
 
 
-def _of_point(point: Point) -> Iterator[str]:
+def _explain_point(point: Point) -> Iterator[str]:
     summary, form = point.summary, table_bytes(point.run)
     if summary is None or form is None:
         return
     held = at_moment(summary)
     for kind in ROWS:
         if _differ(held.get(kind, 0), form[kind]):
-            yield _kind(point.run, summary, kind, held.get(kind, 0), form[kind])
+            yield _explain_kind(point.run, summary, kind, held.get(kind, 0), form[kind])
     if held.get("buffers", 0) > TOLERANCE * sum(held.values()):
         share = held["buffers"] / sum(held.values())
         yield (
             f"Buffers hold {_mib(held['buffers'])} ({100 * share:.0f} %) that no table has: buckets of gradients, "
             "pools that gathered units lie in, and memory that ranks share."
         )
-    yield from _traffic(point.run, summary)
-    yield from _beside_plan(summary)
+    yield from _explain_traffic(point.run, summary)
+    yield from _explain_beside_plan(summary)
 
 
-def _beside_plan(summary: RunSummary) -> Iterator[str]:
+def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
     """Say where closed forms, which know all of the above, are wrong."""
     words = {"total": "holds", "sent": "sends"}
     for name, error in summary.plan_errors.items():
@@ -59,7 +62,7 @@ def _beside_plan(summary: RunSummary) -> Iterator[str]:
             )
 
 
-def _kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:
+def _explain_kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:
     """Say what the fullest rank holds of a kind beside the table, and how much of that is imbalance and padding."""
     ranks = summary.memory.by_kind[kind]
     name = KIND_NAMES[kind]
@@ -88,7 +91,7 @@ def _kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) ->
     return f"{head}{said[:1].upper()}{said[1:]}."
 
 
-def _traffic(run: Run, summary: RunSummary) -> Iterator[str]:
+def _explain_traffic(run: Run, summary: RunSummary) -> Iterator[str]:
     form, sent = table_traffic(run), by_kind(summary)
     if form is None or run.world_size == 1 or not sent:
         return
@@ -117,9 +120,9 @@ def _traffic(run: Run, summary: RunSummary) -> Iterator[str]:
     yield f"{head}By kind: {', '.join(parts) or 'each a little'}.{why}"
 
 
-def _saves_less(point: Point, points: Sequence[Point]) -> Iterator[str]:
+def _why_peak_falls_less(point: Point, points: Sequence[Point]) -> Iterator[str]:
     """Say why a stage's peak falls by less than its table, beside the same implementation's DDP."""
-    whole = next((p for p in points if p.summary and _is_whole(p.run, point.run)), None)
+    whole = next((p for p in points if p.summary and _is_ddp_of_same_point(p.run, point.run)), None)
     if whole is None or whole is point or not (point.summary and whole.summary):
         return
     mine, theirs = table_bytes(point.run), table_bytes(whole.run)
@@ -132,11 +135,11 @@ def _saves_less(point: Point, points: Sequence[Point]) -> Iterator[str]:
         return
     yield (
         f"Its peak is {reached:.2f} of that of {whole.name}, and the table says {promised:.2f}: of its "
-        f"{_mib(peaks[0].fullest)} {_rest(point.summary, sum(mine.values()))}"
+        f"{_mib(peaks[0].fullest)} {_peak_beyond_table(point.summary, sum(mine.values()))}"
     )
 
 
-def _rest(summary: RunSummary, table: float) -> str:
+def _peak_beyond_table(summary: RunSummary, table: float) -> str:
     """Say what makes the peak beside what the table has."""
     peak = summary.memory.peak
     assert peak is not None
@@ -152,7 +155,7 @@ def _rest(summary: RunSummary, table: float) -> str:
     return f"the most are {most}, in {traced.operator} of the {traced.phase} phase."
 
 
-def _is_whole(run: Run, other: Run) -> bool:
+def _is_ddp_of_same_point(run: Run, other: Run) -> bool:
     same = ("world_size", "model.name", "strategy.implementation", "precision.name")
     return run.strategy == "ddp" and all(run.config.get(k) == other.config.get(k) for k in same)
 

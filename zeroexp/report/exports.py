@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from zeroexp.report.against_reference import Judged
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.differences import differences
 from zeroexp.report.points import Point
-from zeroexp.report.spread import interval, unsteady
+from zeroexp.report.spread import step_time_interval, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
-from zeroexp.report.verdicts import Judged
 from zeroexp.tracking.json_files import dumps
 
 FORMAT = 1  # grows when a name of `row` changes its meaning or goes
@@ -35,9 +35,9 @@ LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 LATEX |= {"·": r"$\cdot$", "–": "--", "…": r"\ldots{}"}
 
 
-def row(point: Point) -> dict[str, Any]:
+def csv_row(point: Point) -> dict[str, Any]:
     """Return the numbers of one point; what is unknown is None. Bytes are the fullest rank's."""
-    run, summary = point.run, point.pooled.summary
+    run, summary = point.run, point.pooled_summary.summary
     told = {
         "point": point.name,
         "sweep": run.sweep,
@@ -50,7 +50,7 @@ def row(point: Point) -> dict[str, Any]:
     }
     if summary is None:
         return told
-    memory, known, form = summary.memory, interval(point), table_bytes(run)
+    memory, known, form = summary.memory, step_time_interval(point), table_bytes(run)
     sent, wire, traffic = (
         summary.sent_bytes_per_step,
         summary.wire_bytes_per_step,
@@ -71,7 +71,7 @@ def row(point: Point) -> dict[str, Any]:
         "peak_flops": summary.peak_flops_name or summary.peak_flops_source or None,
         "final_loss": summary.final_loss,
         "verdict": summary.verdict,
-        "unsteady": unsteady(point),
+        "unsteady": why_unsteady(point),
         **{f"{kind}_bytes": ranks.fullest for kind, ranks in memory.by_kind.items()},
         "total_bytes": memory.total.fullest,
         "total_bytes_mean": memory.total.mean,
@@ -92,7 +92,7 @@ def as_json(points: Sequence[Point], found: Conclusions, **more: Any) -> str:
         "doubts": found.doubts,
         "broken": found.broken,
     }
-    rows = [row(point) for point in points]
+    rows = [csv_row(point) for point in points]
     return dumps({"format": FORMAT, "points": rows, **concluded, **more}, indent=1)
 
 
@@ -103,7 +103,7 @@ def _comparison(one: Judged) -> dict[str, Any]:
 
 
 def as_csv(points: Sequence[Point]) -> str:
-    rows = [row(point) for point in points]
+    rows = [csv_row(point) for point in points]
     names = list(dict.fromkeys(name for one in rows for name in one))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -115,7 +115,7 @@ def as_csv(points: Sequence[Point]) -> str:
 def as_latex(points: Sequence[Point]) -> str:
     """Return a `tabular` with three rules of the booktabs package."""
     heads = ["point", *(head for head, *_ in PRINTED)]
-    lines = [[point.name, *_printed(row(point))] for point in points]
+    lines = [[point.name, *_latex_cells(csv_row(point))] for point in points]
     body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in [heads, *lines]]
     return "\n".join(
         [
@@ -126,7 +126,7 @@ def as_latex(points: Sequence[Point]) -> str:
     )
 
 
-def _printed(values: dict[str, Any]) -> list[str]:
+def _latex_cells(values: dict[str, Any]) -> list[str]:
     numbers = [(values.get(key), factor, digits) for _, key, factor, digits in PRINTED]
     return ["–" if n is None else f"{n * factor:,.{digits}f}" for n, factor, digits in numbers]
 

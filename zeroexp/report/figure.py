@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 
 from zeroexp.config import ConfigError
 from zeroexp.measure.record import KINDS
-from zeroexp.report.columns import MIB, Column, point_of
+from zeroexp.report.columns import MIB, Column, point_columns
 from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
-from zeroexp.report.points import words
+from zeroexp.report.points import column_text
 from zeroexp.tracking.run import Run
 
 # At this moment gradients are reduced and the optimizer has not run, so our stages differ most.
@@ -50,12 +50,12 @@ class Bar:
         return sum(self.bytes_by_kind.values())
 
 
-def save(runs: Sequence[Run], path: Path) -> None:
+def save_figure(runs: Sequence[Run], path: Path) -> None:
     """Write the picture of one sweep. Raises ConfigError if the runs allow no picture or the file cannot be written."""
     if path.suffix != ".svg":
         raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
     with rc_context(STYLE):
-        figure = draw(runs)
+        figure = draw_figure(runs)
         try:
             figure.savefig(path, metadata={"Date": None, "Creator": None})
         except OSError as error:
@@ -70,16 +70,16 @@ def bars(runs: Sequence[Run]) -> list[list[Bar]]:
     Raises ConfigError if there is none, or if a summary does not hold the memory at MOMENT.
     """
     done = _done(runs)
-    strategy, implementation, *settings = point_of(done)
+    strategy, implementation, *settings = point_columns(done)
     names = [strategy, implementation, *[c for c in settings if _differs(c, done)]]
     groups: dict[str, list[Bar]] = {}
     for run in done:
-        name = " · ".join(words(column, run) for column in names)
-        groups.setdefault(run.strategy, []).append(Bar(name, *_held(run)))
+        name = " · ".join(column_text(column, run) for column in names)
+        groups.setdefault(run.strategy, []).append(Bar(name, *_held_by_kind(run)))
     return list(groups.values())
 
 
-def draw(runs: Sequence[Run]) -> Figure:
+def draw_figure(runs: Sequence[Run]) -> Figure:
     """Draw horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
     groups = bars(runs)
     shown = [bar for group in groups for bar in group]
@@ -137,7 +137,7 @@ def _done(runs: Sequence[Run]) -> list[Run]:
     return done
 
 
-def _held(run: Run) -> tuple[dict[str, int], float | None]:
+def _held_by_kind(run: Run) -> tuple[dict[str, int], float | None]:
     assert run.summary is not None
     memory = run.summary.memory
     if MOMENT not in memory.fullest_at:

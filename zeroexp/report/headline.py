@@ -1,4 +1,4 @@
-"""What a sweep shows, in a few sentences that could head a page. Pure."""
+"""A few sentences that could head a page say what a sweep shows. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeroexp.report.agreement import judge, largest_distance
+from zeroexp.report.agreement import judge_losses, largest_distance
 from zeroexp.report.columns import MIB
 from zeroexp.report.points import Point
-from zeroexp.report.spread import unsteady
+from zeroexp.report.spread import why_unsteady
 
 
-def headline(points: Sequence[Point]) -> list[str]:
+def headline_sentences(points: Sequence[Point]) -> list[str]:
     """Say what ran, who holds least, who is fastest, whether all train alike, and which runs diverged."""
-    sentences = [_ran(points), _least_memory(points), _fastest(points), _alike(points)]
+    sentences = [
+        _what_ran(points),
+        _least_memory(points),
+        _fastest(points),
+        _loss_agreement(points),
+    ]
     return [*filter(None, sentences), *_doubts(points)]
 
 
@@ -27,7 +32,7 @@ class Card(NamedTuple):
     words: str  # which point it is, and how it compares
 
 
-def cards(points: Sequence[Point]) -> list[Card]:
+def headline_cards(points: Sequence[Point]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
     held = [(p.summary.memory.total.fullest, p) for p in points if p.summary]
     timed = _trusted(points)
@@ -56,7 +61,7 @@ def _least(label: str, numbers: Sequence[tuple[float, Point]], factor: float, un
 
 
 def _agreement(curves: dict[str, list[float]]) -> Card:
-    worst = max(judge(curves, bound=math.inf).curves, key=lambda curve: curve.difference)
+    worst = max(judge_losses(curves, bound=math.inf).curves, key=lambda curve: curve.difference)
     if worst.difference == 0:
         return Card("losses", "equal", f"all {len(curves)} curves, to the last bit")
     if math.isinf(worst.difference):
@@ -70,14 +75,14 @@ def _agreement(curves: dict[str, list[float]]) -> Card:
 
 def _trusted(points: Sequence[Point]) -> list[tuple[float, Point]]:
     """Return the points whose time is worth something, with it."""
-    return [(p.step_seconds, p) for p in points if p.step_seconds and not unsteady(p)]
+    return [(p.step_seconds, p) for p in points if p.step_seconds and not why_unsteady(p)]
 
 
 def _curves(points: Sequence[Point]) -> dict[str, list[float]]:
     return {point.name: [r.loss for r in point.records] for point in points if point.records}
 
 
-def _ran(points: Sequence[Point]) -> str:
+def _what_ran(points: Sequence[Point]) -> str:
     runs = [run for point in points for run in point.runs]
     models = dict.fromkeys(run.config["model.name"] for run in runs)
     sizes = sorted({run.world_size for run in runs})
@@ -111,14 +116,14 @@ def _fastest(points: Sequence[Point]) -> str:
         known = sum(point.step_seconds is not None for point in points)
         return "No point is called fastest, since times scatter too much." if known > 1 else ""
     (least, fast), (most, slow) = (end(timed, key=lambda pair: pair[0]) for end in (min, max))
-    once = "" if len(fast.done) > 1 else ", measured once"
+    once = "" if len(fast.finished_runs) > 1 else ", measured once"
     return (
         f"{fast.name} took the shortest step: {1e3 * least:,.1f} ms, {least / most:.2f} of that of {slow.name} "
         f"({1e3 * most:,.1f} ms){once}."
     )
 
 
-def _alike(points: Sequence[Point]) -> str:
+def _loss_agreement(points: Sequence[Point]) -> str:
     curves = _curves(points)
     return largest_distance(curves) if len(curves) > 1 else ""
 

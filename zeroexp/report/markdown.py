@@ -8,7 +8,15 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config import ConfigError
-from zeroexp.report.columns import STATUS, TIMES, Column, losses_of, memory_of, point_of, traffic_of
+from zeroexp.report.columns import (
+    STATUS,
+    TIMES,
+    Column,
+    loss_columns,
+    memory_columns,
+    point_columns,
+    traffic_columns,
+)
 from zeroexp.tracking.run import Run
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -18,13 +26,13 @@ STEP, _, TOKENS = TIMES
 
 def render(runs: Sequence[Run]) -> str:
     """Return the table with the fullest rank's bytes only; the terminal's table also has means and explanations."""
-    point = point_of(runs)
+    point = point_columns(runs)
     shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
     columns = [
         *(column for column in point if column not in shared),
-        *(parts[0] for parts in memory_of(runs) if parts),
-        *(parts[0] for parts in traffic_of(runs)),
-        *(STEP, TOKENS, *losses_of(runs)),
+        *(parts[0] for parts in memory_columns(runs) if parts),
+        *(parts[0] for parts in traffic_columns(runs)),
+        *(STEP, TOKENS, *loss_columns(runs)),
         *([STATUS] if any(run.status != "done" for run in runs) else []),
     ]
     sentence = " ".join([_circumstances(runs), _shared(shared, runs)])

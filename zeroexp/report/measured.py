@@ -18,7 +18,7 @@ def at_moment(summary: RunSummary) -> dict[str, float]:
     return {kind: ranks.fullest for kind, ranks in summary.memory.by_kind.items()}
 
 
-def forms(
+def closed_forms_beside(
     summaries: Sequence[RunSummary], planned: str, tables: Sequence[Mapping[str, int] | None]
 ) -> dict[str, list[float | None]]:
     """Return bytes to mark beside what was measured: the closed form of each run, else its stage's table.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroexp.report.compare import Comparison, Verdict, compare
-from zeroexp.report.exact import changed, exact_numbers, first_different_loss
+from zeroexp.report.exact import changed_numbers, exact_numbers, first_different_loss
 from zeroexp.report.points import OUTSIDE, Point
+from zeroexp.report.verdict import Comparison, Verdict, compare_step_times
 
 SHOWN = 3  # exact numbers of one point that are listed; the rest are counted
 
@@ -28,12 +28,14 @@ class Moved:
         return bool(self.exact) or verdict in (Verdict.FASTER, Verdict.SLOWER)
 
     def lines(self) -> list[str]:
-        time = self.comparison.words if self.comparison else "no time to compare"
+        time = self.comparison.verdict_with_numbers if self.comparison else "no time to compare"
         more = [f"and {len(self.exact) - SHOWN} more"] if len(self.exact) > SHOWN else []
         return [f"  {self.name}: step {time}", *(f"    {x}" for x in [*self.exact[:SHOWN], *more])]
 
 
-def moved(before: Sequence[Point], after: Sequence[Point]) -> tuple[list[Moved], list[str]]:
+def points_that_moved(
+    before: Sequence[Point], after: Sequence[Point]
+) -> tuple[list[Moved], list[str]]:
     """Return each matched point, and a line for each point that only one sweep has."""
     old = {_key(point): point for point in before}
     new = {_key(point): point for point in after}
@@ -44,7 +46,7 @@ def moved(before: Sequence[Point], after: Sequence[Point]) -> tuple[list[Moved],
     return pairs, alone
 
 
-def in_words(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
+def describe_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
     """Return the moved points first, then how many did not move, then what has no partner."""
     movers = [one for one in pairs if one.has_moved]
     still = [one for one in pairs if not one.has_moved]
@@ -55,16 +57,17 @@ def in_words(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
         else []
     )
     told = [
-        f"  {one.name}: {one.comparison.words if one.comparison else 'unknown'}" for one in still
+        f"  {one.name}: {one.comparison.verdict_with_numbers if one.comparison else 'unknown'}"
+        for one in still
     ]
     return [head, *(line for one in movers for line in one.lines()), *rest, *told, *alone]
 
 
 def _compared(old: Point, new: Point, number: int) -> Moved:
-    found = compare(new.seconds_by_round, old.seconds_by_round, num_comparisons=number)
+    found = compare_step_times(new.seconds_by_round, old.seconds_by_round, num_comparisons=number)
     exact = [
         f"{name}: {one} before, {two} after"
-        for name, one, two in changed(exact_numbers(old.run), exact_numbers(new.run))
+        for name, one, two in changed_numbers(exact_numbers(old.run), exact_numbers(new.run))
     ]
     curves = [[record.loss for record in point.records] for point in (old, new)]
     step = first_different_loss(*curves)

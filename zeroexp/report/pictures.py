@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     try:
-        for path in take(arguments.page, arguments.folder):
+        for path in take_pictures(arguments.page, arguments.folder):
             print(path)
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
@@ -47,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def take(page: Path, folder: Path) -> list[Path]:
+def take_pictures(page: Path, folder: Path) -> list[Path]:
     """Write the pictures and return their paths. Raises ConfigError without a browser, page or folder."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -58,10 +58,10 @@ def take(page: Path, folder: Path) -> list[Path]:
         )
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; name one that is there")
-    return [_take(browser, page, folder / name) for name in PICTURES]
+    return [_take_picture(browser, page, folder / name) for name in PICTURES]
 
 
-def _take(browser: str, page: Path, path: Path) -> Path:
+def _take_picture(browser: str, page: Path, path: Path) -> Path:
     (width, height), more = PICTURES[path.name]
     with tempfile.TemporaryDirectory() as profile:
         where = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]

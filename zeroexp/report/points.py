@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import median
 
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.report.columns import Column, point_of
+from zeroexp.report.columns import Column, point_columns
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run
 
@@ -31,7 +31,7 @@ class Point:
     @property
     def run(self) -> Run:
         """The first run that came to its end, else the first."""
-        return next(iter(self.done), self.runs[0])
+        return next(iter(self.finished_runs), self.runs[0])
 
     @property
     def summary(self) -> RunSummary | None:
@@ -39,14 +39,14 @@ class Point:
         return self.run.summary
 
     @property
-    def done(self) -> list[Run]:
+    def finished_runs(self) -> list[Run]:
         return [run for run in self.runs if run.summary]
 
     @property
-    def typical(self) -> Run:
+    def median_run(self) -> Run:
         """The run whose step time is the median of the repeats, or the one below it: its parts belong together."""
         ordered = sorted(
-            (run for run in self.done),
+            (run for run in self.finished_runs),
             key=lambda r: r.summary.step_seconds_median if r.summary else 0,
         )
         return ordered[(len(ordered) - 1) // 2] if ordered else self.run
@@ -72,12 +72,12 @@ class Point:
         return records_of(self.run)
 
     @cached_property
-    def pooled(self) -> Run:
+    def pooled_summary(self) -> Run:
         """`run` with the median of its repeats in every time, for tables that show one row per point.
 
         Its status is that of a repeat that did not come to its end, if there is one.
         """
-        summaries = [run.summary for run in self.done if run.summary]
+        summaries = [run.summary for run in self.finished_runs if run.summary]
         run = self._with_worst_status()
         if len(summaries) < 2:
             return run
@@ -116,7 +116,7 @@ def repeat_of(run: Run, index: int) -> int:
     return int(run.environment.get("repeat", index))
 
 
-def words(column: Column, run: Run) -> str:
+def column_text(column: Column, run: Run) -> str:
     """Return the column's value; a number gets the name of its setting in front."""
     value = column.value(run)
     plain = column.name in ("strategy", "implementation", "model")
@@ -132,9 +132,9 @@ def _identity(run: Run) -> tuple[str, ...]:
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """Name each run by what differs among them: zero3 · buffer · ranks 4; the sweep and a number come last."""
-    strategy, implementation, *settings = point_of(runs)
+    strategy, implementation, *settings = point_columns(runs)
     shown = [strategy, implementation, *[c for c in settings if _differs(c, runs)]]
-    names = [" · ".join(words(column, run) for column in shown) for run in runs]
+    names = [" · ".join(column_text(column, run) for column in shown) for run in runs]
     if len({run.sweep for run in runs}) > 1:
         names = [f"{name} · {run.sweep}" for name, run in zip(names, runs, strict=True)]
     seen: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from pathlib import Path
 from yaml import YAMLError
 
 from zeroexp.config import ConfigError
-from zeroexp.measure.formats import KEY, NewerFormat, check
+from zeroexp.measure.formats import KEY, NewerFormat, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.tracking.files import RECORDS, read_records
 from zeroexp.tracking.run import Run, read_run
@@ -56,7 +56,7 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
         except NewerFormat as error:
             problems.append(f"{config.parent}: left out, {error}")
         except UNREADABLE as error:
-            problems.append(_left_out(config.parent, error))
+            problems.append(_why_left_out(config.parent, error))
     return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name)), problems
 
 
@@ -67,7 +67,7 @@ def _newer_files(folder: Path) -> list[str]:
         with suppress(OSError), path.open(errors="replace") as file:
             found = FORMAT_AT.match(file.read(HEAD))
             try:
-                check({KEY: int(found[1]) if found else 1}, path.name)
+                refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
             except NewerFormat as error:
                 problems.append(f"{folder}: {error}")
     return problems
@@ -90,7 +90,7 @@ def _check_numbers(summary: RunSummary) -> None:
             raise ValueError(f"{kind} in summary.json has {len(ranks.per_rank)} ranks")
 
 
-def _left_out(folder: Path, error: Exception) -> str:
+def _why_left_out(folder: Path, error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or "empty"
     if isinstance(error, LookupError):
         said = f"{said} is missing"

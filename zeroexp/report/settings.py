@@ -36,7 +36,7 @@ def column_name(key: str, keys: Sequence[str]) -> str:
     return _short(key) if short.count(_short(key)) == 1 else key
 
 
-def shown(value: str) -> str:
+def setting_text(value: str) -> str:
     if "." in value or "e" in value:
         with contextlib.suppress(ValueError):
             return format(float(value), ".6g")

@@ -1,4 +1,4 @@
-"""How well a point's step time is known: the interval of its median, and whether its spread makes it worthless.
+"""This file tells how well a step time is known: the interval of its median, and whether its spread makes it worthless.
 
 With one run the interval is that of the median over its steps, from order statistics, which knows nothing of what
 differs from run to run. With three runs and more it is over runs.
@@ -24,18 +24,18 @@ class Interval:
     over: str  # runs | steps
 
 
-def interval(point: Point) -> Interval | None:
+def step_time_interval(point: Point) -> Interval | None:
     """Return the 95 % interval of the point's median step time in seconds; None if too little was measured."""
     seconds = sorted(point.seconds_by_round.values())
     if len(seconds) >= FEWEST_RUNS:
-        return _of_mean(seconds)
+        return _interval_of_mean(seconds)
     if len(seconds) == 1:
         steps = sorted(r.step_seconds for r in point.records if not r.warmup and not r.traced)
-        return _of_median(steps)
+        return _interval_of_median(steps)
     return None
 
 
-def unsteady(point: Point) -> str | None:
+def why_unsteady(point: Point) -> str | None:
     """Say in words why the point's time is worthless, or None."""
     seconds = list(point.seconds_by_round.values())
     if len(seconds) > 1 and max(seconds) > UNSTEADY * min(seconds):
@@ -52,14 +52,14 @@ def unsteady(point: Point) -> str | None:
     return None
 
 
-def _of_mean(seconds: Sequence[float]) -> Interval:
-    from zeroexp.report.compare import log_interval  # scipy takes a second to import
+def _interval_of_mean(seconds: Sequence[float]) -> Interval:
+    from zeroexp.report.verdict import log_interval  # scipy takes a second to import
 
     low, high = log_interval(seconds, 1 - LEVEL)
     return Interval(low, high, "runs")
 
 
-def _of_median(ordered: Sequence[float]) -> Interval | None:
+def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
     """Return the narrowest pair of order statistics, symmetric in rank, that holds the median with 95 %."""
     number = len(ordered)
     below = 0.0  # probability that fewer than `rank` of the values lie below the median

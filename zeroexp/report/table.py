@@ -14,14 +14,14 @@ from textwrap import wrap
 from zeroexp.report.columns import (
     STATUS,
     Column,
-    losses_of,
-    memory_of,
-    peaks_in_words,
-    plan_of,
-    point_of,
+    describe_peak_flops,
+    loss_columns,
+    memory_columns,
+    plan_column,
+    point_columns,
     shares_memory,
-    times_of,
-    traffic_of,
+    time_columns,
+    traffic_columns,
 )
 from zeroexp.tracking.run import Run
 
@@ -48,7 +48,7 @@ NOTES = {
 }
 
 
-def show(runs: Sequence[Run]) -> None:
+def print_table(runs: Sequence[Run]) -> None:
     """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
     print(render(runs, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
@@ -60,12 +60,12 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     is still too wide, it becomes two tables, time and traffic before memory. Where these do not fit either, only the
     columns of BRIEF are left that fit, and the rest is the page's.
     """
-    point, traffic = point_of(runs), traffic_of(runs)
-    memory = [*memory_of(runs), plan_of(runs)]
-    losses, times = losses_of(runs), times_of(runs)
+    point, traffic = point_columns(runs), traffic_columns(runs)
+    memory = [*memory_columns(runs), plan_column(runs)]
+    losses, times = loss_columns(runs), time_columns(runs)
     wide = [*point, *losses, *times, *_flat(memory), *_flat(traffic), STATUS]
     if width is None or _width(runs, wide) <= width:
-        return "\n".join([*_lines(runs, wide), *_foot(runs, WIDTH)])
+        return "\n".join([*_lines(runs, wide), *_footnotes(runs, WIDTH)])
     shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
     point = [column for column in point if column not in shared]
     parts = [losses, times[:2], times[2:], *traffic]
@@ -73,15 +73,15 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     two = [*point, *_flat(parts), STATUS], [*point, *_flat(memory)]
     caption = ["\n".join(_caption(shared, runs, width))] if shared else []
     tables = next((t for t in ([one], two) if _fit(runs, t, width)), None)
-    foot = _foot if tables else _brief_foot
+    foot = _footnotes if tables else _brief_foot
     tables = tables or [
-        _brief(runs, point, [column for column in one if column not in point], width)
+        _brief_table(runs, point, [column for column in one if column not in point], width)
     ]
     texts = ["\n".join(_lines(runs, columns)) for columns in tables]
     return "\n".join(["\n\n".join([*caption, *texts]), *foot(runs, width)])
 
 
-def _brief(
+def _brief_table(
     runs: Sequence[Run], point: Sequence[Column], others: Sequence[Column], width: int
 ) -> list[Column]:
     """Return the columns of a point and those of BRIEF that fit beside them, the first ones first."""
@@ -137,7 +137,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Colu
     return "  ".join(padded).rstrip()
 
 
-def _foot(runs: Sequence[Run], width: int) -> list[str]:
+def _footnotes(runs: Sequence[Run], width: int) -> list[str]:
     summaries = [run.summary for run in runs if run.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
     counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
@@ -148,7 +148,7 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         "total: the most of all kinds held at one moment, so it may be less than their sum.",
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
         "planned: the total that closed forms say of the same run (python -m zeroexp.plan)."
-        if plan_of(runs)
+        if plan_column(runs)
         else "",
         "build: the most allocated at once before the first step."
         if any(s.memory.build_peak for s in summaries)
@@ -157,7 +157,7 @@ def _foot(runs: Sequence[Run], width: int) -> list[str]:
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if shares_memory(runs)
         else "through the network.",
-        peaks_in_words(runs),
+        describe_peak_flops(runs),
         *_private_notes(runs),
         *_engine_notes(runs),
         *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],

@@ -66,7 +66,7 @@ def table_traffic(run: Run) -> dict[str, int] | None:
         return None
     compute, reduce = (number * _size(run, kind) for kind in ("compute", "reduce"))
     each_microbatch = _reduces_each_microbatch(run, stage)
-    times = accumulation(run)
+    times = num_microbatches(run)
     reduction = stage.reduce if stage.reduce is not Move.NOTHING else stage.hand_over
     resharded = not (run.implementation == "torch" and run.strategy == "zero2")
     sent = {
@@ -78,7 +78,7 @@ def table_traffic(run: Run) -> dict[str, int] | None:
     return {kind: num_bytes * (parts - 1) // parts for kind, num_bytes in sent.items() if num_bytes}
 
 
-def accumulation(run: Run) -> int:
+def num_microbatches(run: Run) -> int:
     """Return the number of microbatches in a step."""
     samples = int(run.config["data.global_batch_size"])
     return max(1, samples // (int(run.config["data.micro_batch_size"]) * run.world_size))

@@ -11,7 +11,7 @@ from zeroexp.comm.sizes import slot_bytes
 from zeroexp.sharding.chunk import FROZEN, Chunk
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import Group, specs_of
-from zeroexp.sharding.guard import watch
+from zeroexp.sharding.guard import guard_parameters
 from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.refusals.layouts import refuse_layout
@@ -52,7 +52,7 @@ def make_units(
 
 def _move_into(tensors: ChunkTensors, *, deferred: bool) -> None:
     """Copy what the parameters hold, if anything, to where it rests; whole ones become views of that memory."""
-    watch(tensors.parameters, [member.name for member in tensors.chunk.members])
+    guard_parameters(tensors.parameters, [member.name for member in tensors.chunk.members])
     if not deferred:
         for member, parameter in enumerate(tensors.parameters):
             tensors.write_parameter(member, _ranges_of(parameter))

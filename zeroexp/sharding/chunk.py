@@ -55,7 +55,7 @@ class Chunk:
     kind: str = ""
 
     @property
-    def numel(self) -> int:
+    def unpadded_numel(self) -> int:
         """Number of real elements, without padding."""
         return self.members[-1].stop
 
@@ -79,7 +79,7 @@ class Chunk:
     def real_section(self, rank: int) -> slice:
         """Return the elements of the chunk that `rank` owns, without padding."""
         start, stop = self.cuts[rank], self.cuts[rank + 1]
-        return slice(min(start, self.numel), min(stop, self.numel))
+        return slice(min(start, self.unpadded_numel), min(stop, self.unpadded_numel))
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Return, in order, the parts of members that `rank` owns; padding belongs to no span."""

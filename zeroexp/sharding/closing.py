@@ -22,7 +22,7 @@ class ClosingBackward:
         self._task: int | None = None  # autograd's task id of the closing backward
 
     @contextmanager
-    def of(self, loss: Tensor) -> Iterator[None]:
+    def of_loss(self, loss: Tensor) -> Iterator[None]:
         """Let the backward of `loss` that runs inside close units."""
         self.is_open = True
         # The hook on the loss runs before any other, so that the first task seen is the closing one.

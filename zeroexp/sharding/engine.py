@@ -91,7 +91,7 @@ class Sharded:
         agree_on_settings([*settings, describe_param_groups(module, param_groups)], self.wire)
         agree_on_weights(self.model, self.wire, values)
         self._buffers = Buffers(module, world)
-        self.wire.meet()
+        self.wire.connect()
         settled = settle_options(options, stage, self.wire.facts, world.size)
         self.settings = settled.as_record(options, stage, self.wire.facts)
         groups = group_parameters(module, blocks, options.unit)
@@ -163,7 +163,9 @@ class Sharded:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
-        sums = GradientNorm(self._trainable, handed, self._stage, self.wire, self._has_gradient())
+        sums = GradientNorm(
+            self._trainable, handed, self._stage, self.wire, self._gradient_presence()
+        )
         sums.expect_same_gathers()
         scale = None
         # Without clipping the sum of the norm may arrive during the update.
@@ -236,8 +238,8 @@ class Sharded:
             self._schedule.gathers.publish(unit)
         self.drain()
 
-    def _has_gradient(self) -> list[bool]:
-        return [present for unit in self.units for present in unit.has_gradient()]
+    def _gradient_presence(self) -> list[bool]:
+        return [present for unit in self.units for present in unit.gradient_presence()]
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
@@ -267,7 +269,7 @@ def _masters_in_groups(
     """Return the user's parameter groups, each parameter replaced by the masters that this rank holds of it."""
     masters: dict[nn.Parameter, list[nn.Parameter]] = {}
     for unit in units:
-        for parameter, master in unit.masters():
+        for parameter, master in unit.parameters_with_masters():
             masters.setdefault(parameter, []).append(master)
     groups = [
         {**group, "params": [m for p in group["params"] for m in masters.get(p, ())]}

@@ -28,8 +28,8 @@ class GatherOrder:
         self._lost = self.units[self._position] is not unit
         self._position += not self._lost
 
-    def after(self, depth: int) -> list[Unit]:
+    def units_after(self, depth: int) -> list[Unit]:
         return [] if self._lost else self.units[self._position : self._position + depth]
 
-    def first(self, depth: int) -> list[Unit]:
+    def first_units(self, depth: int) -> list[Unit]:
         return [] if self._lost else self.units[:depth]

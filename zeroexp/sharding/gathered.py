@@ -111,7 +111,7 @@ def _was_written(unit: Unit, rank: int) -> bool:
             if not _same_bytes(shown, tensors.piece[: len(shown)]):
                 return True
         elif tensors.master_flat is not None:
-            shown = torch.cat([_shown(tensors, span) for span in tensors.owned])
+            shown = torch.cat([_shown_span(tensors, span) for span in tensors.owned])
             if not _same_bytes(shown, tensors.master_flat.to(shown)):
                 return True
     return False
@@ -122,7 +122,7 @@ def _copy_shown_to_weights(unit: Unit, rank: int) -> None:
     for tensors in unit.chunks:
         for master, span in zip(tensors.masters, tensors.owned, strict=False):
             if tensors.master_flat is not None:
-                master.detach().view(-1).copy_(_shown(tensors, span))
+                master.detach().view(-1).copy_(_shown_span(tensors, span))
         if tensors.pinned is not None:
             shown = tensors.pinned[tensors.chunk.real_section(rank)]
             tensors.piece[: len(shown)].copy_(shown)
@@ -132,7 +132,7 @@ def _restore_moved(tensors: ChunkTensors) -> bool:
     """Copy values back from parameters that were given other memory (`.data = ...`); tell whether any was."""
     moved = False
     with unguarded():
-        views = tensors.views_of(_whole(tensors))
+        views = tensors.views_of(_whole_chunk(tensors))
         for parameter, view in zip(tensors.parameters, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())
@@ -141,13 +141,13 @@ def _restore_moved(tensors: ChunkTensors) -> bool:
     return moved
 
 
-def _shown(tensors: ChunkTensors, span: Span) -> Tensor:
+def _shown_span(tensors: ChunkTensors, span: Span) -> Tensor:
     """Return the elements of a span in the memory that the parameters show."""
     start = tensors.chunk.members[span.member].start + span.start
-    return _whole(tensors)[start : start + span.numel]
+    return _whole_chunk(tensors)[start : start + span.numel]
 
 
-def _whole(tensors: ChunkTensors) -> Tensor:
+def _whole_chunk(tensors: ChunkTensors) -> Tensor:
     whole = tensors.pinned if tensors.pinned is not None else tensors.full
     assert whole is not None
     return whole

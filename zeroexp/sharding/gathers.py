@@ -21,11 +21,10 @@ NO_TASK = -1  # autograd's task id where no backward runs
 
 @dataclass(frozen=True)
 class Eviction:
-    """What the schedule does for a unit whose memory another unit uses."""
+    """An eviction tells what the schedule does for a unit whose memory another unit uses."""
 
-    release: Callable[
-        [Unit], bool
-    ]  # free the tenant if backward has passed it; tell whether it was
+    # Free the tenant if backward has passed it; tell whether it was.
+    release: Callable[[Unit], bool]
     give_own_memory: Callable[[Unit], None]
 
 

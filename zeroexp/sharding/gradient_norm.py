@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.collectives import Collectives, terms_of, were_equal
+from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
 from zeroexp.sharding.placement import Move, Placement, Stage
 from zeroexp.sharding.unit import MasterGradient
 
@@ -44,7 +44,7 @@ class GradientNorm:
         self._is_fake = wire.world.is_fake
         issued = wire.issued_checksum if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
-        checks = [] if issued is None else terms_of(issued)
+        checks = [] if issued is None else checksum_terms(issued)
         self._contributed = [0.0, *has_gradient, *checks]
         self._sums = torch.tensor(self._contributed, dtype=torch.float64).to(wire.world.device)
         # Where every rank holds whole gradients, only rank 0 contributes their squares.
@@ -68,7 +68,7 @@ class GradientNorm:
         """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
         if not self._compares:
             return
-        if not were_equal(self._summed_values()[-len(terms_of(0)) :]):
+        if not checksums_were_equal(self._summed_values()[-len(checksum_terms(0)) :]):
             raise RuntimeError(
                 "the ranks do not do the same: at some time they used their blocks in different orders, so that "
                 "they computed with the weights of other blocks; run the same blocks in one order on every rank, "

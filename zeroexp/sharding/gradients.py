@@ -97,8 +97,8 @@ class Gradients:
                 parameter.grad = None
 
     def _accumulates(self, part: Slice) -> bool:
-        accumulates = self._num_reduced >= self._chunk.numel
-        self._num_reduced += part.chunk.numel
+        accumulates = self._num_reduced >= self._chunk.unpadded_numel
+        self._num_reduced += part.chunk.unpadded_numel
         return accumulates
 
     def _gradients_in(self, part: Slice) -> list[Tensor]:

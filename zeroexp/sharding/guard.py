@@ -97,7 +97,7 @@ class GuardedParameter(nn.Parameter):
         return copy
 
 
-def watch(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+def guard_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
     """Prepare parameters, whose values must be there now, for the calls below."""
     for parameter, name in zip(parameters, names, strict=True):
         parameter.zeroexp_guard = Guard(name, parameter.shape, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
@@ -108,7 +108,7 @@ def is_guarded(parameter: nn.Parameter) -> bool:
     return vars(parameter).get("zeroexp_guard") is not None
 
 
-def show(parameter: nn.Parameter, values: Tensor) -> None:
+def show_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Show the values of the parameter, which lie in `values`, a tensor of its shape."""
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain
@@ -117,7 +117,7 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     _set_class(parameter, guard)
 
 
-def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
+def hide_values(parameter: nn.Parameter, nothing: Tensor) -> None:
     """Free the parameter: it shows `nothing`, which has no elements. The version counter does not advance."""
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain

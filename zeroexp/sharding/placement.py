@@ -43,7 +43,7 @@ _MOVES = {
 }
 
 
-def move(now: Placement, needed: Placement) -> Move:
+def move_between(now: Placement, needed: Placement) -> Move:
     """Return the move from `now` to `needed`; ValueError if none exists, since no value becomes partial again."""
     if now is needed:
         return Move.NOTHING
@@ -87,19 +87,19 @@ class Stage:
 
     @property
     def gather(self) -> Move:
-        return move(self.parameters, Placement.REPLICATE)
+        return move_between(self.parameters, Placement.REPLICATE)
 
     @property
     def reduce(self) -> Move:
-        return move(Placement.PARTIAL, self.gradients)
+        return move_between(Placement.PARTIAL, self.gradients)
 
     @property
     def hand_over(self) -> Move:
-        return move(self.gradients, self.optimizer)
+        return move_between(self.gradients, self.optimizer)
 
     @property
     def publish(self) -> Move:
-        return move(self.optimizer, self.parameters)
+        return move_between(self.optimizer, self.parameters)
 
 
 def is_stage(value: object) -> bool:

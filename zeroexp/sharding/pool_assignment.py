@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.pools import Pool, Private
+from zeroexp.sharding.pools import Pool, PrivateStore
 from zeroexp.sharding.unit import Unit
 
 
@@ -33,7 +33,7 @@ def assign_memory(
         for unit in tenants:
             unit.use_store(pools[-1])
     for unit in alone:
-        unit.use_store(Private(unit.full_bytes, wire.world.device))
+        unit.use_store(PrivateStore(unit.full_bytes, wire.world.device))
     return pools
 
 

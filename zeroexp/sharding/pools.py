@@ -55,7 +55,7 @@ class Pool:
             self.valid_for = None
 
 
-class Private:
+class PrivateStore:
     """A private store belongs to one unit and returns its memory to the allocator while its values are not kept.
 
     The storage is resized, never replaced: tensors that autograd saved keep pointing at it.

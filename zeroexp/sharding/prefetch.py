@@ -28,7 +28,7 @@ class Prefetch(Gathers):
     def make_ready(self, unit: Unit) -> None:
         if unit in self.sharded and unit not in self.in_use:
             super().make_ready(unit)
-            for ahead in self.order.after(self.depth):
+            for ahead in self.order.units_after(self.depth):
                 if ahead.can_gather:
                     self._gather(ahead)
         self._wait_gathered(unit)
@@ -38,7 +38,7 @@ class Prefetch(Gathers):
         super().publish(unit)
         if unit in self._arriving:
             unit.await_on_use(partial(self._wait_gathered, unit))
-        elif self.depth and unit in self.sharded and unit in self.order.first(1 + self.depth):
+        elif self.depth and unit in self.sharded and unit in self.order.first_units(1 + self.depth):
             self._gather(unit)  # the next step begins with it
 
     def await_published(self) -> None:

@@ -32,7 +32,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.closing import ClosingBackward
 from zeroexp.sharding.gathers import NO_TASK, Eviction, Gathers, current_task
 from zeroexp.sharding.options import Options, SettledOptions
-from zeroexp.sharding.pools import Private
+from zeroexp.sharding.pools import PrivateStore
 from zeroexp.sharding.prefetch import Prefetch
 from zeroexp.sharding.reductions import Reductions
 from zeroexp.sharding.refusals.calls import Calls
@@ -135,7 +135,7 @@ class Schedule:
     def closing_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Let the backward of `loss` that runs inside close units, see closing.py."""
         self.calls.expect_microbatch("backward", ": run forward and backward inside it")
-        return self._closing.of(loss)
+        return self._closing.of_loss(loss)
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
@@ -154,9 +154,8 @@ class Schedule:
                 else:
                     self._after_backward(other)
             elif use.in_backward and use.began > ended:
-                self._after_backward(
-                    other
-                )  # it was used twice: backward of the earlier use comes later
+                # It was used twice: backward of the earlier use comes later.
+                self._after_backward(other)
         if closes and not unit.is_root:
             self._let_root_go()
         if not self._uses[unit].closed:
@@ -264,6 +263,6 @@ class Schedule:
 
     def _give_own_memory(self, unit: Unit) -> None:
         with self._views.recount_after_move(unit):
-            unit.use_store(Private(unit.full_bytes, self._device))
+            unit.use_store(PrivateStore(unit.full_bytes, self._device))
         self.saved.find_memory()
         self.num_private += 1

@@ -64,7 +64,7 @@ class ChunkTensors:
         self.empty = self.piece.new_empty(0)
 
     @property
-    def trainable(self) -> bool:
+    def is_trainable(self) -> bool:
         """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
         return self.chunk.kind != FROZEN
 
@@ -84,11 +84,11 @@ class ChunkTensors:
         """Point the parameters at the memory that holds their values, or at no memory where they are not there."""
         if self.pinned is None and not there:
             for parameter in self.parameters:
-                guard.hide(parameter, self.empty)
+                guard.hide_values(parameter, self.empty)
             return
         views = self.views if self.pinned is None else self.views_of(self.pinned)
         for parameter, view in zip(self.parameters, views, strict=True):
-            guard.show(parameter, view)
+            guard.show_values(parameter, view)
 
     def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield each owned span with the compute-dtype memory of its elements, flat."""
@@ -96,7 +96,9 @@ class ChunkTensors:
 
     def weights(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield each owned span with its weights: the master, or what rests here of a frozen parameter."""
-        return zip(self.owned, self.masters, strict=True) if self.trainable else self.own_elements()
+        return (
+            zip(self.owned, self.masters, strict=True) if self.is_trainable else self.own_elements()
+        )
 
     def cast_masters(self) -> None:
         """Copy masters of another dtype into the parameters they stand for."""
@@ -142,7 +144,7 @@ def allocate(
     else:
         owned_memory, owned = full, chunk.whole()
     tensors = ChunkTensors(chunk, parameters, shapes, piece, owned_memory, owned, full=full)
-    if tensors.trainable:
+    if tensors.is_trainable:
         _make_masters(tensors, dtypes)
     return tensors
 

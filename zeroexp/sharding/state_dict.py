@@ -18,7 +18,13 @@ from zeroexp.sharding.state import ChunkTensors
 from zeroexp.sharding.unit import Unit
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.strategies.buffers import Buffers
-from zeroexp.strategies.canonical import WEIGHT, SavedMoments, empty_moment, fill, moments_of
+from zeroexp.strategies.canonical import (
+    WEIGHT,
+    SavedMoments,
+    empty_moment,
+    fill_from_canonical,
+    moments_of,
+)
 from zeroexp.strategies.python_values import PythonValues, own_values
 from zeroexp.world import World
 
@@ -80,8 +86,10 @@ def load_canonical(
     for tensors in _chunks(units):
         for span, weight in tensors.weights():
             name = tensors.chunk.members[span.member].name
-            fill(weight.detach().view(-1), state[name][WEIGHT], start=span.start, name=name)
-            if not tensors.trainable:
+            fill_from_canonical(
+                weight.detach().view(-1), state[name][WEIGHT], start=span.start, name=name
+            )
+            if not tensors.is_trainable:
                 continue
             own = optimizer.state[weight]
             own.clear()
@@ -89,7 +97,9 @@ def load_canonical(
             for key, saved in saved_moments.of(name):
                 own[key] = empty_moment(saved, weight)
                 start = span.start if saved.of_elements else 0
-                fill(own[key].view(-1), saved.canonical, start=start, name=f"{name}.{key}")
+                fill_from_canonical(
+                    own[key].view(-1), saved.canonical, start=start, name=f"{name}.{key}"
+                )
 
 
 def _chunks(units: Sequence[Unit]) -> Iterator[ChunkTensors]:
@@ -97,7 +107,7 @@ def _chunks(units: Sequence[Unit]) -> Iterator[ChunkTensors]:
 
 
 def _rests_sharded(tensors: ChunkTensors, stage: Stage) -> bool:
-    rests = stage.optimizer if tensors.trainable else stage.parameters
+    rests = stage.optimizer if tensors.is_trainable else stage.parameters
     return rests is Placement.SHARD
 
 

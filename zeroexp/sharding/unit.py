@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from zeroexp.comm.base import GatherPart, Pending, Pieces
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.gather_memory import bytes_side_by_side
-from zeroexp.measure.verbs import named
+from zeroexp.measure.verbs import timed_as_verb
 from zeroexp.sharding import guard
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.gradients import Gradients
 from zeroexp.sharding.placement import Move, Stage
-from zeroexp.sharding.pools import Private, Store
+from zeroexp.sharding.pools import PrivateStore, Store
 from zeroexp.sharding.state import MAY_BECOME, ChunkTensors, Residence
 
 
@@ -54,7 +54,7 @@ class Unit:
         self.residence = Residence.READY
         self.store: Store | None = None  # memory of the full parameters, where they rest sharded
         self.generation = 0  # number of optimizer steps that the weights have taken
-        self.trainable = [tensors for tensors in chunks if tensors.trainable]
+        self.trainable = [tensors for tensors in chunks if tensors.is_trainable]
         self._stage = stage
         self._wire = wire
         self._offer: int | None = None
@@ -103,7 +103,7 @@ class Unit:
 
         The parameters keep their shapes, with which autograd compares those of gradients. `show` ends this.
         """
-        assert isinstance(self.store, Private)
+        assert isinstance(self.store, PrivateStore)
         self._become(Residence.FREED)
         self.store.release(forget=True)
         self.await_on_use(gather_again)
@@ -121,12 +121,12 @@ class Unit:
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
-    @named("hand_over")
+    @timed_as_verb("hand_over")
     def reduce_to_owner(self, bucket: Bucket) -> Pending | None:
         """Start the part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
         return self._reduce(self._stage.hand_over, bucket)
 
-    @named("hand_over")
+    @timed_as_verb("hand_over")
     def hand_over(self) -> list[MasterGradient]:
         """Carry out G -> O: return each master weight with its gradient, which has the master's dtype and device."""
         handed: list[MasterGradient] = []
@@ -139,7 +139,7 @@ class Unit:
 
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
 
-    @named("publish")
+    @timed_as_verb("publish")
     def publish(self) -> Pending | None:
         """Start O -> P: masters become parameters everywhere. Returns None if no rank needs another rank's masters."""
         self.generation += 1
@@ -184,7 +184,7 @@ class Unit:
 
     @property
     def has_private_store(self) -> bool:
-        return isinstance(self.store, Private)
+        return isinstance(self.store, PrivateStore)
 
     @property
     def has_frozen(self) -> bool:
@@ -204,7 +204,7 @@ class Unit:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for tensors in self.trainable for parameter in tensors.parameters]
 
-    def masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    def parameters_with_masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return each parameter with the master weights that this rank updates of it."""
         return [
             (tensors.parameters[span.member], master)
@@ -225,7 +225,7 @@ class Unit:
             for each in part.ranges
         }
 
-    def has_gradient(self) -> list[bool]:
+    def gradient_presence(self) -> list[bool]:
         """Tell for each trainable parameter whether this rank's backward gave it a gradient since `zero_grad`."""
         return [present for gradients in self._gradients for present in gradients.present]
 
@@ -238,7 +238,7 @@ class Unit:
             "parameters": at_rest,
             "gradients": [held for each in self._gradients for held in each.held],
             "master": [t.master_flat for t in self.chunks if t.master_flat is not None],
-            "buffers": [self.store.memory] if isinstance(self.store, Private) else [],
+            "buffers": [self.store.memory] if isinstance(self.store, PrivateStore) else [],
         }
 
     # -- where it lies ---------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Unit:
     def gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
         """Return parts for all chunks, or for the trainable ones."""
         pairs = zip(self.chunks, self._parts, strict=True)
-        return [part for tensors, part in pairs if tensors.trainable or not trainable]
+        return [part for tensors, part in pairs if tensors.is_trainable or not trainable]
 
     def gather_into(self, parts: Sequence[GatherPart]) -> None:
         """Gather the full parameters into other memory and wait for them; the unit stays as it is."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeroexp import world as worlds
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor
-from zeroexp.strategies.canonical import BUFFER, fill, whole
+from zeroexp.strategies.canonical import BUFFER, canonical_whole, fill_from_canonical
 from zeroexp.world import World
 
 NUM_COMPARED = 2  # number of first steps in which values are compared as well
@@ -121,7 +121,7 @@ class Buffers:
             if buffer.seen.layout is not torch.strided:
                 told = f"buffer {buffer.name} is sparse, which no state carries"
                 raise ValueError(f"{told}: register it with persistent=False")
-            told = whole(buffer.seen)
+            told = canonical_whole(buffer.seen)
             if self._world.rank != 0:
                 told = CanonicalTensor(told.shape, told.dtype, [])
             state[buffer.name] = {BUFFER: told}
@@ -156,7 +156,7 @@ class Buffers:
             if buffer.persistent and BUFFER in state.get(buffer.name, {}):
                 canonical = state[buffer.name][BUFFER]
                 flat = torch.empty(buffer.seen.numel(), dtype=canonical.dtype)
-                fill(flat, canonical, name=buffer.name)
+                fill_from_canonical(flat, canonical, name=buffer.name)
                 _write(buffer, flat)
         for buffer in self._buffers:
             self._note(buffer)

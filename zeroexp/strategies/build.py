@@ -41,7 +41,9 @@ def with_members(name: str, made: Strategy) -> Strategy:
     return made
 
 
-def by_torch(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+def build_torch_strategy(
+    config: Config, model: BuiltModel, world: World, common: dict[str, Any]
+) -> Strategy:
     """Build DistributedDataParallel, with ZeroRedundancyOptimizer for zero1, or FSDP2."""
     make = _ddp if config.strategy.name in ("ddp", "zero1") else _fsdp2
     return make(config, model, world, common)
@@ -107,7 +109,9 @@ def dtypes_of(strategy: StrategyConfig) -> Dtypes:
 def options_of(strategy: StrategyConfig) -> Options:
     """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
     if strategy.bucket_mb == AUTO:
-        raise ValueError("strategy.bucket_mb=auto: measure it first, with zeroexp.links.settle")
+        raise ValueError(
+            "strategy.bucket_mb=auto: measure it first, with zeroexp.links.settle_bucket_size"
+        )
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
     words["family"] = strategy.implementation
     return Options(**{word: value for word, value in words.items() if value is not None})

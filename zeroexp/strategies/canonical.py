@@ -20,20 +20,22 @@ WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
 NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
 
 
-def whole(tensor: Tensor) -> CanonicalTensor:
+def canonical_whole(tensor: Tensor) -> CanonicalTensor:
     """Return the canonical form of a tensor that only this rank contributes."""
     pieces = [Piece(0, _flat(tensor))] if tensor.numel() else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
-def replicated(tensor: Tensor, world: World) -> CanonicalTensor:
+def canonical_replicated(tensor: Tensor, world: World) -> CanonicalTensor:
     """Return this rank's even share of a replicated tensor; the shares of all ranks cover the tensor exactly once."""
     start, stop = (tensor.numel() * r // world.size for r in (world.rank, world.rank + 1))
     pieces = [Piece(start, _flat(tensor)[start:stop])] if stop > start else []
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
-def fill(flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str = "") -> None:
+def fill_from_canonical(
+    flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str = ""
+) -> None:
     """Write elements start, start + 1, ... of the canonical tensor into the one-dimensional `flat`.
 
     Pieces may overlap. Raises ValueError if they do not cover all elements of `flat`.

@@ -263,7 +263,7 @@ def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _keeps_matrices(optimizer: Optimizer) -> bool:
-    """Is there state that is neither shaped like its parameter nor a number: rows, columns or factors of a matrix?"""
+    """Tell whether a state is neither shaped like its parameter nor a number: rows, columns or factors of a matrix."""
     return any(
         tensor.numel() > 1 and tensor.shape != parameter.shape
         for parameter, state in optimizer.state.items()

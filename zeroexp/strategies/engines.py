@@ -46,7 +46,7 @@ ENGINES = Registry(
     "zeroexp.strategies",
     {
         "torch": Engine(
-            build=Later("zeroexp.strategies.build:by_torch"),
+            build=Later("zeroexp.strategies.build:build_torch_strategy"),
             stages=("ddp", "zero1", "zero2", "zero3"),
             keys=("unit", "gradient_as_bucket_view"),
             mixes_dtypes=True,

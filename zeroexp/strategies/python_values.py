@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
-from zeroexp.strategies.canonical import PYTHON, fill
+from zeroexp.strategies.canonical import PYTHON, fill_from_canonical
 
 Values = dict[str, Any]
 
@@ -42,11 +42,11 @@ class PythonValues:
         self._optimizer, self._mirrors = optimizer, mirrors
         self._names = [list(group) for group in names]
         self._group_of = {name: i for i, group in enumerate(names) for name in group}
-        self._at_first = self._look()
+        self._at_first = self._current_values()
         self._before = self._at_first
         self._counted: list[set[str]] = [set() for _ in names]
-        optimizer.register_step_pre_hook(lambda *_: self._begin())
-        optimizer.register_step_post_hook(lambda *_: self._compare())
+        optimizer.register_step_pre_hook(lambda *_: self._note_values_before())
+        optimizer.register_step_post_hook(lambda *_: self._note_changed_keys())
 
     def of(self, name: str, parameter: Tensor) -> dict[str, CanonicalTensor]:
         """Return the entry to add to this parameter's state; it is empty if there are no values."""
@@ -60,7 +60,7 @@ class PythonValues:
         for key, value in [pair for each in values.values() for pair in each.items()]:
             if not isinstance(value, (int, float, str, type(None))):
                 raise ValueError(self._unknown(key, f"of {name}", value))
-        return {PYTHON: _written(values)} if any(values.values()) else {}
+        return {PYTHON: _values_as_state(values)} if any(values.values()) else {}
 
     def load(self, state: CanonicalState) -> None:
         """Set the groups' numbers. The caller loads a parameter's own values with `own_values`.
@@ -77,7 +77,9 @@ class PythonValues:
 
     def _saved_numbers(self, state: CanonicalState, names: Sequence[str]) -> Values:
         told = [
-            _read(state[name], name)["group"] for name in names if PYTHON in state.get(name, {})
+            _values_from_state(state[name], name)["group"]
+            for name in names
+            if PYTHON in state.get(name, {})
         ]
         for other in told[1:]:
             if other != told[0]:
@@ -94,14 +96,16 @@ class PythonValues:
         group = self._optimizer.param_groups[i]
         return {key: group[key] for key in sorted(self._counted[i])}
 
-    def _look(self) -> list[Values]:
+    def _current_values(self) -> list[Values]:
         return [_options(group) for group in self._optimizer.param_groups]
 
-    def _begin(self) -> None:
-        self._before = self._look()
+    def _note_values_before(self) -> None:
+        self._before = self._current_values()
 
-    def _compare(self) -> None:
-        for counted, before, now in zip(self._counted, self._before, self._look(), strict=True):
+    def _note_changed_keys(self) -> None:
+        for counted, before, now in zip(
+            self._counted, self._before, self._current_values(), strict=True
+        ):
             counted |= {key for key in now if key not in before or _differ(before[key], now[key])}
 
     def _unknown(self, key: object, where: str, value: object = None) -> str:
@@ -112,22 +116,22 @@ class PythonValues:
 
 def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:
     """Return the non-tensor values that the optimizer kept for this parameter."""
-    return _read(entry, name)["state"] if PYTHON in entry else {}
+    return _values_from_state(entry, name)["state"] if PYTHON in entry else {}
 
 
 def python_values_of(state: Mapping[str, Any]) -> Values:
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
-def _written(values: Mapping[str, Values]) -> CanonicalTensor:
+def _values_as_state(values: Mapping[str, Values]) -> CanonicalTensor:
     content = bytearray(json.dumps(values).encode())
     flat = torch.frombuffer(content, dtype=torch.uint8)
     return CanonicalTensor((len(content),), torch.uint8, [Piece(0, flat)])
 
 
-def _read(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
+def _values_from_state(entry: Mapping[str, CanonicalTensor], name: str) -> dict[str, Values]:
     flat = torch.empty(entry[PYTHON].shape, dtype=torch.uint8)
-    fill(flat, entry[PYTHON], name=f"{name}.{PYTHON}")
+    fill_from_canonical(flat, entry[PYTHON], name=f"{name}.{PYTHON}")
     return json.loads(bytes(flat.tolist()))
 
 

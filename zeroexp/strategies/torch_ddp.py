@@ -27,11 +27,11 @@ from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import (
     WEIGHT,
     SavedMoments,
+    canonical_replicated,
+    canonical_whole,
     empty_moment,
-    fill,
+    fill_from_canonical,
     moments_of,
-    replicated,
-    whole,
 )
 from zeroexp.strategies.elementwise import refuse_unless_elementwise
 from zeroexp.strategies.python_values import PythonValues, own_values
@@ -137,9 +137,9 @@ class TorchDDP:
         own = self._own_parameters()
         state: CanonicalState = self._buffers.canonical()
         for name, parameter in self._named.items():
-            state[name] = {WEIGHT: replicated(parameter, self._world)}
+            state[name] = {WEIGHT: canonical_replicated(parameter, self._world)}
             for key, moment in moments_of(self._inner.state.get(parameter, {})).items():
-                contributed = whole if self._shards_optimizer else self._share
+                contributed = canonical_whole if self._shards_optimizer else self._share
                 state[name][key] = contributed(moment)
             if parameter in own:
                 told = self._python.of(name, parameter)
@@ -152,7 +152,7 @@ class TorchDDP:
         self._python.load(state)
         own, saved_moments = self._own_parameters(), SavedMoments(state)
         for name, parameter in self._named.items():
-            fill(parameter.detach().view(-1), state[name][WEIGHT], name=name)
+            fill_from_canonical(parameter.detach().view(-1), state[name][WEIGHT], name=name)
             if parameter not in own or not parameter.requires_grad:
                 continue
             entry = self._inner.state[parameter]
@@ -160,14 +160,14 @@ class TorchDDP:
             entry.update(own_values(state[name], name))
             for key, saved in saved_moments.of(name):
                 entry[key] = empty_moment(saved, parameter)
-                fill(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
+                fill_from_canonical(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
 
     def _own_parameters(self) -> set[Tensor]:
         """Return the parameters whose moments this rank holds."""
         return {p for group in self._inner.param_groups for p in group["params"]}
 
     def _share(self, tensor: Tensor):
-        return replicated(tensor, self._world)
+        return canonical_replicated(tensor, self._world)
 
 
 def _make_optimizer(

@@ -37,10 +37,10 @@ from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import (
     WEIGHT,
     SavedMoments,
+    canonical_replicated,
     empty_moment,
-    fill,
+    fill_from_canonical,
     moments_of,
-    replicated,
 )
 from zeroexp.strategies.python_values import PythonValues, own_values
 from zeroexp.strategies.values import Values
@@ -157,16 +157,18 @@ class TorchFSDP2:
 
     def _pieces(self, tensor: Tensor) -> CanonicalTensor:
         if not isinstance(tensor, DTensor):
-            return replicated(tensor, self._world)
+            return canonical_replicated(tensor, self._world)
         local = tensor.to_local().reshape(-1)
-        pieces = [Piece(self._start(tensor), local)] if local.numel() else []
+        pieces = [Piece(self._first_element(tensor), local)] if local.numel() else []
         return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
     def _fill(self, tensor: Tensor, canonical: CanonicalTensor, name: str) -> None:
         if isinstance(tensor, DTensor):
-            fill(tensor.to_local().view(-1), canonical, start=self._start(tensor), name=name)
+            fill_from_canonical(
+                tensor.to_local().view(-1), canonical, start=self._first_element(tensor), name=name
+            )
         else:
-            fill(tensor.view(-1), canonical, name=name)
+            fill_from_canonical(tensor.view(-1), canonical, name=name)
 
     def _put_in(self, values: Values) -> None:
         """Make the memory of the shards, which are on meta, and copy this rank's rows there; buffers stay."""
@@ -178,10 +180,10 @@ class TorchFSDP2:
         for name, read in values:
             tensor = self._named[name].detach()
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            start = self._start(tensor) if isinstance(tensor, DTensor) else 0
+            start = self._first_element(tensor) if isinstance(tensor, DTensor) else 0
             local.view(-1).copy_(read(start, start + local.numel()))
 
-    def _start(self, tensor: DTensor) -> int:
+    def _first_element(self, tensor: DTensor) -> int:
         """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.
 
         This is pure arithmetic: slicing the tensor would communicate, and ranks without rows would not take part.

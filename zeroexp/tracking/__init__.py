@@ -1,1 +1,1 @@
-"""What is kept of a run: always its files (`files`), and MLflow entries made from those files (`mlflow`)."""
+"""A run is kept as files (`files`), always, and as MLflow entries made from those files (`mlflow`)."""

@@ -23,7 +23,7 @@ class Superseded(Exception):
     """A newer attempt has begun in this folder: this process is a leftover, and its results are outdated."""
 
 
-def mine() -> int | None:
+def own_number() -> int | None:
     """Return the attempt this process belongs to; None if the process was not started for a run."""
     number = os.environ.get(NUMBER)
     return None if number is None else int(number)
@@ -46,7 +46,7 @@ def begin(folder: Path, number: int) -> None:
     Raises Superseded if a later attempt has begun.
     """
     os.environ[NUMBER] = str(number)
-    check(folder)
+    refuse_superseded(folder)
     earlier = [attempt for attempt in read(folder) if attempt["number"] < number]
     for attempt in earlier:
         attempt.setdefault("reason", WITHOUT_A_WORD)
@@ -55,17 +55,17 @@ def begin(folder: Path, number: int) -> None:
 
 def end(folder: Path, reason: str) -> None:
     """Record that this process's attempt ended before the end of the run."""
-    check(folder)
+    refuse_superseded(folder)
     attempts = read(folder)
     for attempt in attempts:
-        if attempt["number"] == mine():
+        if attempt["number"] == own_number():
             attempt.update(ended_at=time.time(), reason=reason)
     _write(folder, attempts)
 
 
-def check(folder: Path) -> None:
+def refuse_superseded(folder: Path) -> None:
     """Call this before writing into a run's folder. Raises Superseded."""
-    number = mine()
+    number = own_number()
     if number is not None and newest(folder) > number:
         raise Superseded(f"attempt {newest(folder)} of {folder.name} has begun; this is {number}")
 

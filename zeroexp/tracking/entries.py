@@ -111,12 +111,12 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
         "scaling/memory_total_mib": summary.memory.total.fullest / MIB,
     }
     plain = {
-        **_times(summary),
-        **_speed(summary),
-        **_verbs(summary),
-        **_memory(summary),
-        **_traffic(summary),
-        **_plan(summary),
+        **_time_entries(summary),
+        **_speed_entries(summary),
+        **_verb_entries(summary),
+        **_memory_entries(summary),
+        **_traffic_entries(summary),
+        **_plan_entries(summary),
     }
     plain["world_size"] = world_size
     return [
@@ -125,7 +125,7 @@ def summary_entries(at: float, summary: RunSummary) -> list[Entry]:
     ]
 
 
-def params(run: Run) -> dict[str, str]:
+def run_params(run: Run) -> dict[str, str]:
     """Return the resolved config with dotted keys. `study` is left out: it says why a point ran, not what it was.
 
     MLflow writes a param once, so a value that is still to be measured is left out until config.yaml holds the number.
@@ -137,7 +137,7 @@ def params(run: Run) -> dict[str, str]:
     }
 
 
-def tags(run: Run, status: str) -> dict[str, str]:
+def run_tags(run: Run, status: str) -> dict[str, str]:
     known = {tag: run.environment[key] for key, tag in MACHINE.items() if key in run.environment}
     return {
         "sweep": run.sweep,
@@ -173,7 +173,7 @@ def _colour(run: Run) -> str | None:
     return "#" + "".join(f"{round(part + white * (255 - part)):02x}" for part in colour)
 
 
-def dataset(run: Run) -> tuple[str, str, str, str] | None:
+def dataset_fields(run: Run) -> tuple[str, str, str, str] | None:
     """Return name, digest, kind and source of the data that the run trained on; None until it is known."""
     if run.summary is None or not run.summary.data_source:
         return None
@@ -201,18 +201,18 @@ def artifacts(folder: Path) -> list[Path]:
     return named + [path for pattern in PATTERNS for path in sorted(folder.glob(pattern))]
 
 
-def began(run: Run) -> float:
+def start_time(run: Run) -> float:
     """Return the start in Unix seconds, from state.json; else the time at which the config was written."""
     return run.times.get("running_at", (run.folder / "config.yaml").stat().st_mtime)
 
 
-def ended(run: Run, status: str, records: Sequence[tuple[float, StepRecord]]) -> float:
+def end_time(run: Run, status: str, records: Sequence[tuple[float, StepRecord]]) -> float:
     """Return the end in Unix seconds, from state.json; else the time of the last record."""
-    last_seen = records[-1][0] if records else began(run)
-    return max(began(run), run.times.get(f"{status}_at", last_seen))
+    last_seen = records[-1][0] if records else start_time(run)
+    return max(start_time(run), run.times.get(f"{status}_at", last_seen))
 
 
-def _times(summary: RunSummary) -> dict[str, float]:
+def _time_entries(summary: RunSummary) -> dict[str, float]:
     phases = summary.phase_seconds_median  # one phase is called step, like the whole step
     return {
         "time/step_ms_median": _milliseconds(summary.step_seconds_median),
@@ -222,7 +222,7 @@ def _times(summary: RunSummary) -> dict[str, float]:
     }
 
 
-def _speed(summary: RunSummary) -> dict[str, float]:
+def _speed_entries(summary: RunSummary) -> dict[str, float]:
     """Return what the model computes, and its share of what the ranks could."""
     known = {
         "model_tflop_per_step": (summary.model_flops_per_step, 1e-12),
@@ -233,7 +233,7 @@ def _speed(summary: RunSummary) -> dict[str, float]:
     return {name: n * factor for name, (n, factor) in known.items() if n is not None}
 
 
-def _verbs(summary: RunSummary) -> dict[str, float]:
+def _verb_entries(summary: RunSummary) -> dict[str, float]:
     """Return what each verb costs in a step, mean over ranks: seconds in which ranks only wait, and all of them."""
     ranks = summary.times
     verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
@@ -250,7 +250,7 @@ def _verbs(summary: RunSummary) -> dict[str, float]:
     return told
 
 
-def _memory(summary: RunSummary) -> dict[str, float]:
+def _memory_entries(summary: RunSummary) -> dict[str, float]:
     memory = summary.memory
     spreads = {KIND_NAMES[kind]: memory.by_kind[kind] for kind in KINDS} | {"total": memory.total}
     if memory.peak is not None:
@@ -262,7 +262,7 @@ def _memory(summary: RunSummary) -> dict[str, float]:
     return fullest | mean
 
 
-def _traffic(summary: RunSummary) -> dict[str, float]:
+def _traffic_entries(summary: RunSummary) -> dict[str, float]:
     spreads = {"sent": summary.sent_bytes_per_step, "wire": summary.wire_bytes_per_step}
     values: dict[str, float] = {}
     for name, ranks in spreads.items():
@@ -274,7 +274,7 @@ def _traffic(summary: RunSummary) -> dict[str, float]:
     return values
 
 
-def _plan(summary: RunSummary) -> dict[str, float]:
+def _plan_entries(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
     whole = {"total": "total", "after_backward": "after_backward", "sent": "sent_per_step"}
     names = {**KIND_NAMES, **whole}

@@ -19,14 +19,14 @@ from typing import Any
 
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import read_json, with_room, write_through
-from zeroexp.tracking.out_of_memory import Shortage, gib, shortage
+from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib
 
 FAILURE = "failure.json"
 MOST_CHARACTERS = 300  # of a line of a log
 
 
-def tells_of(folder: Path, exception: str) -> bool:
-    """Does failure.json tell of this kind of failure?"""
+def failed_with(folder: Path, exception: str) -> bool:
+    """Tell whether failure.json is about this kind of failure."""
     return (read_json(folder / FAILURE) or {}).get("exception") == exception
 
 
@@ -34,10 +34,10 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank{rank}.log"
 
 
-def forget(folder: Path) -> None:
+def remove_older_failure(folder: Path) -> None:
     """Remove the failure that an attempt before this process's left in the same folder."""
     left = read_json(folder / FAILURE)
-    if left and (left.get("attempt") or 0) < (attempt.mine() or 0):
+    if left and (left.get("attempt") or 0) < (attempt.own_number() or 0):
         (folder / FAILURE).unlink(missing_ok=True)
 
 
@@ -47,7 +47,7 @@ def write_raised(
     """Record this rank's exception; an earlier recorded failure stays. The rank itself calls this."""
     trace = "".join(traceback.format_exception(error))
     cause = _cause(folder, rank, type(error).__name__, str(error), trace)
-    if short := shortage(error, peak_bytes):
+    if short := describe_shortage(error, peak_bytes):
         cause |= _of_memory(short)
     _write(folder, cause)
 
@@ -127,11 +127,11 @@ def _cause(
 def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
     """Write failure.json atomically; `over` replaces an existing one, otherwise the first one wins."""
     try:
-        attempt.check(folder)
+        attempt.refuse_superseded(folder)
     except attempt.Superseded as outdated:
         print(f"{outdated}: nobody asks why it ended", file=sys.stderr)
         return
-    text = json.dumps({**cause, "attempt": attempt.mine()}, indent=2) + "\n"
+    text = json.dumps({**cause, "attempt": attempt.own_number()}, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
     with_room(folder, lambda: write_through(beside, text))
     if over:

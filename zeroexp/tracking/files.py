@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from zeroexp.measure.formats import FORMAT, KEY, check
+from zeroexp.measure.formats import FORMAT, KEY, refuse_newer_format
 from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
 from zeroexp.measure.times import times_from_json, verbs_from_json
 from zeroexp.tracking import attempt
@@ -37,13 +37,13 @@ class RecordWriter:
     """
 
     def __init__(self, folder: Path, *, from_step: int | None = None) -> None:
-        attempt.check(folder)
+        attempt.refuse_superseded(folder)
         self._folder = folder
         self._written_at = drop_records(folder, from_step=from_step)
         self._file = (folder / RECORDS).open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
-        attempt.check(self._folder)
+        attempt.refuse_superseded(self._folder)
         at = self._written_at.get(record.step) or time.time()
         self._file.write(dumps({KEY: FORMAT, **asdict(record), "written_at": at}) + "\n")
 
@@ -102,13 +102,13 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
 
 def write_engine(folder: Path, settings: dict[str, Any]) -> None:
     """Write the engine's values of settings that the config left open. Raises Superseded as `write_summary` does."""
-    attempt.check(folder)
+    attempt.refuse_superseded(folder)
     write_json(folder / ENGINE, settings)
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
     """Write the summary. Raises Superseded if a later attempt of the run has begun."""
-    attempt.check(folder)
+    attempt.refuse_superseded(folder)
     write_json(folder / SUMMARY, {KEY: FORMAT, **asdict(summary)})
 
 
@@ -117,11 +117,11 @@ def read_summary(folder: Path) -> RunSummary | None:
     content = read_json(folder / SUMMARY)
     if content is None:
         return None
-    check(content, SUMMARY)
+    refuse_newer_format(content, SUMMARY)
     return _summary(content)
 
 
-def folder_of_command(folder: Path) -> Path | None:
+def working_folder_of(folder: Path) -> Path | None:
     """Return the folder from which the command of a run was given; None where the run does not tell."""
     told = (read_json(folder / "environment.json") or {}).get("folder")
     return Path(told) if told else None
@@ -129,7 +129,7 @@ def folder_of_command(folder: Path) -> Path | None:
 
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl. Raises NewerFormat for one of a later version."""
-    check(row, RECORDS)
+    refuse_newer_format(row, RECORDS)
     return StepRecord(
         **{
             **_known(StepRecord, row),

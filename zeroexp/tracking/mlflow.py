@@ -69,11 +69,14 @@ class MlflowTracker:
         if status == "skipped":
             return None
         run_id = self.start_run(folder)
-        ended = entries.ended(run, status, records)
+        ended = entries.end_time(run, status, records)
         summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
         self.log_steps(run_id, records)
         self.store.send(
-            run_id, summary, entries.params(run), {**entries.tags(run, status), **(tags or {})}
+            run_id,
+            summary,
+            entries.run_params(run),
+            {**entries.run_tags(run, status), **(tags or {})},
         )
         if entries.MLFLOW_STATUS[status] != entries.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
@@ -126,7 +129,7 @@ class MlflowTracker:
             tags = client.get_experiment(experiment_id).tags
             for view in saved:
                 client.set_experiment_tag(experiment_id, view.tag, view.envelope(time.time()))
-            for tag in views.outdated(tags, sweep):
+            for tag in views.outdated_tags(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
 
@@ -134,7 +137,7 @@ class MlflowTracker:
         """Record what the run trained on as MLflow's data set of it; doing so again changes nothing."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        if (known := entries.dataset(run)) is None:
+        if (known := entries.dataset_fields(run)) is None:
             return
         context = [InputTag("mlflow.data.context", "training")]
         name, digest, kind, source = known
@@ -148,8 +151,8 @@ class MlflowTracker:
         with self.store.opened() as client:
             made = client.create_run(
                 experiment_id,
-                start_time=int(entries.began(run) * 1000),
-                tags=entries.tags(run, "running"),
+                start_time=int(entries.start_time(run) * 1000),
+                tags=entries.run_tags(run, "running"),
                 run_name=run.name,
             )
         return Link(self.store.shown, experiment_id, made.info.run_id, attempt_of(folder))

@@ -28,7 +28,7 @@ class Shortage:
         return f"out of memory:{asked}{peak}".rstrip(":,")
 
 
-def shortage(error: BaseException, peak_bytes: int | None) -> Shortage | None:
+def describe_shortage(error: BaseException, peak_bytes: int | None) -> Shortage | None:
     """Return the shortage that the error reports; None if it is another error."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     message = str(error)

@@ -29,7 +29,7 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
     @classmethod
-    def me(cls) -> Owner:
+    def of_this_process(cls) -> Owner:
         return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
 
     @classmethod
@@ -37,19 +37,19 @@ class Owner:
         content = read_json(sweep / OWNER)
         return None if content is None else cls(**content)
 
-    def gone(self) -> bool:
-        """Is the process known to be dead?"""
+    def is_gone(self) -> bool:
+        """Tell whether the process is known to be dead."""
         if self.host != socket.gethostname():
             return False
-        return not _alive(self.pid) or _start_of(self.pid) != self.started
+        return not _is_alive(self.pid) or _start_of(self.pid) != self.started
 
 
-def take(sweep: Path) -> None:
+def take_ownership(sweep: Path) -> None:
     """Make this process the owner. Raises ConfigError if another owner may still be alive."""
     with (sweep / f".{OWNER}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # serializes two processes that both find a dead owner
-        owner, me = Owner.of(sweep), Owner.me()
-        if owner not in (None, me) and not owner.gone():
+        owner, me = Owner.of(sweep), Owner.of_this_process()
+        if owner not in (None, me) and not owner.is_gone():
             remedy = "wait for it or end it"
             if owner.host != me.host:
                 remedy += f"; if that machine is gone, remove {sweep / OWNER}"
@@ -57,18 +57,18 @@ def take(sweep: Path) -> None:
         write_json(sweep / OWNER, asdict(me))
 
 
-def release(sweep: Path) -> None:
-    if Owner.of(sweep) == Owner.me():
+def release_ownership(sweep: Path) -> None:
+    if Owner.of(sweep) == Owner.of_this_process():
         (sweep / OWNER).unlink()
 
 
-def abandoned(run: Path) -> str | None:
+def is_abandoned(run: Path) -> str | None:
     """Return a message if the process that was to run this point is known to be dead; else None."""
     owner = Owner.of(run.parent)
-    return f"{owner}, which ran it, has died" if owner and owner.gone() else None
+    return f"{owner}, which ran it, has died" if owner and owner.is_gone() else None
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

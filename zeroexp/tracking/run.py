@@ -14,11 +14,11 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary
 
-LOAD = "load.json"  # exists where ranks ran on the machine of the sweep
-SLURM = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
+LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
+SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
 # The loader in C is ten times as fast, which counts for a report of hundreds of runs.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-HELD = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
+HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
 
@@ -63,7 +63,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read a run. Raises FileNotFoundError if the folder holds no config.yaml."""
-    state = settled(folder)
+    state = state_of(folder)
     return Run(
         folder=folder,
         config=flatten(yaml.load((folder / "config.yaml").read_text(), LOADER)),
@@ -74,15 +74,15 @@ def read_run(folder: Path) -> Run:
         engine=flatten(read_json(folder / ENGINE) or {}),
         summary=read_summary(folder),
         num_attempts=max(1, attempt.newest(folder)),
-        other_cores=(read_json(folder / LOAD) or {}).get("other_cores"),
+        other_cores=(read_json(folder / LOAD_FILE) or {}).get("other_cores"),
     )
 
 
-def settled(folder: Path) -> dict[str, Any]:
+def state_of(folder: Path) -> dict[str, Any]:
     """Return state.json's content; an unfinished point whose process is dead counts as cancelled."""
     state = read_json(folder / "state.json") or {"status": "pending", "reason": None}
-    by_slurm = (folder / SLURM).exists() or (folder / HELD).exists()
-    if state["status"] in UNFINISHED and not by_slurm and (reason := owner.abandoned(folder)):
+    by_slurm = (folder / SLURM_FILE).exists() or (folder / HELD_FILE).exists()
+    if state["status"] in UNFINISHED and not by_slurm and (reason := owner.is_abandoned(folder)):
         return {**state, "status": "cancelled", "reason": reason}
     return state
 

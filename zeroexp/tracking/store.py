@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from zeroexp.config import Config, ConfigError
-from zeroexp.network import answers, without_password
+from zeroexp.network import server_answers, without_password
 from zeroexp.tracking.entries import Entry
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Store:
         return client.create_experiment(self.experiment, location, kind)
 
     def has_run(self, uri: str, run_id: str) -> bool:
-        """Does this store have the run? It may belong to another store, or have been deleted."""
+        """Tell whether this store has the run; it may belong to another store, or have been deleted."""
         from mlflow.exceptions import MlflowException
 
         if uri != self.shown:
@@ -204,7 +204,7 @@ def _database(uri: str) -> Path:
 
 
 def _open_client(uri: str) -> MlflowClient:
-    if uri.startswith(SERVERS) and not answers(uri):
+    if uri.startswith(SERVERS) and not server_answers(uri):
         raise ConnectionError(f"no server answers at {without_password(uri)}")
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -220,7 +220,7 @@ def _open_client(uri: str) -> MlflowClient:
 
 
 def _has_tables(database: Path) -> bool:
-    """Does the file have tables? Raises ConfigError for a file on whose opening MLflow would fail after a minute."""
+    """Tell whether the file has tables; ConfigError for a file on whose opening MLflow would fail after a minute."""
     if not database.exists():
         return False
     remedy = f"move it away ({database}.broken) and send the runs again, which makes a new one"

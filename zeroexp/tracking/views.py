@@ -166,7 +166,7 @@ def filter_of(sweep: str) -> str:
     return "tags.sweep LIKE '{}'".format(sweep.replace("'", "_"))  # `_` matches any one character
 
 
-def outdated(tags: Mapping[str, str], sweep: str) -> list[str]:
+def outdated_tags(tags: Mapping[str, str], sweep: str) -> list[str]:
     """Return the tags of our views for all but the newest sweeps; `sweep` counts as the newest."""
     ages: dict[str, int] = {}  # a sweep's part of the tag -> time of its last write
     ours = [tag for tag in tags if tag.startswith(TAG_PREFIX + KEY_PREFIX)]

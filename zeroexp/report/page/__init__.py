@@ -21,35 +21,40 @@ from typing import Any, cast
 
 from zeroexp.config import ConfigError
 from zeroexp.report.conclusions import conclude
-from zeroexp.report.headline import Card, cards, headline
-from zeroexp.report.page.causes import causes
+from zeroexp.report.headline import Card, headline_cards, headline_sentences
+from zeroexp.report.page.causes import causes_chart
 from zeroexp.report.page.chart import Chart
-from zeroexp.report.page.exposed import exposed
-from zeroexp.report.page.forest import forest
-from zeroexp.report.page.losses import losses
-from zeroexp.report.page.memory import memory
-from zeroexp.report.page.pareto import pareto
-from zeroexp.report.page.provenance import provenance
-from zeroexp.report.page.ranks import ranks
-from zeroexp.report.page.scaling import scaling
-from zeroexp.report.page.tables import differences_table, explained, results_table, verdict_table
-from zeroexp.report.page.timeline import timelines
-from zeroexp.report.page.times import times
-from zeroexp.report.page.traffic import traffic
+from zeroexp.report.page.exposed import exposed_chart
+from zeroexp.report.page.forest import forest_chart
+from zeroexp.report.page.losses import loss_chart
+from zeroexp.report.page.memory import memory_chart
+from zeroexp.report.page.pareto import pareto_chart
+from zeroexp.report.page.provenance import provenance_table
+from zeroexp.report.page.ranks import ranks_chart
+from zeroexp.report.page.scaling import scaling_chart
+from zeroexp.report.page.tables import (
+    differences_table,
+    explanation_list,
+    results_table,
+    verdict_table,
+)
+from zeroexp.report.page.timeline import timeline_charts
+from zeroexp.report.page.times import step_time_chart
+from zeroexp.report.page.traffic import traffic_chart
 from zeroexp.report.points import Point
 
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
-    memory,
-    causes,
-    times,
-    exposed,
-    pareto,
-    scaling,
-    traffic,
-    ranks,
-    losses,
+    memory_chart,
+    causes_chart,
+    step_time_chart,
+    exposed_chart,
+    pareto_chart,
+    scaling_chart,
+    traffic_chart,
+    ranks_chart,
+    loss_chart,
 ]
 
 
@@ -87,22 +92,22 @@ def render(
     reference: the name of the point that others are compared with, by default the first.
     """
     found = conclude(points, reference)
-    verdicts = forest(found)
-    charts = [*(make(points) for make in CHARTS), *timelines(points)]
+    verdicts = forest_chart(found)
+    charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
     sections = [
         ("results", "Results", results_table(points)),
         ("verdicts", verdicts.title, _figure(verdicts) + verdict_table(found)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
-        ("explanations", "Why runs differ from their tables", explained(points)),
+        ("explanations", "Why runs differ from their tables", explanation_list(points)),
         ("differences", "What else differs", differences_table(points)),
-        ("provenance", "What was run, and how to repeat it", provenance(points)),
+        ("provenance", "What was run, and how to repeat it", provenance_table(points)),
     ]
     sweeps = dict.fromkeys(run.sweep for point in points for run in point.runs)
     drawn = [_drawn(chart) for chart in [verdicts, *charts] if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
-        "cards": "".join(map(_card, cards(points))),
-        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline(points)),
+        "cards": "".join(map(_card, headline_cards(points))),
+        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline_sentences(points)),
         "doubts": "".join(f'<p class="doubt">{escape(line)}</p>' for line in found.doubts),
         "problems": "".join(
             f'<p class="problem">{escape(line)}</p>' for line in [*found.broken, *problems]

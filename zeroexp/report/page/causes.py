@@ -1,4 +1,4 @@
-"""What makes the peak: the bytes at the moment at which the fullest rank held most, by cause."""
+"""This chart shows what makes the peak: the bytes, by cause, at the moment at which the fullest rank held most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = (
 NOTHING = "No run tells its peak by cause: its memory was not watched, or an older version ran it."
 
 
-def causes(points: Sequence[Point]) -> Chart:
+def causes_chart(points: Sequence[Point]) -> Chart:
     known = [(point.name, peak) for point in points if (peak := _fullest(point.summary))]
     if not known:
         return Chart("causes", TITLE, NOTHING)

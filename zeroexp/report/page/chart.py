@@ -25,9 +25,8 @@ class Chart:
     name: str  # the HTML id
     title: str
     words: str  # what the chart shows, in a sentence or two
-    data: list[Trace] = field(
-        default_factory=list[Trace]
-    )  # empty: the words say why there is nothing to draw
+    # Empty: the words say why there is nothing to draw.
+    data: list[Trace] = field(default_factory=list[Trace])
     layout: dict[str, Any] = field(default_factory=dict[str, Any])
     height: int = 380  # pixels
 

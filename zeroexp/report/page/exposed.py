@@ -1,4 +1,4 @@
-"""How much of a step computes, and how much of it stands still and waits for bytes, by verb of the engine."""
+"""This chart shows how much of a step computes and how much waits for bytes, by verb of the engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORDS = (
 )
 
 
-def exposed(points: Sequence[Point]) -> Chart:
-    done = [(point.name, s) for point in points if (s := point.typical.summary) and s.times]
+def exposed_chart(points: Sequence[Point]) -> Chart:
+    done = [(point.name, s) for point in points if (s := point.median_run.summary) and s.times]
     if not done:
         return Chart("exposed", TITLE, NOTHING)
     rows = [name for name, _ in done]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import log10
 
-from zeroexp.report.compare import Comparison, Verdict
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.page.chart import Chart, Trace, bars_height
 from zeroexp.report.palette import GREEN, GREY, NAVY, RED
+from zeroexp.report.verdict import Comparison, Verdict
 
 TITLE = "Which differences are real"
 LOOKS = {  # verdict -> (symbol, colour)
@@ -31,7 +31,7 @@ TOO_FEW = (
 ALONE = "One point has nothing to be compared with."
 
 
-def forest(found: Conclusions) -> Chart:
+def forest_chart(found: Conclusions) -> Chart:
     """Return the chart; without an interval there is nothing to draw, and the table says so."""
     compared = [(one.point.name, one.comparison) for one in found.judged if one.comparison]
     if found.reference is None or not compared:
@@ -77,7 +77,7 @@ def _marks(verdict: Verdict, compared: list[tuple[str, Comparison]]) -> Trace | 
         "name": verdict.value,
         "y": [name for name, _ in mine],
         "x": [c.ratio for _, c in mine],
-        "text": [c.words for _, c in mine],
+        "text": [c.verdict_with_numbers for _, c in mine],
         "hovertemplate": "%{y}: %{text}<extra></extra>",
         "marker": {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}},
         "error_x": {

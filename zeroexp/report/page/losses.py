@@ -16,7 +16,7 @@ WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
-def losses(points: Sequence[Point]) -> Chart:
+def loss_chart(points: Sequence[Point]) -> Chart:
     curves = {
         point.name: [record.loss for record in point.records] for point in points if point.records
     }

@@ -1,4 +1,4 @@
-"""What each point holds after backward, stacked by kind, with the stage's table and the peak marked."""
+"""This chart shows what each point holds after backward, by kind, with the stage's table and the peak marked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured import MOMENT, at_moment, forms
+from zeroexp.report.measured import MOMENT, at_moment, closed_forms_beside
 from zeroexp.report.page.chart import Chart, bars_height, bars_layout, form_marks, marks, stacked
 from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
 from zeroexp.report.points import Point
@@ -20,7 +20,7 @@ WORDS = (
 TITLE = "Memory by kind"
 
 
-def memory(points: Sequence[Point]) -> Chart:
+def memory_chart(points: Sequence[Point]) -> Chart:
     done = [(point, point.summary) for point in points if point.summary]
     held = {point.name: at_moment(summary) for point, summary in done}
     rows = list(held)
@@ -35,7 +35,9 @@ def memory(points: Sequence[Point]) -> Chart:
         for index, kind in enumerate(KINDS)
         if any(held[row].get(kind) for row in rows)
     ]
-    known = forms([s for _, s in done], MOMENT, [table_bytes(point.run) for point, _ in done])
+    known = closed_forms_beside(
+        [s for _, s in done], MOMENT, [table_bytes(point.run) for point, _ in done]
+    )
     peaks = [s.memory.peak.fullest / MIB if s.memory.peak else None for _, s in done]
     data += form_marks(rows, known)
     data.append(marks("peak of any step", rows, peaks, "line-ns-open", "INK"))

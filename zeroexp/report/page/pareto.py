@@ -32,7 +32,7 @@ class Dot:
     mebibytes: float
 
 
-def pareto(points: Sequence[Point]) -> Chart:
+def pareto_chart(points: Sequence[Point]) -> Chart:
     dots = _dots(points)
     best = frontier(dots)
     data = [_line(best), *_groups(dots)]

@@ -1,4 +1,4 @@
-"""What was run, where, with which versions, and the commands that run it again."""
+"""This table tells what was run, where and with which versions, and gives the commands that run it again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.page.tables import table
+from zeroexp.report.page.tables import html_table
 from zeroexp.report.points import Point
 from zeroexp.tracking.run import Run
 
@@ -22,7 +22,7 @@ FACTS = {
 }
 
 
-def provenance(points: Sequence[Point]) -> str:
+def provenance_table(points: Sequence[Point]) -> str:
     """Return a table of facts, with every value that any run has, then the commands and the folders."""
     runs = [run for point in points for run in point.runs]
     versions = dict.fromkeys(
@@ -32,7 +32,7 @@ def provenance(points: Sequence[Point]) -> str:
     rows = [("measured", " to ".join(_days(runs)))]
     rows += [(name, _values(runs, key)) for key, name in names.items() if _values(runs, key)]
     rows += [("data", ", ".join(dict.fromkeys(_data(run) for run in runs if _data(run))))]
-    facts = table(
+    facts = html_table(
         [("", ""), ("", "")], [[(name, True), (value, True)] for name, value in rows if value]
     )
     return f"{facts}<h3>To run it again</h3><pre>{escape(_commands(runs))}</pre>{_question(runs)}"

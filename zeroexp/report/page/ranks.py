@@ -1,4 +1,4 @@
-"""One square per rank and point: who holds or sends more than the others."""
+"""This chart has one square per rank and point, and shows who holds or sends more than the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TITLE = "Rank by rank"
 MANY_RANKS = 12
 
 
-def ranks(points: Sequence[Point]) -> Chart:
+def ranks_chart(points: Sequence[Point]) -> Chart:
     """Draw three heat maps of which the reader chooses one: bytes held, peak, bytes sent."""
     done = [(point, point.summary) for point in points if point.summary]
     maps = {

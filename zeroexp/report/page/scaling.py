@@ -14,7 +14,7 @@ ALONE = (
 )
 
 
-def scaling(points: Sequence[Point]) -> Chart:
+def scaling_chart(points: Sequence[Point]) -> Chart:
     curves = {name: curve for name, curve in _curves(points).items() if len(curve) > 1}
     if not curves:
         return Chart("scaling", TITLE, ALONE)
@@ -51,7 +51,7 @@ def _curves(points: Sequence[Point]) -> dict[str, dict[int, float]]:
     """Return tokens/s by world size, for points that differ in nothing but their number of ranks."""
     curves: dict[str, dict[int, float]] = {}
     for point in points:
-        summary = point.pooled.summary
+        summary = point.pooled_summary.summary
         if summary:
             name = " · ".join(word for word in point.name.split(" · ") if word[:6] != "ranks ")
             curves.setdefault(name, {})[point.run.world_size] = summary.tokens_per_second

@@ -8,38 +8,42 @@ from html import escape
 from zeroexp.report.columns import (
     ABSENT,
     STATUS,
-    losses_of,
-    memory_of,
-    peaks_in_words,
-    times_of,
-    traffic_of,
+    describe_peak_flops,
+    loss_columns,
+    memory_columns,
+    time_columns,
+    traffic_columns,
 )
-from zeroexp.report.compare import Comparison
 from zeroexp.report.conclusions import Conclusions
-from zeroexp.report.differences import differences, in_words
+from zeroexp.report.differences import describe_values, differences
 from zeroexp.report.explain import explanations
 from zeroexp.report.points import Point
-from zeroexp.report.spread import interval
+from zeroexp.report.spread import step_time_interval
+from zeroexp.report.verdict import Comparison
 
 LONG = 40  # characters of a cell that may break into lines
 
 
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
-    pooled = [point.pooled for point in points]
+    pooled = [point.pooled_summary for point in points]
     columns = [
-        *[*times_of(pooled), *losses_of(pooled)],
+        *[*time_columns(pooled), *loss_columns(pooled)],
         # How ranks differ is shown rank by rank.
-        *(part[0] for part in memory_of(pooled) if part),
-        *(part[0] for part in traffic_of(pooled)),
+        *(part[0] for part in memory_columns(pooled) if part),
+        *(part[0] for part in traffic_columns(pooled)),
         STATUS,
     ]
     heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
     rows = [
-        [(point.name, True), (_interval(point), False), *((c.value(run), c.left) for c in columns)]
+        [
+            (point.name, True),
+            (_interval_cell(point), False),
+            *((c.value(run), c.left) for c in columns),
+        ]
         for point, run in zip(points, pooled, strict=True)
     ]
-    return table(heads, rows) + _note(points)
+    return html_table(heads, rows) + _note_cell(points)
 
 
 def verdict_table(found: Conclusions) -> str:
@@ -48,18 +52,22 @@ def verdict_table(found: Conclusions) -> str:
         return ""
     heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
     rows = [
-        [(one.point.name, True), *_compared(one.comparison, one.point is found.reference)]
+        [(one.point.name, True), *_comparison_cells(one.comparison, one.point is found.reference)]
         for one in found.judged
     ]
-    return table(heads, rows)
+    return html_table(heads, rows)
 
 
-def _compared(comparison: Comparison | None, is_reference: bool) -> list[tuple[str, bool]]:
+def _comparison_cells(comparison: Comparison | None, is_reference: bool) -> list[tuple[str, bool]]:
     if comparison is None:
         return [("1", False), ("", False), ("the reference" if is_reference else ABSENT, True)]
     low, high = comparison.low, comparison.high
     interval = ABSENT if low is None else f"{low:.3f}–{high:.3f}"
-    return [(f"{comparison.ratio:.3f}", False), (interval, False), (comparison.told, True)]
+    return [
+        (f"{comparison.ratio:.3f}", False),
+        (interval, False),
+        (comparison.verdict_without_numbers, True),
+    ]
 
 
 def differences_table(points: Sequence[Point]) -> str:
@@ -67,15 +75,15 @@ def differences_table(points: Sequence[Point]) -> str:
     found = differences(points)
     if not found:
         return "<p>Nothing: precision, clipping, batch, versions, machine and load are the same for all points.</p>"
-    rows = [[(key, True), (in_words(values), True)] for key, values in found.items()]
+    rows = [[(key, True), (describe_values(values), True)] for key, values in found.items()]
     words = (
         "Beside what is compared, the points differ in this. Defaults of one implementation are among it, since they "
         "are part of what it costs."
     )
-    return f"<p>{words}</p>{table([('fact', ''), ('values', '')], rows)}"
+    return f"<p>{words}</p>{html_table([('fact', ''), ('values', '')], rows)}"
 
 
-def explained(points: Sequence[Point]) -> str:
+def explanation_list(points: Sequence[Point]) -> str:
     """Return a list for each point that holds or sends something else than its stage's table says."""
     told = explanations(points)
     if not told:
@@ -87,7 +95,7 @@ def explained(points: Sequence[Point]) -> str:
     return "\n".join(lists)
 
 
-def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:
+def html_table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:
     """Return a table that scrolls sideways where it must; each cell is (text, is it words rather than a number)."""
     words = [left for _, left in rows[0]] if rows else []
     top = "".join(_head(*head, left) for head, left in zip(heads, words, strict=True))
@@ -104,13 +112,13 @@ def _cell(text: str, words: bool) -> str:
     return f'<td class="left{long}">{escape(text)}</td>' if words else f"<td>{escape(text)}</td>"
 
 
-def _interval(point: Point) -> str:
-    found = interval(point)
+def _interval_cell(point: Point) -> str:
+    found = step_time_interval(point)
     return f"{1e3 * found.low:,.1f}–{1e3 * found.high:,.1f}" if found else ABSENT
 
 
-def _note(points: Sequence[Point]) -> str:
-    over = dict.fromkeys(found.over for point in points if (found := interval(point)))
+def _note_cell(points: Sequence[Point]) -> str:
+    over = dict.fromkeys(found.over for point in points if (found := step_time_interval(point)))
     said = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
@@ -118,7 +126,7 @@ def _note(points: Sequence[Point]) -> str:
     intervals = (
         f" The interval of the step is {' or '.join(said[o] for o in over)}." if over else ""
     )
-    utilised = escape(f" {peaks_in_words([point.run for point in points])}").rstrip()
+    utilised = escape(f" {describe_peak_flops([point.run for point in points])}").rstrip()
     return (
         "<p>Bytes are MiB of the fullest rank. Step times are medians of rank 0"
         f" over the measured steps.{intervals}{utilised}</p>"

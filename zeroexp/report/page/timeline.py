@@ -1,4 +1,4 @@
-"""One traced step, rank under rank: what each does at every moment, and what it holds meanwhile.
+"""This chart shows one traced step, rank under rank: what each does at every moment and what it holds meanwhile.
 
 It reads `trace.<rank>.<step>.json` of a run's folder, in the trace-event format that `measure/timeline.py` describes.
 Under ZeRO-3 one sees a unit gathered, used and freed: the verb's span, the block's span, and the bytes that rise before
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroexp.measure.formats import check
+from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import Chart, Trace
 from zeroexp.report.palette import (
@@ -53,7 +53,7 @@ MICROSECONDS = 1e-3  # in milliseconds
 
 
 @dataclass(frozen=True)
-class Traced:
+class RankTrace:
     rank: int
     step: int
     began_at: float  # Unix seconds
@@ -61,7 +61,7 @@ class Traced:
     memory: list[dict[str, Any]]
 
 
-def timelines(points: Sequence[Point]) -> list[Chart]:
+def timeline_charts(points: Sequence[Point]) -> list[Chart]:
     """Return one chart for each of a few traced points, of the last step that each traced.
 
     Those come first that show most: our engines, and of these the ones that gather and free units.
@@ -81,23 +81,23 @@ def _shows_less(point: Point) -> tuple[bool, bool]:
     return point.run.implementation == "torch", stage is None or stage.gather not in SENDS
 
 
-def read_traces(folder: Path) -> list[Traced]:
+def read_traces(folder: Path) -> list[RankTrace]:
     """Return the last traced step of each rank that traced it; files that cannot be read are passed over."""
-    found: dict[int, list[Traced]] = {}
+    found: dict[int, list[RankTrace]] = {}
     for path in sorted(folder.glob("trace.*.*.json")):
         try:
-            one = _read(path)
+            one = _read_trace(path)
         except UNREADABLE:
             continue
         found.setdefault(one.step, []).append(one)
     return sorted(found[max(found)], key=lambda one: one.rank) if found else []
 
 
-def _read(path: Path) -> Traced:
+def _read_trace(path: Path) -> RankTrace:
     content = json.loads(path.read_text())
     other, events = content["otherData"], content["traceEvents"]
-    check(other, path.name)
-    return Traced(
+    refuse_newer_format(other, path.name)
+    return RankTrace(
         rank=int(other["rank"]),
         step=int(other["step"]),
         began_at=float(other["began_at"]),
@@ -106,7 +106,7 @@ def _read(path: Path) -> Traced:
     )
 
 
-def _chart(name: str, point: Point, ranks: Sequence[Traced]) -> Chart:
+def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
     first = min(rank.began_at for rank in ranks)
     data: list[Trace] = []
     layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
@@ -116,8 +116,8 @@ def _chart(name: str, point: Point, ranks: Sequence[Traced]) -> Chart:
         top = 1 - index * (height + BETWEEN)
         lanes, memory = (f"y{2 * index + n}" if index or n > 1 else "y" for n in (1, 2))
         shift = 1e3 * (rank.began_at - first)
-        data += _spans(rank, lanes, shift, told)
-        data += _memory(rank, memory, shift, told)
+        data += _span_traces(rank, lanes, shift, told)
+        data += _memory_traces(rank, memory, shift, told)
         layout[lanes.replace("y", "yaxis")] = {
             "domain": [top - 0.55 * height, top],
             "title": {"text": f"rank {rank.rank}", "standoff": 24},
@@ -137,7 +137,7 @@ def _chart(name: str, point: Point, ranks: Sequence[Traced]) -> Chart:
     return Chart(name, title, words, data, layout, 120 + HEIGHT * len(ranks))
 
 
-def _spans(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]:
+def _span_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> list[Trace]:
     """Return one trace of bars for each phase, direction of a block, and verb."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for span in rank.spans:
@@ -153,7 +153,7 @@ def _spans(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]
             "y": [span["cat"] for span in spans],
             "base": [shift + MICROSECONDS * span["ts"] for span in spans],
             "x": [MICROSECONDS * span["dur"] for span in spans],
-            "text": [_said(span) for span in spans],
+            "text": [_hover_text(span) for span in spans],
             "textposition": "none",
             "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>",
             "yaxis": axis,
@@ -166,14 +166,14 @@ def _spans(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]
     ]
 
 
-def _said(span: dict[str, Any]) -> str:
+def _hover_text(span: dict[str, Any]) -> str:
     args = span.get("args", {})
     part = f" ({args['part']})" if "part" in args else ""
     peer = args.get("peer")
     return f"{span['name']}{part}{'' if peer is None else f', waiting for rank {peer}'}"
 
 
-def _memory(rank: Traced, axis: str, shift: float, told: set[str]) -> list[Trace]:
+def _memory_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> list[Trace]:
     causes = dict.fromkeys(cause for event in rank.memory for cause in event["args"])
     times = [round(shift + MICROSECONDS * event["ts"], 3) for event in rank.memory]
     return [

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, stacked by phase, with the interval of the whole step."""
+"""This chart shows where the time of a step goes, stacked by phase, with the interval of the whole step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
 from zeroexp.report.palette import part_colour
 from zeroexp.report.points import Point
-from zeroexp.report.spread import interval
+from zeroexp.report.spread import step_time_interval
 
 LONGEST = 1.8  # times the slowest median
 WORDS = (
@@ -18,8 +18,8 @@ WORDS = (
 )
 
 
-def times(points: Sequence[Point]) -> Chart:
-    done = [(point, run.summary) for point in points if (run := point.pooled).summary]
+def step_time_chart(points: Sequence[Point]) -> Chart:
+    done = [(point, run.summary) for point in points if (run := point.pooled_summary).summary]
     rows = [point.name for point, _ in done]
     phases = list(dict.fromkeys(phase for _, s in done for phase in s.phase_seconds_median))
     data = [
@@ -37,19 +37,19 @@ def times(points: Sequence[Point]) -> Chart:
     )
     whole["error_x"] = _whiskers([point for point, _ in done])
     layout = bars_layout("ms per step")
-    layout["xaxis"]["range"] = [0, _reach([point for point, _ in done], whole["x"])]
+    layout["xaxis"]["range"] = [0, _axis_range([point for point, _ in done], whole["x"])]
     return Chart("times", "Time of a step", WORDS, [*data, whole], layout, bars_height(len(rows)))
 
 
-def _reach(points: Sequence[Point], medians: Sequence[float]) -> float:
+def _axis_range(points: Sequence[Point], medians: Sequence[float]) -> float:
     """Return where the axis ends: behind all whiskers, unless they are so long that bars would be too short to read."""
-    ends = [1e3 * found.high for point in points if (found := interval(point))]
+    ends = [1e3 * found.high for point in points if (found := step_time_interval(point))]
     longest = max(medians, default=1.0)
     return 1.04 * min(max([*ends, longest]), LONGEST * longest)
 
 
 def _whiskers(points: Sequence[Point]) -> dict[str, object]:
-    intervals = [(interval(point), point.step_seconds or 0.0) for point in points]
+    intervals = [(step_time_interval(point), point.step_seconds or 0.0) for point in points]
     return {
         "type": "data",
         "symmetric": False,

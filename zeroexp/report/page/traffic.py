@@ -1,11 +1,11 @@
-"""What the busiest rank sends in a step, by kind of message, with the stage's table marked."""
+"""This chart shows what the busiest rank sends in a step, by kind of message, with the stage's table marked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured import by_kind, forms
+from zeroexp.report.measured import by_kind, closed_forms_beside
 from zeroexp.report.page.chart import Chart, bars_height, bars_layout, form_marks, stacked
 from zeroexp.report.palette import part_colour
 from zeroexp.report.points import Point
@@ -24,7 +24,7 @@ NOTHING = (
 )
 
 
-def traffic(points: Sequence[Point]) -> Chart:
+def traffic_chart(points: Sequence[Point]) -> Chart:
     done = [(point, point.summary) for point in points if point.summary]
     sent = {point.name: by_kind(summary) for point, summary in done}
     rows = list(sent)
@@ -43,6 +43,6 @@ def traffic(points: Sequence[Point]) -> Chart:
         for index, kind in enumerate(ordered)
     ]
     tables = [table_traffic(point.run) for point, _ in done]
-    data += form_marks(rows, forms([s for _, s in done], "sent", tables))
+    data += form_marks(rows, closed_forms_beside([s for _, s in done], "sent", tables))
     layout = bars_layout("MiB of the rank that sends most")
     return Chart("traffic", TITLE, WORDS, data, layout, bars_height(len(rows)))

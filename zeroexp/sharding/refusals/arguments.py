@@ -28,7 +28,7 @@ def refuse(
 ) -> None:
     """Raise ValueError in one line that names what is wrong, its value and the remedy."""
     refuse_options(options, stage)
-    _refuse_meta(module, values)
+    _refuse_missing_or_double_values(module, values)
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
     _refuse_blocks(module, blocks)
@@ -54,7 +54,7 @@ def refuse(
                 )
 
 
-def _refuse_meta(module: nn.Module, values: Values | None) -> None:
+def _refuse_missing_or_double_values(module: nn.Module, values: Values | None) -> None:
     """Require that all parameters have values and none are given, or that none has and they are given."""
     for name, parameter in module.named_parameters():
         if parameter.is_meta and values is None:

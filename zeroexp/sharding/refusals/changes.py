@@ -54,7 +54,7 @@ class ParameterWatch:
             parameter
             for unit in self._units
             for tensors in unit.chunks
-            if not tensors.trainable
+            if not tensors.is_trainable
             for parameter in tensors.parameters
         ]
         self._names = {seat.parameter: seat.name for seat in self._seats}

@@ -1,4 +1,4 @@
-"""Is one point faster than another? A verdict over runs, from paired log ratios of their step times. Pure.
+"""A verdict says whether one point is faster than another, from paired log ratios of their runs' step times. Pure.
 
 Runs of one round ran after one another, so that their ratio is free of what changed slowly between rounds. The mean of
 the log ratios gets two intervals, a bootstrap's (scipy) and Student's, and the verdict uses the wider end of both: a
@@ -36,18 +36,17 @@ class Comparison:
     high: float | None
     num_pairs: int
     verdict: Verdict
-    needed: (
-        int | None
-    )  # repeats that would tell, if runs go on to scatter as they did; None if none would
+    # Repeats that would tell, if runs go on to scatter as they did; None if none would.
+    needed: int | None
 
     @property
-    def words(self) -> str:
+    def verdict_with_numbers(self) -> str:
         """The verdict with its numbers: `0.71 [0.69, 0.74]: faster`."""
         interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
-        return f"{self.ratio:.2f}{interval}: {self.told}"
+        return f"{self.ratio:.2f}{interval}: {self.verdict_without_numbers}"
 
     @property
-    def told(self) -> str:
+    def verdict_without_numbers(self) -> str:
         """The verdict without numbers: `can't tell; repeats=9 would`."""
         return f"{self.verdict.value}{self._remedy}"
 
@@ -63,7 +62,7 @@ class Comparison:
         )
 
 
-def compare(
+def compare_step_times(
     seconds: Mapping[int, float], reference: Mapping[int, float], *, num_comparisons: int = 1
 ) -> Comparison | None:
     """Compare step seconds by round with those of the reference; None if no round has both.
@@ -78,14 +77,14 @@ def compare(
         return Comparison(math.exp(fmean(logs)), None, None, len(logs), Verdict.OPEN, FEWEST)
     alpha = ALPHA / num_comparisons
     low, high = _interval(logs, alpha)
-    verdict = judge(low, high)
+    verdict = judge_interval(low, high)
     needed = num_needed(logs, alpha) if verdict is Verdict.OPEN else None
     return Comparison(
         math.exp(fmean(logs)), math.exp(low), math.exp(high), len(logs), verdict, needed
     )
 
 
-def judge(low: float, high: float) -> Verdict:
+def judge_interval(low: float, high: float) -> Verdict:
     """Judge the interval of a mean log ratio; a difference that is surely below MARGIN counts as none."""
     if low >= -MARGIN and high <= MARGIN:
         return Verdict.SAME

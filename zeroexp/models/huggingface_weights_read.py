@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.models.deferred import CannotDefer, Drawn, ranges_of
-from zeroexp.models.weight_files import Header, read, read_range
+from zeroexp.models.weight_files import Header, read_range, read_tensor
 from zeroexp.strategies.values import Read
 
 
@@ -63,9 +63,9 @@ class Stored:
     # -- how --------------------------------------------------------------------------------------
 
     def _parts_of(self, name: str, shape: torch.Size) -> list[str]:
-        return list(self._published(name, torch.empty(shape, device="meta")))
+        return list(self._under_published_names(name, torch.empty(shape, device="meta")))
 
-    def _published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def _under_published_names(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         try:
             return revert_weight_conversion(cast(Any, self._module), {name: tensor})
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
@@ -78,6 +78,6 @@ class Stored:
         small = shape.numel() <= torch.iinfo(torch.int32).max
         numbers = torch.arange(shape.numel(), dtype=torch.int32 if small else torch.int64)
         whole = torch.empty(shape.numel(), dtype=torch.float32)
-        for part, places in self._published(name, numbers.view(shape)).items():
-            whole[places.reshape(-1).long()] = read(self._found[part]).float().reshape(-1)
+        for part, places in self._under_published_names(name, numbers.view(shape)).items():
+            whole[places.reshape(-1).long()] = read_tensor(self._found[part]).float().reshape(-1)
         return whole.view(shape)

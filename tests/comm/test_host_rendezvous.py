@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
-from zeroexp.comm import meeting
+from zeroexp.comm import host_rendezvous
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.meeting import TOKEN_BYTES, Listener, connect
+from zeroexp.comm.host_rendezvous import TOKEN_BYTES, Listener, connect
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
@@ -32,7 +32,7 @@ def call(address: str, words: bytes) -> socket.socket:
 
 
 def hello(token: bytes, rank: int) -> bytes:
-    return meeting._HELLO.pack(token, rank)
+    return host_rendezvous._HELLO.pack(token, rank)
 
 
 def meet(listeners: list[Listener], rank: int, found: dict, seconds: float = 10.0) -> None:
@@ -106,7 +106,7 @@ def test_another_user_gets_no_memory_even_with_the_token():
         thread.join()
     memory = os.memfd_create("memory")
     for rank, line in ((0, found[0][1]), (1, found[1][0])):
-        assert meeting._user_of(line) == os.geteuid(), rank
+        assert host_rendezvous._user_of(line) == os.geteuid(), rank
     socket.send_fds(found[0][1], [b"."], [memory])
     _, files, _, _ = socket.recv_fds(found[1][0], 1, 1)
     assert len(files) == 1, "the rank gets what the other user did not"
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_call_is_named_and_nothing_stays_open():
 def gather_unheard(world: World) -> str:
     """Rank 0 waits for an offer that rank 1 never makes."""
     wire = Collectives(world)
-    wire.meet()
+    wire.connect()
     wire.reserve([1 << 16], 1 << 16)
     wire._transport._arena.bell._timeout_seconds = 0.5
     said = ""
@@ -202,7 +202,7 @@ def fail_in_the_middle(world: World) -> tuple[set[tuple[str, str]], int]:
     def one() -> None:
         wire = Collectives(world, transport="direct")
         try:
-            wire.meet()
+            wire.connect()
             wire.reserve([1 << 16], 1 << 16)
             raise ValueError("in the middle")
         except ValueError:
@@ -249,7 +249,7 @@ def two_engines(world: World, transport: str) -> list[float]:
     (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
     wires = [Collectives(world, transport=transport) for _ in range(2)]
     for wire in wires:
-        wire.meet()
+        wire.connect()
         wire.reserve([1 << 16], 1 << 16)
     order = (0, 1) if world.rank == 0 else (1, 0)
     parts, pendings = {}, {}

@@ -7,12 +7,19 @@ import random
 
 import pytest
 
-from zeroexp.report.compare import MARGIN, Comparison, Verdict, compare, judge, num_needed
+from zeroexp.report.verdict import (
+    MARGIN,
+    Comparison,
+    Verdict,
+    compare_step_times,
+    judge_interval,
+    num_needed,
+)
 
 
 def against_one(*ratios: float, num_comparisons: int = 1) -> Comparison:
     """Compare runs that took so many seconds with runs of one second."""
-    found = compare(
+    found = compare_step_times(
         dict(enumerate(ratios)),
         dict.fromkeys(range(len(ratios)), 1.0),
         num_comparisons=num_comparisons,
@@ -40,14 +47,14 @@ def test_runs_of_one_round_are_compared_with_each_other() -> None:
     """The machine slowed down by half from round to round; within a round the ratio is always 0.9."""
     reference = {0: 1.0, 1: 1.5, 2: 2.25}
     other = {number: 0.9 * seconds * (1 + 0.001 * number) for number, seconds in reference.items()}
-    found = compare(other, reference)
+    found = compare_step_times(other, reference)
     assert found is not None and found.verdict is Verdict.FASTER
     assert found.ratio == pytest.approx(0.9, rel=0.002)
     # Round 1 of the reference failed: two pairs are left, which are never enough.
     del reference[1]
-    found = compare(other, reference)
+    found = compare_step_times(other, reference)
     assert found is not None and (found.num_pairs, found.verdict) == (2, Verdict.OPEN)
-    assert compare(other, {9: 1.0}) is None
+    assert compare_step_times(other, {9: 1.0}) is None
 
 
 def test_the_interval_of_three_runs_is_students() -> None:
@@ -70,21 +77,26 @@ def test_equal_ratios_need_no_resamples() -> None:
 
 
 def test_it_says_how_many_repeats_would_tell() -> None:
-    assert against_one(0.9).told == "can't tell from one run each; repeats=3 at least"
+    assert (
+        against_one(0.9).verdict_without_numbers
+        == "can't tell from one run each; repeats=3 at least"
+    )
     logs = [math.log(ratio) for ratio in (0.90, 1.00, 0.95, 0.97)]
     number = num_needed(logs, 0.05)
     # The mean is -0.0467 and the scatter 0.0442: at 6 runs 2.571 × 0.0442 / √6 = 0.0464 < 0.0467, at 5 0.0549.
     assert number == 6
-    assert against_one(0.90, 1.00, 0.95, 0.97).told == "can't tell; repeats=6 would"
+    assert (
+        against_one(0.90, 1.00, 0.95, 0.97).verdict_without_numbers == "can't tell; repeats=6 would"
+    )
     wild = against_one(0.2, 5.0, 0.2, 5.0)
-    assert wild.needed is None and "not even with repeats=100" in wild.told
+    assert wild.needed is None and "not even with repeats=100" in wild.verdict_without_numbers
 
 
 def test_borders_belong_to_no_difference() -> None:
-    assert judge(-MARGIN, MARGIN) is Verdict.SAME
-    assert judge(-MARGIN - 1e-9, -1e-9) is Verdict.FASTER
-    assert judge(-MARGIN - 1e-9, 0.0) is Verdict.OPEN
-    assert judge(1e-9, MARGIN + 1e-9) is Verdict.SLOWER
+    assert judge_interval(-MARGIN, MARGIN) is Verdict.SAME
+    assert judge_interval(-MARGIN - 1e-9, -1e-9) is Verdict.FASTER
+    assert judge_interval(-MARGIN - 1e-9, 0.0) is Verdict.OPEN
+    assert judge_interval(1e-9, MARGIN + 1e-9) is Verdict.SLOWER
 
 
 @pytest.mark.parametrize("num_runs", [3, 5])
@@ -101,7 +113,7 @@ def test_of_many_sweeps_without_a_difference_few_claim_one(num_runs: int) -> Non
     wrong = 0
     for _ in range(120):
         reference = runs()
-        found = [compare(runs(), reference, num_comparisons=3) for _ in range(3)]
+        found = [compare_step_times(runs(), reference, num_comparisons=3) for _ in range(3)]
         wrong += any(c and c.verdict in (Verdict.FASTER, Verdict.SLOWER) for c in found)
     assert wrong < 14
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
-from zeroexp.models.weight_files import Header, UnreadableWeights, headers, read
+from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
 # drawn. Neither does RANDOMNESS.
@@ -155,7 +155,7 @@ def _shown(value: Any) -> str:
 
 def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
     try:
-        return headers(folder)
+        return read_headers(folder)
     except UnreadableWeights as error:
         _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
 
@@ -224,7 +224,7 @@ def _require_tied(
     beside = f"{head}weight"
     if config.task != "causal" or not shape.tie_word_embeddings or beside not in found:
         return
-    if not torch.equal(read(found[beside]), read(found[name])):
+    if not torch.equal(read_tensor(found[beside]), read_tensor(found[name])):
         problem = f"{beside} differs from {name} in it, model.name={config.name} ties them"
         _refuse(config, problem, "choose weights of this model")
 

@@ -120,7 +120,7 @@ class LateMessageThread:
         said = self._heard()
         fresh = {rank: word for rank, word in said.items() if _again(self._before.get(rank), word)}
         self._before = said
-        ring = lost_ring(self._rank, fresh)
+        ring = find_lost_ring(self._rank, fresh)
         if ring and watch.now == (message, since):
             watch.error = _describe(ring, fresh)
             self._say(watch, message, since)
@@ -161,7 +161,7 @@ class LateMessageThread:
             time.sleep(LOOK_SECONDS)
 
 
-def lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
+def find_lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
     """Return the chain of ranks from `rank` on, in which each waits for the next.
 
     The chain is empty unless it ends in a ring of messages that nobody has sent. said: for each rank that waits, its
@@ -179,7 +179,7 @@ def lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
 
 
 def _again(before: Any, word: Any) -> bool:
-    """Whether a rank wrote its word at two looks of the same wait, see [Note: both looks]."""
+    """Tell whether a rank wrote its word at two looks of the same wait, see [Note: both looks]."""
     return before is not None and before["since"] == word["since"] and before["look"] < word["look"]
 
 

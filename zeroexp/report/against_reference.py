@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroexp.config import ConfigError
-from zeroexp.report.compare import Comparison, compare
 from zeroexp.report.points import OUTSIDE, Point
+from zeroexp.report.verdict import Comparison, compare_step_times
 
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise
 
@@ -19,7 +19,7 @@ class Judged:
     impossible: str | None  # why its time is noise
 
 
-def judged(
+def judge_points(
     points: Sequence[Point], reference: str | None = None
 ) -> tuple[Point | None, list[Judged]]:
     """Return the reference, by default the first point with a time, and each point judged against it.
@@ -36,14 +36,16 @@ def judged(
             point,
             None
             if point is chosen
-            else compare(point.seconds_by_round, chosen.seconds_by_round, num_comparisons=number),
-            impossible(point, timed),
+            else compare_step_times(
+                point.seconds_by_round, chosen.seconds_by_round, num_comparisons=number
+            ),
+            why_impossible(point, timed),
         )
         for point in timed
     ]
 
 
-def impossible(point: Point, points: Sequence[Point]) -> str | None:
+def why_impossible(point: Point, points: Sequence[Point]) -> str | None:
     """Say why the point's time is below what N ranks could reach without a byte of communication, or None.
 
     The bound is the fastest point of one rank on the same model and batch, divided by N: whatever engine, a step needs

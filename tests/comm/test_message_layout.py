@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroexp.comm.packing import MANY_RANKS, packing_of
+from zeroexp.comm.message_layout import MANY_RANKS, message_layout_of
 from zeroexp.sharding.chunk import Chunk, ParameterSpec
 from zeroexp.sharding.layout import lay_out
 
@@ -25,7 +25,7 @@ def message_by_hand(chunks: tuple[Chunk, ...], flats: list[torch.Tensor]) -> tor
     for rank in range(len(chunks[0].cuts) - 1):
         for chunk, flat in zip(chunks, flats, strict=True):
             padded = torch.full((chunk.padded_numel,), -1.0)
-            padded[: chunk.numel] = flat
+            padded[: chunk.unpadded_numel] = flat
             parts.append(padded[chunk.section(rank)])
     return torch.cat(parts)
 
@@ -35,22 +35,22 @@ def message_by_hand(chunks: tuple[Chunk, ...], flats: list[torch.Tensor]) -> tor
 @pytest.mark.parametrize("kinds", [["a"], ["a", "b"]])
 def test_gradients_are_packed_rank_by_rank(family, kinds, world_size):
     chunks = chunks_of(family, world_size, kinds)
-    flats = [torch.arange(float(chunk.numel)) + 1000 * i for i, chunk in enumerate(chunks)]
+    flats = [torch.arange(float(chunk.unpadded_numel)) + 1000 * i for i, chunk in enumerate(chunks)]
     gradients = [
         [flat[m.start : m.stop].clone() for m in chunk.members]
         for chunk, flat in zip(chunks, flats, strict=True)
     ]
-    packing = packing_of(chunks)
-    message = torch.full((packing.numel,), -1.0)
-    packing.pack_gradients(message, gradients)
+    layout = message_layout_of(chunks)
+    message = torch.full((layout.numel,), -1.0)
+    layout.pack_gradients(message, gradients)
     assert message.equal(message_by_hand(chunks, flats))
     for rank in {0, world_size // 2, world_size - 1}:
-        own = message.split(packing.sizes)[rank]
+        own = message.split(layout.numel_by_rank)[rank]
         spans = [
             flat[chunk.members[s.member].start + s.start :][: s.numel]
             for chunk, flat in zip(chunks, flats, strict=True)
             for s in chunk.spans(rank)
         ]
-        found = packing.spans_of(rank, own)
+        found = layout.spans_of(rank, own)
         assert len(found) == len(spans)
         assert all(one.equal(other) for one, other in zip(found, spans, strict=True))

@@ -1,4 +1,4 @@
-"""Several chunks in one message, rank by rank: the sections that one rank owns lie side by side.
+"""One message carries several chunks, rank by rank: the sections that one rank owns lie side by side.
 
     chunks cut for two ranks    a: a0 a1      b: b0 b1
     message                     | a0 b0 | a1 b1 |            rank 0's part, rank 1's part
@@ -39,8 +39,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How the message of these chunks is laid out; all of them are cut for the same ranks."""
+class MessageLayout:
+    """This layout tells how the message of these chunks lies; all of them are cut for the same ranks."""
 
     chunks: tuple[Chunk, ...]
 
@@ -49,7 +49,7 @@ class Packing:
         return len(self.chunks[0].cuts) - 1
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def numel_by_rank(self) -> list[int]:
         """Elements of each rank's part of the message, padding included."""
         return [
             sum(_length(chunk.section(rank)) for chunk in self.chunks)
@@ -58,12 +58,12 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        return sum(self.sizes)
+        return sum(self.numel_by_rank)
 
     @property
     def is_even(self) -> bool:
         """Whether all ranks' parts have one size, so that the even primitives apply."""
-        return len(set(self.sizes)) == 1
+        return len(set(self.numel_by_rank)) == 1
 
     @cached_property
     def _sections(self) -> list[int]:
@@ -89,7 +89,7 @@ class Packing:
         """Copy the flat gradients of each chunk's members into the message; padding is not written."""
         if len(self.chunks) == 1:  # the message is the chunk
             (flats,), (chunk,) = gradients, self.chunks
-            lengths = [*(flat.numel() for flat in flats), chunk.padded_numel - chunk.numel]
+            lengths = [*(flat.numel() for flat in flats), chunk.padded_numel - chunk.unpadded_numel]
             torch._foreach_copy_(message.split(lengths)[:-1], list(flats))
             return
         if self.world_size >= MANY_RANKS and self._is_table:
@@ -128,17 +128,19 @@ class Packing:
         """Return views of the spans that `rank` owns; `own` is its part of the message."""
         return _real_parts(own, list(_pieces_of(self.chunks, rank)))
 
-    def padded(self, mine: Tensor) -> tuple[Tensor, Tensor]:
+    def pad_sections(self, mine: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for the ranks' parts, all as long as the longest, and `mine` padded to that length."""
-        longest = max(self.sizes)
+        longest = max(self.numel_by_rank)
         sent = torch.cat([mine, mine.new_empty(longest - mine.numel())])
         return mine.new_empty(longest * self.world_size), sent
 
-    def unpad(self, padded: Tensor, message: Tensor) -> None:
+    def unpad_sections(self, padded: Tensor, message: Tensor) -> None:
         """Copy the ranks' parts from the padded memory into the message."""
-        longest = max(self.sizes)
-        lengths = [length for size in self.sizes for length in (size, longest - size)]
-        torch._foreach_copy_(list(message.split(self.sizes)), list(padded.split(lengths)[::2]))
+        longest = max(self.numel_by_rank)
+        lengths = [length for size in self.numel_by_rank for length in (size, longest - size)]
+        torch._foreach_copy_(
+            list(message.split(self.numel_by_rank)), list(padded.split(lengths)[::2])
+        )
 
     def unpack_sections(self, message: Tensor, parts: Sequence[GatherPart]) -> None:
         """Copy every section of the message to its place in the full chunks."""
@@ -153,8 +155,8 @@ class Packing:
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
-def packing_of(chunks: tuple[Chunk, ...]) -> Packing:
-    return Packing(chunks)
+def message_layout_of(chunks: tuple[Chunk, ...]) -> MessageLayout:
+    return MessageLayout(chunks)
 
 
 def _pieces_of(chunks: Sequence[Chunk], rank: int) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other: each pair of ranks gets one Unix socket, and nobody else gets one.
+"""The ranks of one host find each other: each pair of ranks gets one Unix socket, and nobody else gets one.
 
 Any process in the same network namespace may connect to an abstract address. So a caller must send its rank and a token
 that travelled over the process group. A process of another user is closed before it is heard, and any other caller is

@@ -41,7 +41,7 @@ def validation_loss(
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     with torch.no_grad(), _evaluating(strategy.model):
         for turn in data.validation_turns(rank=world.rank, world_size=world.size):
-            advance.enter(step, advance.VALIDATION)
+            advance.note_phase(step, advance.VALIDATION)
             batch = turn.microbatch.to(world.device)
             loss = loss_sum(strategy.model(**batch.inputs), batch.labels, task)
             if turn.counts:
