@@ -166,7 +166,7 @@ def test_the_frontier_holds_what_no_point_beats(sweep: Path) -> None:
 def test_every_chart_is_one_that_plotly_knows(sweep: Path) -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     drawn = json.loads(json.dumps(charts(page.render(points(sweep)))).replace('"INK"', '"#000"'))
-    assert set(drawn) == {make.__name__ for make in page.CHARTS} - {"causes"}
+    assert len(drawn) == len(page.CHARTS) - 1 and "causes" not in drawn
     for chart in drawn.values():
         # Raises for a word that it does not know.
         graph_objects.Figure(chart["data"], chart["layout"])

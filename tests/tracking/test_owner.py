@@ -22,7 +22,7 @@ TAKE = """
 import sys, time
 from pathlib import Path
 from zeroexp.tracking import owner
-owner.take(Path(sys.argv[1]))
+owner.take_ownership(Path(sys.argv[1]))
 print(flush=True)
 time.sleep(600)
 """

@@ -6,7 +6,7 @@ collectives.py     the only entry: it chooses a transport and counts what every 
 native.py          the backend's own collectives (NCCL, fake), one for each move; message_layout.py lays out their
                    messages, and journal.py ends waits of ranks that issued different collectives
 direct.py          every rank hands each peer what that peer owns, and sums in rank order:
-  messages.py        carries tensors between hosts as gloo messages; watch.py ends waits that would never end
+  messages.py        carries tensors between hosts as gloo messages; missing_messages.py ends waits for none
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
                      board.py (what they tell each other), bell.py (how they wait), sizes.py (how much memory it takes)
 gather_memory.py   provides the memory that chunks are gathered into: allocated, or mapped by stitching.py, which lets a
