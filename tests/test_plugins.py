@@ -332,7 +332,7 @@ class Source:
         rows = torch.from_numpy(np.stack([np.arange(9) + i for i in indices]))
         return Microbatch({{"input_ids": rows[:, :-1]}}, rows[:, 1:])
 
-    def count(self, indices):
+    def count_labels_and_tokens(self, indices):
         return 8 * len(indices), 8 * len(indices)
 
     {}
@@ -389,7 +389,11 @@ BY = {
         ("data", "def __len__(self): return 0", "data.kind=data_of_test: has no samples; give it"),
         ("data", "read = None", "opens a Source without read; return Samples of zeroexp/data/"),
         ("data", "vocab_size = 5", "reads tokens 0 to 8; vocab_size=5 allows 0 to 4"),
-        ("data", "def count(self, i): return 7 * len(i), 8", "counts 14 labels in samples that h"),
+        (
+            "data",
+            "def count_labels_and_tokens(self, i): return 7 * len(i), 8",
+            "counts 14 labels in samples that h",
+        ),
         ("data", "def read(self, i): return 3", "reads a int; return Microbatch(inputs, labels)"),
         ("data", "def read(self, i): return {}[3]", "module plugin_of_test: raised KeyError: 3 at"),
         ("model", "return open('gone')", "module plugin_of_test: raised FileNotFoundError: [Err"),

@@ -13,7 +13,7 @@ from zeroexp.config import ConfigError, DataConfig
 from zeroexp.data import Microbatch
 
 IGNORED = -100  # as in models/loss.py
-CALLED = ("__len__", "read", "count")
+CALLED = ("__len__", "read", "count_labels_and_tokens")
 MEMBERS = ("vocab_size", "source", *CALLED)
 
 
@@ -39,7 +39,10 @@ def require_samples(samples: Any, config: DataConfig) -> None:
             problem = f"reads {len(indices)} samples with {name} of {_shape(tensor)}"
             refuse(problem, "let the first dimension be the number of samples")
     _require_words(read, samples.vocab_size, config, refuse)
-    counted, expected = samples.count(indices), _num_valid(read.labels, config.task)
+    counted, expected = (
+        samples.count_labels_and_tokens(indices),
+        _num_valid(read.labels, config.task),
+    )
     if not isinstance(counted, tuple) or len(counted) != 2:
         refuse(f"counts {counted!r:.80}", "return (labels that count, input tokens)")
     if counted[0] != expected:
