@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import importlib
 import json
@@ -107,14 +106,6 @@ class CannotStart(Exception):
     """The system gave no process, file or folder for a rank."""
 
 
-REMEDIES = {
-    errno.EAGAIN: "raise the limit of processes (ulimit -u), or use fewer ranks",
-    errno.ENOMEM: "use a smaller model or fewer ranks",
-    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer ranks",
-    errno.ENFILE: "close files of other programs",
-}
-
-
 def _fork_ranks(
     ranks: list[Rank],
     request: Request,
@@ -142,7 +133,9 @@ def _fork_ranks(
             os.close(descriptor)  # the next descriptor takes its number
             ranks.append(Rank(rank, pid, os.pidfd_open(pid), numbers))
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "set TMPDIR to a folder that can be written")
+        remedy = failure.REMEDIES.get(
+            error.errno or 0, "set TMPDIR to a folder that can be written"
+        )
         told = f"rank {len(ranks)} of {request.world_size} can not be started"
         raise CannotStart(f"{told}: {error.strerror or error}; {remedy}") from error
 

@@ -7,6 +7,7 @@ attempt that is no longer the newest is dropped.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,14 @@ from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib
 
 FAILURE = "failure.json"
 MOST_CHARACTERS = 300  # of a line of a log
+REMEDIES = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or use fewer ranks",
+    errno.ENOMEM: "use a smaller model or fewer ranks",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer ranks",
+    errno.ENFILE: "close files of other programs",
+}
+# What C++ and Python say where the system gives no thread.
+NO_THREAD = (os.strerror(errno.EAGAIN), "can't start new thread")
 
 
 def failed_with(folder: Path, exception: str) -> bool:
@@ -46,7 +55,10 @@ def write_raised(
 ) -> None:
     """Record this rank's exception; an earlier recorded failure stays. The rank itself calls this."""
     trace = "".join(traceback.format_exception(error))
-    cause = _cause(folder, rank, type(error).__name__, str(error), trace)
+    message = str(error)
+    if isinstance(error, RuntimeError) and message in NO_THREAD:
+        message = f"no thread can be started: {message}; {REMEDIES[errno.EAGAIN]}"
+    cause = _cause(folder, rank, type(error).__name__, message, trace)
     if short := describe_shortage(error, peak_bytes):
         cause |= _of_memory(short)
     _write(folder, cause)
