@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from tests.composing import composed, options
 from zeroexp import hub
 from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import StepBatch, packed, sources
+from zeroexp.data import StepBatch, packed, sources, tables
 from zeroexp.data.beforehand import check_data
 from zeroexp.data.build import Data, build_data
 from zeroexp.data.order import sample_indices
@@ -406,6 +406,7 @@ def test_wrong_data_is_one_line(changes, line, tmp_path):
         ({"a.txt": ""}, r"data.path=.*a.txt: is empty; name a file with rows"),
         ({"a.csv": "text,n\n"}, r"data.path=.*a.csv: has no rows; name a file with rows"),
         ({"a.csv": "text;n\na;1\n"}, r"its columns are separated by ';', no comma; convert it"),
+        ({"a.csv": "\0" + "x" * 200_000 + ",b\n"}, r"data.path=.*; repair or convert it"),
         ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, r"its files have different columns; name"),
         ({"a.csv": "text\na\n", "b.txt": "b\n"}, r"files of several kinds \(.csv, .txt\); name"),
     ],
@@ -422,6 +423,14 @@ def test_files_without_rows_or_of_several_forms_are_one_line(tmp_path, files, li
 def test_a_table_is_no_text_and_the_line_says_what_reads_it(tmp_path):
     with pytest.raises(ConfigError, match=r"data.kind=text reads no .csv; use data=hf for tables"):
         opened("offline", path=str(write_csv(tmp_path)))
+
+
+def test_the_mark_that_a_spreadsheet_writes_first_is_no_letter_of_a_column(tmp_path):
+    (tmp_path / "a.csv").write_text("review,n\ngood,1\n" * 9, encoding="utf-8-sig")
+    here = {"path": str(tmp_path / "a.csv"), "text_column": "review", "seq_len": 8}
+    config, model = configs("yelp_causal", **here)
+    assert build_data(config, model, 0).num_samples
+    tables.require_columns(config, [tmp_path / "a.csv"])  # of what Slurm's nodes will read
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
@@ -458,6 +467,7 @@ def labelled(folder: Path, values: Sequence[object], **changes) -> list[int]:
         ([-2, 2, 0], {"labels": [-2, -1, 0, 1, 2]}, [0, 4, 2]),
         (["d", "a", "c", "b", "e"], {}, [3, 0, 2, 1, 4]),
         (["10", "9", "1", "5", "7"], {}, [4, 3, 0, 1, 2]),
+        (["²", "9", "½", "négatif", "☃"], {}, [2, 0, 3, 1, 4]),
         ([1, 3], {"labels": ["1", "2", "3", "4", "5"]}, [0, 2]),
         (["good", "bad"], {"labels": ["bad", "poor", "fair", "good", "great"]}, [3, 0]),
         ([True, False], {}, [1, 0]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
 from tests.composing import compose_once, composed
@@ -18,7 +22,8 @@ from tests.oracle import Recipe, configured
 from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
 from zeroexp.adopt import adopt_published_config
-from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.config import Config, ConfigError, ModelConfig
+from zeroexp.data.build import build_data
 from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import optimizer_factory, parameter_groups
@@ -252,6 +257,51 @@ def test_a_head_for_classes_on_a_language_model(here):
     module = build_model(config, seed=0).module
     tokens, _ = microbatch("classification", 0, 0)
     assert module(input_ids=tokens).logits.shape == (2, 3)
+
+
+SPELT = {"!": 0, "good": 1, "bad": 2, "</s>": 3}
+
+
+def classifier_of_words(**more: Any) -> Config:
+    """A GPT-2 with a tokenizer of four words, of which the first is a word of texts, and texts that end in it."""
+    shape = transformers.GPT2Config(**GPT, num_labels=3, **more)
+    folder = saved(Path("gpt2"), "GPT2ForSequenceClassification", shape)
+    tokenizer = Tokenizer(WordLevel(SPELT, unk_token="</s>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    Path("a.csv").write_text("text,label\n" + "".join(f"{t},{n}\n" for n, t in enumerate(TEXTS)))
+    words = ["model=hf", "model.path=gpt2", "model.task=classification", "model.num_labels=3"]
+    data = ["data=hf", "data.path=a.csv", "data.seq_len=5", "data.global_batch_size=3"]
+    return adopt_published_config(
+        composed(*words, *data, "data.micro_batch_size=3", "world_size=1")
+    )
+
+
+TEXTS = ("good bad !", "bad", "good ! !")
+
+
+def test_a_word_with_the_id_0_is_no_padding(here):
+    """GPT-2's token 0 is `!`: taken for padding, it would hide the end of a text from the head."""
+    config = classifier_of_words(eos_token_id=3, bos_token_id=3)
+    batch = build_data(config.data, config.model, 0).step_batch(0, rank=0, world_size=1)
+    ((inputs, labels),) = [(each.inputs, each.labels) for each in batch.microbatches]
+    ours = loss_sum(build_model(config.model, seed=0).module(**inputs), labels, "classification")
+    rows = [[SPELT[word] for word in TEXTS[label].split()] for label in labels.tolist()]
+    padded = torch.tensor([row + [3] * (5 - len(row)) for row in rows])
+    shown = torch.tensor([[1] * len(row) + [0] * (5 - len(row)) for row in rows])
+    kind = transformers.AutoModelForSequenceClassification
+    expected = kind.from_pretrained("gpt2", pad_token_id=3)(padded, attention_mask=shown).logits
+    expected = torch.nn.functional.cross_entropy(expected, labels, reduction="sum")
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
+    export = build_model(replace(config.model, weights=None), seed=0, device="meta").module
+    assert export.config.pad_token_id == 3
+
+
+def test_without_any_token_that_pads_nothing_runs(here):
+    config = classifier_of_words(eos_token_id=None, bos_token_id=None)
+    with pytest.raises(ConfigError, match=r"pad_token_id=null: token 0, which would pad, is a w"):
+        build_data(config.data, config.model, 0)
 
 
 TINY_RUN = "data=synthetic data.seq_len=8 data.global_batch_size=2 train.steps=1 train.warmup_steps=1 tracking=files"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zeroexp.config import Config, ConfigError, ModelConfig
+from zeroexp.config import Config, ConfigError, ModelConfig, hf_keys
 
 FAMILY = "hf"
 INITS = (None, "weights", "random")
@@ -25,7 +25,28 @@ def adopt_published_config(config: Config) -> Config:
     published = _read_published_config(model)
     weights = None if model.init == "random" else model.path
     name = Path(model.path.rstrip("/")).name if model.name == FAMILY else model.name
-    return replace(config, model=replace(model, name=name, published=published, weights=weights))
+    model = replace(model, name=name, published=published, weights=weights)
+    return replace(config, model=_with_padding(model))
+
+
+def _with_padding(model: ModelConfig) -> ModelConfig:
+    """Let the end of text pad where the published config names no padding, since 0 may be a word such as `!`.
+
+    A head would take such a word at the end of a text for padding, and read the token before it.
+    """
+    keys = hf_keys(model)
+    if model.task != "classification" or _is_word(keys.get("pad_token_id")):
+        return model
+    end = keys.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    if model.weights is None:  # the shipped tokenizer ends texts with 0
+        end = 0
+    padding = end if _is_word(end) else None
+    return replace(model, hf_config={**model.hf_config, "pad_token_id": padding})
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, int) and value >= 0  # older configs write -1 for none
 
 
 def _refuse_without_effect(model: ModelConfig) -> None:

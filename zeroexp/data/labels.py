@@ -88,7 +88,7 @@ def _words(values: set[str], num_labels: int, where: str) -> list[str]:
 def _sorted(values: Collection[Any]) -> list[Any]:
     """Sort words, and numbers that are written as words by what they count: 2 stands before 10."""
     return sorted(
-        values, key=lambda word: (0, int(word)) if str(word).isdigit() else (1, str(word))
+        values, key=lambda word: (0, int(word)) if str(word).isdecimal() else (1, str(word))
     )
 
 

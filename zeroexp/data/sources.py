@@ -41,7 +41,10 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
     """
     padding = hf_keys(model).get("pad_token_id") or 0
     if config.vocab_size is None and model.weights is not None:
-        return _tokenizer_of_weights(model.weights, padding)
+        choice = _tokenizer_of_weights(model.weights, padding)
+        if config.task == "classification" and hf_keys(model).get("pad_token_id") is None:
+            _refuse_a_word_as_padding(choice)
+        return choice
     if config.vocab_size not in (None, SHIPPED_WORDS):
         raise ConfigError(
             f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_WORDS} words; "
@@ -64,6 +67,15 @@ def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
     end_of_text = json.loads((folder / "config.json").read_text()).get("eos_token_id") or 0
     first = end_of_text[0] if isinstance(end_of_text, list) else end_of_text
     return TokenizerChoice(folder / "tokenizer.json", first, padding)
+
+
+def _refuse_a_word_as_padding(choice: TokenizerChoice) -> None:
+    """A head takes the last tokens of a text for padding if they have its id, and reads the one before them."""
+    special = [row["id"] for row in json.loads(choice.file.read_text())["added_tokens"]]
+    if choice.padding not in special:
+        problem = f"token {choice.padding}, which would pad, is a word of the tokenizer"
+        remedy = "set it to a token that texts do not have, with a + before it"
+        raise ConfigError(f"model.hf_config.pad_token_id=null: {problem}; {remedy}")
 
 
 def text_files(config: DataConfig) -> list[Path]:

@@ -190,12 +190,12 @@ def _read_saved(config: DataConfig) -> Table:
 
 
 def _header(file: Path, sep: str = ",") -> list[str]:
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         return next(csv.reader(lines, delimiter=sep), [])
 
 
 def _has_header(file: Path) -> bool:
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         first = next(csv.reader(lines), [])
         return len(first) != 2 or not first[0].isdigit()
 
@@ -215,7 +215,7 @@ def _one_line_errors(config: DataConfig) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, csv.Error, DatasetsError) as error:
         cause = error.__cause__ or error  # the library says only that a file failed, its parser why
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         remedy = "name a file or folder that exists, or an id that is on the hub or in its cache"
