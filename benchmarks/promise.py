@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
+from benchmarks.real_runs import config_of, trains
 from benchmarks.table import machine, replace_in
-from zeroexp import config as configs
 from zeroexp import rank
-from zeroexp.__main__ import compose
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
@@ -40,12 +37,10 @@ from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
-from zeroexp.plan.points import Plans
 
 MIB = 1 << 20
 MARGIN = 0.03
 WASTE = 0.05
-SECONDS = 120.0  # after which a run counts as hung
 NUM_RANKS = 2
 
 
@@ -100,31 +95,18 @@ def main() -> int:
 def judge(name: Sequence[str]) -> Row:
     """Plan a point, and train it at the limit that fits and at the one that is refused."""
     shape, strategy, implementation = name
-    config = config_of(
-        f"{SHAPES[shape]} strategy={strategy} strategy.implementation={implementation}"
-    )
+    point = f"{SHAPES[shape]} strategy={strategy} strategy.implementation={implementation}"
+    # As few steps as show every phase.
+    config = config_of(f"{point} train.warmup_steps=1 train.steps=2 world_size={NUM_RANKS}")
     planned = planned_bytes(config)
     limit = int(planned * (1 + MARGIN))
     return Row(
         name=f"{shape}, {strategy} {implementation}",
         planned_bytes=planned,
         limit_bytes=limit,
-        fits=trains(config, limit),
-        dies_below=not trains(config, int(limit * (1 - WASTE))),
+        fits=lives_within(config, limit),
+        dies_below=not lives_within(config, int(limit * (1 - WASTE))),
     )
-
-
-def config_of(words: str) -> Config:
-    """Return the one point of these words, with as few steps as show every phase."""
-    steps = "train.warmup_steps=1 train.steps=2 cluster.device=cpu"
-    plans = Plans([])
-    with tempfile.TemporaryDirectory() as folder:
-        line = f"{words} {steps} world_size={NUM_RANKS}".split()
-        compose(plans, line, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    (planned,) = plans.planned
-    if planned.outcome is None:
-        raise ValueError(f"{words}: {planned.point.refusal}")
-    return planned.point.config
 
 
 def planned_bytes(config: Config) -> int:
@@ -137,30 +119,11 @@ def planned_bytes(config: Config) -> int:
 # -- ranks under a limit ---------------------------------------------------------------------------
 
 
-def trains(config: Config, limit: int) -> bool:
+def lives_within(config: Config, limit: int) -> bool:
     """Train; return whether no rank died."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "sweep" / "run"
-        run.mkdir(parents=True)
-        configs.save(config, run / "config.yaml")
-        port = _free_port()
-        return _all_end_well([_fork(run, index, port, limit) for index in range(NUM_RANKS)])
-
-
-def _fork(run: Path, index: int, port: int, limit: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        _limit_when_training(limit)
-        place = {"RANK": index, "WORLD_SIZE": NUM_RANKS, "LOCAL_RANK": index, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        rank.main(run, device="cpu")
-        code = 0
-    finally:
-        os._exit(code)
+        return trains(config, run, partial(_limit_when_training, limit))
 
 
 def _limit_when_training(limit: int) -> None:
@@ -172,30 +135,6 @@ def _limit_when_training(limit: int) -> None:
         return train(*args, **settings)
 
     rank.train = limited
-
-
-def _all_end_well(ranks: Sequence[int]) -> bool:
-    """Wait for all ranks; once one dies, end the others, which would wait for it."""
-    left, well, deadline = set(ranks), True, time.monotonic() + SECONDS
-    while left:
-        for pid in list(left):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                left.remove(pid)
-                well = well and status == 0
-        if not well or time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            return False
-        time.sleep(0.02)
-    return well
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # -- what came of it -------------------------------------------------------------------------------

@@ -63,13 +63,15 @@ ORDER = [
     {"zeroexp.report"},
     {"zeroexp.cluster"},
     {"zeroexp.sync", "zeroexp.commandline", "zeroexp.plan.points"},
-    {"zeroexp.plan.table", "zeroexp.plan.fit"},
+    {"zeroexp.plan.frontier", "zeroexp.plan.table"},
+    {"zeroexp.plan.frontier_figure"},
+    {"zeroexp.plan.fit"},
     {
         *("zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "zeroexp.diverge"),
         "zeroexp.calibrate",
         "hydra_plugins",
     },
-    {"zeroexp.plan.__main__", "zeroexp.plan.published_page"},
+    {"zeroexp.plan.__main__", "zeroexp.plan.published_page", "zeroexp.plan.scaling_page"},
 ]
 
 HYDRA = {"zeroexp.__main__", "zeroexp.commandline.explain", "hydra_plugins.zeroexp_launcher"}
@@ -87,7 +89,7 @@ DOORS = {
     },
     "datasets": {"zeroexp.data.tables"},
     "xxhash": {"zeroexp.checkpoint.manifest"},
-    "matplotlib": {"zeroexp.report.figure"},
+    "matplotlib": {"zeroexp.report.figure", "zeroexp.plan.frontier_figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.verdict"},
 }

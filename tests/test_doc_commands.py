@@ -33,6 +33,7 @@ MODULES = (
         "zeroexp.export",
         "zeroexp.plan",
         "zeroexp.plan.published_page",
+        "zeroexp.plan.scaling_page",
     ),
     *("zeroexp.report", "zeroexp.report.pictures", "zeroexp.sync", "zeroexp.watch"),
 )
@@ -58,6 +59,7 @@ SAVED = ("resume=", "model.weights=")
 ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "data=yelp": "it asks the network for the data",
+    "zeroexp.plan.scaling_page": "tests/plan/test_scaling.py makes the page",
     "zeroexp.report.pictures": "it needs a browser and a sweep of the whole comparison",
 }
 

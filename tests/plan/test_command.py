@@ -98,6 +98,14 @@ WRONG = {
     "world_size=many": ("world_size=many:", "use 1 or more"),
     "cluster.device=tpu": ("cluster.device=tpu:", "auto, cpu, cuda"),
     "cluster.device_memory_gib=0": ("cluster.device_memory_gib=0", "use more than 0"),
+    "cluster.reserved_gib=2": (
+        "cluster.reserved_gib=2.0: no effect",
+        "set cluster.device_memory_gib",
+    ),
+    "cluster.device_memory_gib=2 cluster.reserved_gib=2": (
+        "cluster.reserved_gib=2.0: leaves nothing of cluster.device_memory_gib=2",
+        "use less",
+    ),
     "cluster.device_memory_gib=big": ("cluster.device_memory_gib=big:", "use a number"),
     "model=llama_8b": ("model=llama_8b:", "did you mean llama3_8b?"),
     "model=tiny data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
@@ -108,6 +116,10 @@ WRONG = {
     "--fast": ("--fast:", "use one of --json"),
     "--json --csv": ("--json --csv:", "leave out all but one"),
     "--cfg job": ("--cfg:", "use one of"),
+    "--figure": ("--figure: no file", "name one that ends in .svg"),
+    "--fit --figure x.png": ("--figure x.png: the picture is an SVG", "ends in .svg"),
+    "--fit --figure nowhere/x.svg": ("--figure nowhere/x.svg: no folder nowhere", "that is there"),
+    "--figure=x.svg": ("--figure x.svg: only --fit draws a picture", "add it"),
     "hydra/sweeper=optuna": ("hydra/sweeper=optuna:", "leave it out"),
 }
 
@@ -142,7 +154,7 @@ def test_fit_finds_the_fewest_ranks_and_the_largest_batch(planned):
     """DDP's 16 P bytes never fit. What fits is rehearsed again: one sample more does not."""
     line = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 strategy=ddp,zero3 cluster.device=cpu --fit"
     _, out, _ = planned(f"{line} cluster.device_memory_gib=0.0008 data.micro_batch_size=1")
-    ddp, zero3 = out.splitlines()[-2:]
+    ddp, zero3 = (text for text in out.splitlines() if text.startswith("mlp_tiny"))
     assert "not up to 64" in ddp
     model, stage, layout, ranks, *_, batch, _ = zero3.split()
     assert (model, stage, layout) == ("mlp_tiny", "zero3", "buffer")
@@ -153,6 +165,15 @@ def test_fit_finds_the_fewest_ranks_and_the_largest_batch(planned):
         assert json.loads(out)[0]["fits"] == verdict
     code, _, err = planned(f"{line} --fit")
     assert code == 2 and err.startswith("zeroexp: cluster.device_memory_gib=null:")
+
+
+@pytest.mark.slow
+def test_fit_tells_what_it_skips(planned):
+    line = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 strategy.implementation=torch"
+    line += " strategy=zero3,zero1_allreduce"
+    code, out, _ = planned(f"{line} cluster.device_memory_gib=1 --fit")
+    assert code == 0
+    assert "skipped zero1_allreduce-torch-n2" in out and "use zero1" in " ".join(out.split())
 
 
 def test_explain_names_the_terms_and_what_levers_change(planned):
@@ -168,6 +189,59 @@ def test_explain_names_the_terms_and_what_levers_change(planned):
     assert lever.split()[:2] == ["+772.5", "-760.4"]
     code, _, err = planned(f"{line},zero2 --explain")
     assert code == 2 and err.startswith("zeroexp: --explain: one point, not 2;")
+
+
+@pytest.mark.slow
+def test_explain_tells_milliseconds_of_what_was_rehearsed(planned):
+    """Each lever is the difference of two plans; what only a rehearsal knows is among them."""
+    point = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 cluster.device=cuda"
+    _, out, _ = planned(f"{point} strategy=zero3 --explain")
+    assert "nothing was rehearsed; add --rehearse" in " ".join(out.split())
+    assert all(line.split()[2] == "-" for line in lever_lines(out))
+    _, out, _ = planned(f"{point} strategy=zero3 --explain --rehearse")
+    found = {line.split()[-1]: line.split()[:3] for line in lever_lines(out)}
+    recomputes = "train.activation_checkpointing=true"
+    # Its products are done once more; on so small a model the phase of the peak has nothing that is freed.
+    assert recomputes in found and float(found[recomputes][2]) > 0
+    rows = {}
+    for words in ("", "train.activation_checkpointing=true"):
+        _, out, _ = planned(f"{point} strategy=zero3 {words} --rehearse --csv")
+        (rows[words],) = csv.DictReader(io.StringIO(out))
+    seconds = [float(rows[words]["step_seconds"]) for words in ("", recomputes)]
+    assert float(found[recomputes][2]) == pytest.approx(1e3 * (seconds[1] - seconds[0]), abs=0.06)
+
+
+def lever_lines(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.split()[-1:] and "=" in line.split()[-1]]
+
+
+@pytest.mark.slow
+def test_fit_shows_the_frontier_and_draws_it(planned, tmp_path):
+    """DDP sends least and holds most, ZeRO-3 the other way round: neither beats the other."""
+    line = "model=tiny data.seq_len=16 world_size=16 strategy=ddp,zero3 cluster.device=cuda"
+    picture = tmp_path.parent / "frontier.svg"
+    words = "strategy.unit=model,block strategy.overlap=false"
+    _, out, _ = planned(f"{line} {words} cluster.device_memory_gib=1 --fit --figure={picture}")
+    assert max(map(len, out.splitlines())) <= 80
+    _, frontier = out.split("The frontier")
+    _, out, _ = planned(f"{line} {words} --rehearse --csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    costs = {
+        row["name"]: (float(row["step_seconds"]), int(row["rehearsed_peak_bytes"])) for row in rows
+    }
+    beaten = {
+        name
+        for name, mine in costs.items()
+        if any(
+            all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine
+            for other in costs.values()
+        )
+    }
+    shown = [line for line in frontier.splitlines() if line.startswith(("ddp", "zero3"))]
+    assert len(costs) == 4 and len(shown) == 4 - len(beaten) > 1
+    assert f"{len(beaten)} more are beaten" in " ".join(frontier.split())
+    text = picture.read_text()
+    assert all(name in text for name in costs) and "limit, 1 GiB" in text
 
 
 def test_two_numbers_tell_a_tight_point(planned):

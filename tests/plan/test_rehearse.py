@@ -156,6 +156,20 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     assert 0 <= peak - before - rehearsed.peak_bytes <= kept
 
 
+def test_fused_experts_have_the_peak_of_the_same_step_with_memory():
+    """A rehearsal multiplies by the fallback of transformers, and the real step by torch's grouped product."""
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of("model=mixtral_tiny", "data=synthetic", "data.seq_len=64", "strategy=zero3")
+    records, before = train_with_memory(config, 1)
+    (rehearsed,) = rehearse(config, ranks=[1]).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    assert rehearsed.traffic == records[UNDISTURBED_STEP].traffic
+    peak = records[UNDISTURBED_STEP].peak_bytes
+    assert peak is not None
+    assert peak - before == rehearsed.peak_bytes
+
+
 def train_alone(config: Config) -> tuple[list[StepRecord], int]:
     """Train as the only rank of a real group, whose reducer is the real one."""
     config = prepared(config, None)

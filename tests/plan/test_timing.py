@@ -40,7 +40,7 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
     with FakeTensorMode(), timeline:
         timeline.enter("forward")
         left = torch.empty(100, 100)
-        before = timeline.by_phase()["forward"].compute
+        before = timeline.by_speed()["made up"]["forward"].compute
         with meter.issuing("gather", "unit") as move:
             move.num_bytes, move.in_flight = num_bytes, True
             pending = Pending([])
@@ -48,7 +48,7 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
         for _ in range(num_products):
             left @ left
         pending.wait()
-    seconds = timeline.by_phase()["forward"]
+    seconds = timeline.by_speed()["made up"]["forward"]
     return replace(seconds, compute=seconds.compute - before)
 
 

@@ -77,6 +77,20 @@ def check_tracking_settings_are_used(config: Config) -> None:
             _unless_default(config, key, TrackingConfig, why, "use tracking=mlflow")
 
 
+def check_reserved_memory(config: Config) -> None:
+    """Refuse memory that is set aside of nothing, or of less than itself."""
+    limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
+    key = "cluster.reserved_gib"
+    if reserved is None:
+        return
+    if limit is None:
+        remedy = "set cluster.device_memory_gib, or leave it out"
+        refuse_combination(config, key, "no effect with cluster.device_memory_gib=null", remedy)
+    if reserved >= limit:
+        problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
+        refuse_combination(config, key, problem, "use less than that")
+
+
 def check_slurms_own_keys(config: Config) -> None:
     """Refuse settings of job submission if nothing is submitted to Slurm."""
     if config.cluster.kind == "slurm":
@@ -105,5 +119,6 @@ RULES = (
     check_checkpoint_settings_are_used,
     check_profiled_ranks,
     check_tracking_settings_are_used,
+    check_reserved_memory,
     check_slurms_own_keys,
 )

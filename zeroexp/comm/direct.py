@@ -139,7 +139,7 @@ class Direct:
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
-            if not part.in_place and own.data_ptr() != piece.data_ptr():
+            if not part.in_place and not _begin_alike(own, piece):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
@@ -255,13 +255,20 @@ def _length(section: slice) -> int:
     return section.stop - section.start
 
 
+def _begin_alike(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors begin at one place of one storage, which tensors without memory have as well."""
+    storages = (one.untyped_storage(), other.untyped_storage())
+    same = storages[0]._cdata == storages[1]._cdata  # pyright: ignore[reportPrivateUsage]
+    return same and one.storage_offset() == other.storage_offset()
+
+
 def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
     """Compute out (+)= ((terms[0] + terms[1]) + terms[2]) + ...
 
     `out` may be one of the terms; the other terms are not written.
     """
     total = terms[0]
-    own = next((i for i, term in enumerate(terms) if term.data_ptr() == out.data_ptr()), -1)
+    own = next((i for i, term in enumerate(terms) if _begin_alike(term, out)), -1)
     scratch: Tensor | None = None
     for index, term in enumerate(terms[1:], 1):
         if accumulate or index < own:  # a later addition still needs the value in `out`
@@ -270,5 +277,5 @@ def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
             total = torch.add(total, term, out=out)
     if accumulate:
         out.add_(total)
-    elif total.data_ptr() != out.data_ptr():
+    elif not _begin_alike(total, out):
         out.copy_(total)

@@ -32,6 +32,7 @@ from zeroexp.comm.board import Board, OwnBoard
 from zeroexp.comm.host_rendezvous import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.paging import aligned, pages
+from zeroexp.comm.sizes import arena_bytes
 from zeroexp.world import World, host_identity
 
 NO_TAG = 0
@@ -95,7 +96,7 @@ class Arena:
         self.staging_bytes = num_slots * slot_bytes
         self._page_bytes = page_bytes
         rest_bytes = sum(pages(num_bytes, page_bytes) for num_bytes in resting)
-        self.num_bytes = max(rest_bytes + self.staging_bytes, page_bytes)
+        self.num_bytes = arena_bytes(resting, slot_bytes, num_slots, page_bytes)
         self.file = os.memfd_create("zeroexp")
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.num_bytes)

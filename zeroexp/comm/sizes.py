@@ -20,6 +20,12 @@ def num_slots(transport: str) -> int:
     return TRANSPORTS[transport].reductions_in_flight + 1
 
 
+def arena_bytes(resting: Sequence[int], slot_bytes: int, num_slots: int, page_bytes: int) -> int:
+    """Return the bytes of a rank's shared memory: each resting tensor on its own pages, and the slots."""
+    rest_bytes = sum(pages(num_bytes, page_bytes) for num_bytes in resting)
+    return max(rest_bytes + num_slots * slot_bytes, page_bytes)
+
+
 def slot_bytes(
     units: Iterable[Sequence[Chunk]],
     stage: Stage,

@@ -105,6 +105,11 @@ class VerbMeter:
         """Whether this thread issues a move now."""
         return self._now is not None and self._now.issued is None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether this thread issues a move now, or waits for one."""
+        return self._now is not None
+
     @contextmanager
     def waiting(self, move: TimedMove) -> Generator[None]:
         """Time the wait for a move that was issued."""

@@ -124,7 +124,7 @@ def allow_fake_tensors(config: ModelConfig) -> Iterator[None]:
         return
     from zeroexp.models import huggingface
 
-    with huggingface.samples_not_packed():
+    with huggingface.samples_not_packed(), huggingface.experts_on_fake_tensors():
         yield
 
 

@@ -25,7 +25,6 @@ class ModelFamily:
     depth: the key of `shape` that holds the number of blocks, by which a plan saves time; None: it is not known.
     attention: returns layers x heads x size of a head, for the number of operations; None: there is no attention.
     skips_modules: a forward may leave out modules, so that their parameters get no gradient.
-    asks_for_values: its forward decides by values, so that it can not be rehearsed without them.
     """
 
     build: Callable[[ModelConfig, int | None], nn.Module]
@@ -35,17 +34,15 @@ class ModelFamily:
     depth: str | None = None
     attention: Callable[[ModelConfig], int] | None = None
     skips_modules: bool = False
-    asks_for_values: bool = False
     shape: str = "settings"  # the dict of ModelConfig that it reads
     of_transformers: bool = False  # its weights may be read from files
 
 
-def _of_transformers(depth: str | None, *, asks_for_values: bool = False) -> ModelFamily:
+def _of_transformers(depth: str | None) -> ModelFamily:
     return ModelFamily(
         build=Later("zeroexp.models.huggingface:build"),
         tasks=("causal", "classification"),
         depth=depth,
-        asks_for_values=asks_for_values,
         shape="hf_config",
         of_transformers=True,
     )
@@ -57,7 +54,7 @@ MODELS = Registry(
     {
         "llama": _of_transformers("num_hidden_layers"),
         "gpt2": _of_transformers("n_layer"),
-        "mixtral": _of_transformers("num_hidden_layers", asks_for_values=True),
+        "mixtral": _of_transformers("num_hidden_layers"),
         "hf": _of_transformers(None),
         "mlp": ModelFamily(
             build=Later("zeroexp.models.mlp:build"),
@@ -72,7 +69,6 @@ MODELS = Registry(
             depth="depth",
             attention=lambda model: model.moe["depth"] * model.moe["width"],
             skips_modules=True,
-            asks_for_values=True,
             shape="moe",
         ),
     },

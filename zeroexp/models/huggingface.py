@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     masking_utils,
 )
+from transformers.integrations import moe
 from transformers.utils import logging
 
 from zeroexp import hub
@@ -99,6 +100,21 @@ def samples_not_packed() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = looks
+
+
+@contextlib.contextmanager
+def experts_on_fake_tensors() -> Iterator[None]:
+    """Let fused experts multiply by transformers' own fallback, whose shapes are known for every dtype.
+
+    Its products and what it keeps for backward are those of torch's grouped product, which tells the shapes of
+    bfloat16 alone. Every position goes to the same number of experts, so no size depends on which they are.
+    """
+    asks = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = asks
 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:

@@ -10,5 +10,6 @@ rehearse.py, storages.py      what the real model, engine and loop hold on tenso
 depth.py, ddp_buckets.py      a deep model, rehearsed at three small depths; DistributedDataParallel's buckets
 peak.py                       the peak of a planned point with activations, by a rehearsal
 speed.py, timing.py           how fast a rank and its links are; the seconds of a rehearsed step
+scaling_page.py               the page docs/scaling.md: large models on two networks
 points.py, table.py           the points of a command line; tables, JSON and CSV
 """

@@ -9,8 +9,10 @@ The words are those of a run, lists and studies too:
             without memory; seconds are those of python -m zeroexp.calibrate, or of tables
 --json      every rank's bytes; --csv: one line for each point
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
-            largest micro-batch and the longest sequence
---explain   one point down to its units and tensors: what makes its peak, and what each setting would change
+            largest micro-batch and the longest sequence; and the points that no other beats in memory and time
+--figure F  with --fit: a picture of memory against time, into the file F (.svg)
+--explain   one point down to its units and tensors: what makes its peak, and what each setting would change; with
+            --rehearse in milliseconds too, and with the levers that only a rehearsal knows
 
 cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
 Exit codes: 0 planned (points that mean nothing are skipped with their reason); 2 refused in one line.
@@ -21,12 +23,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from zeroexp import interruption, output, plugins
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline.explain import MISTAKES, explain
 from zeroexp.config import ConfigError
-from zeroexp.plan.fit import fit
 from zeroexp.plan.levers import explain as explain_point
 from zeroexp.plan.points import Plans
 from zeroexp.plan.table import as_csv, as_json, render
@@ -34,10 +36,10 @@ from zeroexp.plan.table import as_csv, as_json, render
 FORMS: dict[str, Callable[[Plans], str]] = {
     "--json": lambda plans: as_json(plans.planned),
     "--csv": lambda plans: as_csv(plans.planned),
-    "--fit": fit,
+    "--fit": lambda plans: _fit(plans, None),
     "--explain": lambda plans: _explain(plans),
 }
-REHEARSE = "--rehearse"
+REHEARSE, FIGURE = "--rehearse", "--figure"
 ALLOWED = ("-m", "--multirun")
 
 
@@ -64,15 +66,46 @@ def main() -> int:
 def _answer(arguments: Sequence[str]) -> str:
     if "-h" in arguments or "--help" in arguments:
         return str(__doc__).rstrip()
+    arguments, figure = _figure(arguments)
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
     flags = [flag for flag in flags if flag != REHEARSE]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
+    if figure is not None and flags != ["--fit"]:
+        raise ConfigError(f"{FIGURE} {figure}: only --fit draws a picture; add it")
     plans = Plans(words, rehearses=REHEARSE in arguments)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with tempfile.TemporaryDirectory() as folder:
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    if figure is not None:
+        return _fit(plans, figure)
     return FORMS[flags[0]](plans) if flags else render(plans.planned, plans.notes)
+
+
+def _fit(plans: Plans, figure: Path | None) -> str:
+    # The training loop takes a second to import.
+    from zeroexp.plan.fit import fit
+
+    return fit(plans, figure)
+
+
+def _figure(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Return the arguments without the picture's file, and that file."""
+    flat: list[str] = []
+    for word in arguments:
+        flag, equals, file = word.partition("=")
+        flat += [flag, file] if equals and flag == FIGURE else [word]
+    if FIGURE not in flat:
+        return flat, None
+    at = flat.index(FIGURE)
+    if not flat[at + 1 : at + 2] or flat[at + 1].startswith("-"):
+        raise ConfigError(f"{FIGURE}: no file; name one that ends in .svg")
+    path = Path(flat[at + 1])
+    if path.suffix != ".svg":
+        raise ConfigError(f"{FIGURE} {path}: the picture is an SVG; use a name that ends in .svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{FIGURE} {path}: no folder {path.parent}; use one that is there")
+    return flat[:at] + flat[at + 2 :], path
 
 
 def _explain(plans: Plans) -> str:

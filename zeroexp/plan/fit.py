@@ -1,4 +1,5 @@
-"""`--fit`: the fewest ranks at which every strategy of the line fits, and the largest micro-batch and sequence there.
+"""`--fit`: the fewest ranks at which every strategy of the line fits, and the largest micro-batch and sequence there;
+and of the points of the line those that no other beats in memory and time (frontier.py).
 
 Each answer is rehearsed (peak.py), so that activations, logits and temporaries count. The closed forms tell where to
 begin: a number of ranks at which model states do not fit is not rehearsed. What can not be rehearsed is answered by
@@ -8,18 +9,21 @@ the closed forms alone, and the line says so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from textwrap import wrap
 
-from zeroexp.config import Config, ConfigError, UndefinedCombination
+from zeroexp.config import Config, ConfigError
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.form_of_config import form_of
+from zeroexp.plan.frontier import dots_of, frontier
 from zeroexp.plan.machines import machines_of
-from zeroexp.plan.outcome import outcome_of
+from zeroexp.plan.outcome import Outcome, RehearsedPeaks, outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.plan.points import Planned, Plans
 from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
+from zeroexp.plan.table import Column, lines_of, point_columns, settings_of
 
 GIB, WIDTH = 2**30, 80
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -29,15 +33,23 @@ HEAD = (
     "The fewest ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest micro-batch and "
     "the longest sequence, each alone. Rehearsed: peak and left are GiB of the fullest rank, with activations."
 )
+FRONTIER = (
+    "The frontier: points of this line, at their own ranks and batch, that no other of the same model, ranks and batch "
+    "beats in both peak (GiB) and time. {beaten} more are beaten. Predicted; seconds are {speed}."
+)
 
 
-def fit(plans: Plans) -> str:
-    """Return a line for each strategy and layout. Raises ConfigError without a limit."""
+def fit(plans: Plans, figure: Path | None = None) -> str:
+    """Return a line for each strategy, layout and settings, and the frontier, which `figure` is to show.
+
+    Raises ConfigError without a limit, and if the figure can not be written.
+    """
     asked: dict[tuple[str, ...], Planned] = {}
     for each in plans.planned:
         if each.outcome is not None:
             outcome = each.outcome
-            asked.setdefault((outcome.model, outcome.strategy, outcome.implementation), each)
+            names = (outcome.model, outcome.strategy, outcome.implementation)
+            asked.setdefault((*names, settings_of(outcome)), each)
     limits = {each.outcome.memory_gib for each in asked.values() if each.outcome}
     if None in limits:
         remedy = "set it to the memory of one device"
@@ -46,13 +58,46 @@ def fit(plans: Plans) -> str:
     names = f"{'model':14}{'strategy':16}{'layout':10}"
     lines += ["", f"{names}{'ranks':>6}{'peak':>8}{'left':>8}{'batch':>7}{'seq_len':>9}"]
     notes: dict[str, None] = {}
-    for (model, strategy, layout), each in asked.items():
+    for (model, strategy, layout, settings), each in asked.items():
         print(f"{strategy} {layout}: rehearsing", file=sys.stderr, flush=True)
         told, note = _answer(plans, each)
         lines.append(f"{model:14.13}{strategy:16}{layout:10}{told}")
+        lines += wrap(settings, WIDTH, initial_indent="  ", subsequent_indent="  ")
         if note:
             notes[note] = None
-    return "\n".join([*lines, *[line for note in notes for line in ("", *wrap(note, WIDTH))]])
+    for each in plans.planned:
+        if each.outcome is None:
+            notes[f"skipped {each.point.name}: {each.point.refusal}"] = None
+    lines += [line for note in notes for line in ("", *wrap(note, WIDTH))]
+    return "\n".join([*lines, "", *_frontier(plans.planned, figure)])
+
+
+def _frontier(planned: Sequence[Planned], figure: Path | None) -> list[str]:
+    """Return the table of the points that no other beats in memory and time, and draw all of them."""
+    dots, reasons = dots_of(planned)
+    if figure is not None:
+        # matplotlib takes half a second to import.
+        from zeroexp.plan.frontier_figure import save_frontier
+
+        save_frontier(dots, figure)
+    best = [dot.outcome for dot in frontier(dots)]
+    speeds = "; ".join(dict.fromkeys(dot.rehearsed.speed for dot in dots))
+    told = FRONTIER.format(beaten=len(dots) - len(best), speed=speeds)
+    columns = [
+        *point_columns(planned)[0],
+        Column("peak", lambda o: f"{_rehearsal(o).fullest.num_bytes / GIB:,.2f}"),
+        Column("step ms", lambda o: f"{1e3 * _rehearsal(o).step_seconds[1]:,.1f}"),
+    ]
+    lines = [*wrap(told, WIDTH), "", *lines_of(columns, best)] if best else []
+    return [
+        *lines,
+        *[line for reason in reasons for line in wrap(f"not rehearsed: {reason}.", WIDTH)],
+    ]
+
+
+def _rehearsal(outcome: Outcome) -> RehearsedPeaks:
+    assert outcome.rehearsed is not None
+    return outcome.rehearsed
 
 
 def _answer(plans: Plans, each: Planned) -> tuple[str, str]:
@@ -68,7 +113,7 @@ def _answer(plans: Plans, each: Planned) -> tuple[str, str]:
             if peak <= limit:
                 return _largest_of(at, model, each.device, limit, peak), ""
             size *= 2
-    except UndefinedCombination as refusal:
+    except ConfigError as refusal:
         assert size is not None
         outcome = plan_point(with_world(config, size), model, each.device)
         assert outcome is not None

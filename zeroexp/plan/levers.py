@@ -1,24 +1,29 @@
 """`--explain`: one point broken down to units and tensors, what makes its peak, and what each lever would buy.
 
-A lever is another value of one setting. Each is planned, so that its price in traffic stands beside what it saves.
+A lever is another value of one setting. Each is planned, so that its price in traffic stands beside what it saves. If
+the point was rehearsed, so is each lever: its peak then has activations, and it has a price in milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from zeroexp.config import Config, resolve
+from zeroexp.config import Config, PrecisionConfig, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.outcome import Outcome
-from zeroexp.plan.remedy import plan_point, with_stage, with_world
+from zeroexp.plan.remedy import plan_point_with_form, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
 
 MIB, WIDTH = 2**20, 80
+PRECISIONS = {
+    "fp32": ("float32", "float32", "float32"),
+    "bf16_master": ("bfloat16", "float32", "float32"),
+}
 NUM_LARGEST = 3
 
 MEANS = {
@@ -43,8 +48,9 @@ MEANS = {
 @dataclass(frozen=True)
 class Lever:
     words: str  # what to add to the command line
-    peak_bytes: float  # more than now; less where negative
+    peak_bytes: float  # more than now; less where negative; with activations where it was rehearsed
     sent_bytes: float
+    seconds: float | None = None  # of a step; None: nothing was rehearsed
 
 
 def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> str:
@@ -71,12 +77,33 @@ def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) ->
 def compute_levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[Lever]:
     """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
     found: list[Lever] = []
-    for words, changed in _changed_configs(config):
-        other = plan_point(changed, model, device)
-        if other is not None:
-            peak = other.peak.fullest - outcome.peak.fullest
-            found.append(Lever(words, peak, other.sent.fullest - outcome.sent.fullest))
+    changes = (
+        _changed_configs(config) if outcome.rehearsed is None else _all_changed_configs(config)
+    )
+    for words, changed in changes:
+        other = _plan_alike(changed, model, device, outcome)
+        if other is None:
+            continue
+        sent = other.sent.fullest - outcome.sent.fullest
+        if other.rehearsed is None or outcome.rehearsed is None:
+            found.append(Lever(words, other.peak.fullest - outcome.peak.fullest, sent))
+            continue
+        now, then = outcome.rehearsed, other.rehearsed
+        peak = then.fullest.num_bytes - now.fullest.num_bytes
+        found.append(Lever(words, peak, sent, then.step_seconds[1] - now.step_seconds[1]))
     return sorted(found, key=lambda lever: lever.peak_bytes)
+
+
+def _plan_alike(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> Outcome | None:
+    """Plan a lever as the point was, with a rehearsal or without; None if it is not defined that way."""
+    found = plan_point_with_form(config, model, device)
+    if found is None or outcome.rehearsed is None:
+        return None if found is None else found[2]
+    # The training loop takes a second to import.
+    from zeroexp.plan.peak import with_rehearsal
+
+    other = with_rehearsal(config, *found)
+    return other if other.rehearsed else None
 
 
 def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
@@ -102,6 +129,32 @@ def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
             if value != getattr(strategy, key):
                 word = str(value).lower() if isinstance(value, bool) else value
                 yield f"strategy.{key}={word}", _with_value(config, key, value)
+
+
+def _all_changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield also the levers that no closed form knows, since they change activations and products."""
+    yield from _changed_configs(config)
+    recomputes = not config.train.activation_checkpointing
+    train = replace(config.train, activation_checkpointing=recomputes)
+    words = f"train.activation_checkpointing={str(recomputes).lower()}"
+    yield words, replace(config, train=train)
+    micro, each = config.data.micro_batch_size, config.data.global_batch_size // config.world_size
+    for samples in (micro // 2, 2 * micro):
+        if samples and each % samples == 0:
+            data = replace(config.data, micro_batch_size=samples)
+            yield f"data.micro_batch_size={samples}", replace(config, data=data)
+    for name, dtypes in PRECISIONS.items():
+        if name != config.precision.name:
+            yield f"precision={name}", _with_dtypes(config, name, *dtypes)
+
+
+def _with_dtypes(config: Config, name: str, compute: str, reduce: str, master: str) -> Config:
+    config = deepcopy(config)
+    config.precision = PrecisionConfig(name, compute, reduce, master)
+    rows = (config.strategy.parameters, config.strategy.gradients, config.strategy.optimizer)
+    for row, dtype in zip(rows, (compute, reduce, master), strict=True):
+        row.dtype = dtype
+    return config
 
 
 def _with_value(config: Config, key: str, value: object) -> Config:
@@ -135,15 +188,29 @@ def _unit_lines(config: Config, model: BuiltModel) -> list[str]:
 
 def _lever_lines(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[str]:
     rows = compute_levers(config, model, device, outcome)
-    lines = ["What each lever would change, in MiB of the fullest rank:", ""]
-    lines.append(f"{'peak':>14} {'sent/step':>14}  lever")
+    told = "MiB of the fullest rank, and ms of a step"
+    lines = [f"What each lever would change, in {told}:", _basis(outcome), ""]
+    lines.append(f"{'peak':>12} {'sent/step':>12} {'ms':>10}  lever")
     for lever in rows:
-        if round(lever.peak_bytes) or round(lever.sent_bytes):
+        if round(lever.peak_bytes) or round(lever.sent_bytes) or lever.seconds:
             peak, sent = (
                 f"{num_bytes / MIB:+,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
             )
-            lines.append(f"{peak:>14} {sent:>14}  {lever.words}")
+            ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+,.1f}"
+            lines.append(f"{peak:>12} {sent:>12} {ms:>10}  {lever.words}")
     return lines
+
+
+def _basis(outcome: Outcome) -> str:
+    """Return what the numbers of levers rest on, or why there are no milliseconds."""
+    if outcome.rehearsed is None:
+        reason = outcome.not_rehearsed or "nothing was rehearsed; add --rehearse"
+        return f"without activations, by closed forms. ms is - since {reason}."
+    peak, seconds = outcome.rehearsed.fullest.num_bytes, outcome.rehearsed.step_seconds[1]
+    return (
+        f"rehearsed, with activations: now {_mib(peak)} MiB and {1e3 * seconds:,.1f} ms, predicted "
+        f"({outcome.rehearsed.speed})."
+    )
 
 
 def _mib(num_bytes: float) -> str:

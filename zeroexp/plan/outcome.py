@@ -35,6 +35,7 @@ class RehearsedPeaks:
     device: str  # whose kernels were rehearsed
     depths: tuple[int, ...]
     step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
+    compute_seconds: float = 0.0  # the part of the expected seconds in which the rank computes
     speed: str = ""  # whose speed: calibrated, or a prior
 
     @property

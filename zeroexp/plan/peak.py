@@ -3,44 +3,92 @@
 Rehearsed are the first rank, the one whose closed form is the largest, and the last. Two microbatches are enough: the
 second finds the gradients of the first, and further ones find the same.
 
-[Note: ranks of one host] A rehearsal moves messages as GPUs do. CPU ranks of one host read each other's memory
-instead. There messages and pools are left out of the rehearsed peak, and the closed form of what such ranks share,
-which a test compares with running engines to the byte, takes their place.
+CPU ranks of one host read each other's memory, and are rehearsed so (absent_neighbours.py). Others move messages as
+GPUs do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 
-from zeroexp.config import Config
+from zeroexp.config import Config, ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
 from zeroexp.plan.rehearse import PHASES, RehearsedRank, rehearse
-from zeroexp.plan.speed import Speed
-from zeroexp.plan.storages import Peak
-from zeroexp.plan.timing import step_seconds
+from zeroexp.plan.speed import Speed, calibrated_speed, calibration_path, load, prior_speed
+from zeroexp.plan.timing import compute_seconds, step_seconds
 from zeroexp.plan.torch_closed_forms import DdpForm
 
 MOST_MICROBATCHES = 2
+OUTPUTS = "outputs"  # where runs and calibrations are kept
 
 
 def rehearse_point(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome, speed: Speed
 ) -> RehearsedPeaks:
     """Rehearse a point that has been planned. Raises ConfigError in one line for what can not be rehearsed."""
-    per_rank = outcome.peak.per_rank
-    ranks = {0, per_rank.index(max(per_rank)), config.world_size - 1}
-    return _rehearse_ranks(config, machines, form, one_rank_of_each_class(form, ranks), speed)
+    ranks = {0, _fullest_rank(outcome), config.world_size - 1}
+    (found,) = _rehearse_ranks(config, machines, form, one_rank_of_each_class(form, ranks), [speed])
+    return found
+
+
+def rehearse_at_speeds(
+    config: Config,
+    machines: Machines,
+    form: ClosedForm,
+    outcome: Outcome,
+    speeds: Sequence[Speed],
+) -> list[RehearsedPeaks]:
+    """Rehearse the rank alone whose closed form is the largest, and tell its seconds at each speed."""
+    return _rehearse_ranks(config, machines, form, [_fullest_rank(outcome)], speeds)
+
+
+def with_rehearsal(
+    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
+) -> Outcome:
+    """Return the outcome with its rehearsal, or with the reason why there is none.
+
+    Seconds are those of this machine's calibration, where the point is for CPUs and there is one; else those of tables.
+    """
+    found = None if machines.device == "cuda" else load(calibration_path(Path(OUTPUTS)))
+    shape = machines.shape
+    speed = (
+        calibrated_speed(found, machines.transport)
+        if found
+        else prior_speed(shape.nodes, shape.ranks_per_node)
+    )
+    try:
+        return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
+    except ConfigError as error:
+        return replace(outcome, not_rehearsed=str(error))
 
 
 def rehearse_fullest_rank(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
 ) -> RankPeak:
     """Rehearse the rank alone whose closed form is the largest."""
+    (found,) = _rehearse_ranks(config, machines, form, [_fullest_rank(outcome)], [])
+    return found.fullest
+
+
+def _fullest_rank(outcome: Outcome) -> int:
     per_rank = outcome.peak.per_rank
-    return _rehearse_ranks(config, machines, form, [per_rank.index(max(per_rank))]).fullest
+    return per_rank.index(max(per_rank))
+
+
+def rehearse_spending(
+    config: Config, machines: Machines, form: ClosedForm, speed: Speed
+) -> dict[str, dict[str, float]]:
+    """Return, by phase, on what rank 0 spends the seconds of a step of no more than two microbatches."""
+    shorter, share_host = _shortened(config, machines), _share_host(form)
+    found = rehearse(shorter, ranks=[0], reads=False, speeds=[speed], share_host=share_host)
+    phases = found.ranks[0].seconds[speed.label]
+    return {phase: seconds.spent for phase, seconds in phases.items()}
 
 
 def one_rank_of_each_class(form: ClosedForm, ranks: set[int]) -> list[int]:
@@ -54,61 +102,50 @@ def _rehearse_ranks(
     machines: Machines,
     form: ClosedForm,
     ranks: list[int],
-    speed: Speed | None = None,
-) -> RehearsedPeaks:
-    shares = isinstance(form, ShardedForm) and form.schedule.facts.shares_memory
-    shorter = _shortened(config, form if shares else None, machines)
-    found = rehearse(shorter, ranks=ranks, reads=False, speed=speed)
-    peaks = [_rank_peak(rank, form if shares else None) for rank in found.ranks]
-    if speed is None:
-        return RehearsedPeaks(peaks, found.device, found.depths)
+    speeds: Sequence[Speed],
+) -> list[RehearsedPeaks]:
+    """Return what is rehearsed at each speed, or once without seconds where there is none."""
+    shorter, share_host = _shortened(config, machines), _share_host(form)
+    found = rehearse(shorter, ranks=ranks, reads=False, speeds=speeds, share_host=share_host)
+    peaks = [_rank_peak(rank) for rank in found.ranks]
+    without = RehearsedPeaks(peaks, found.device, found.depths)
     microbatches = config.data.global_batch_size / shorter.data.global_batch_size
-    untold = 0.0
-    if isinstance(form, DdpForm):
-        sent = sum(form.traffic(ranks[0]).bytes_by_kind.values())
-        untold = sent / speed.link_bytes_per_second
-    times = [step_seconds(each.seconds, microbatches, untold, speed.unsure) for each in found.ranks]
-    slowest = max(times, key=lambda seconds: seconds[1])
-    return RehearsedPeaks(peaks, found.device, found.depths, slowest, speed.label)
+    timed: list[RehearsedPeaks] = []
+    for speed in speeds:
+        untold = 0.0
+        if isinstance(form, DdpForm):
+            sent = sum(form.traffic(ranks[0]).bytes_by_kind.values())
+            untold = sent / speed.link_bytes_per_second
+        phases = [each.seconds[speed.label] for each in found.ranks]
+        times = [step_seconds(each, microbatches, untold, speed.unsure) for each in phases]
+        slowest = max(range(len(times)), key=lambda index: times[index][1])
+        computes = compute_seconds(phases[slowest], microbatches)
+        more = {"step_seconds": times[slowest], "compute_seconds": computes, "speed": speed.label}
+        timed.append(replace(without, **more))
+    return timed or [without]
 
 
-def _shortened(config: Config, form: ClosedForm | None, machines: Machines) -> Config:
+def _share_host(form: ClosedForm) -> bool:
+    return isinstance(form, ShardedForm) and form.schedule.facts.shares_memory
+
+
+def _shortened(config: Config, machines: Machines) -> Config:
     config = deepcopy(config)
     if machines.device == "cpu":
         config.cluster.device = "cpu"
     data = config.data
     step = data.micro_batch_size * config.world_size
     data.global_batch_size = min(data.global_batch_size, MOST_MICROBATCHES * step)
-    if (
-        isinstance(form, ShardedForm)
-        and form.schedule.bucket_bytes
-        and config.strategy.bucket_mb is None
-    ):
-        config.strategy.bucket_mb = form.schedule.bucket_bytes / 2**20
     return config
 
 
-def _rank_peak(found: RehearsedRank, form: ClosedForm | None) -> RankPeak:
-    """Return the peak; `form` is given where messages and pools are its, see [Note: ranks of one host]."""
-    peaks = {phase: found.peaks[phase] for phase in PHASES}
-    if isinstance(form, ShardedForm):
-        peaks = {
-            phase: _with_shared_memory(found.peaks_without_transport[phase], form, found.rank)
-            for phase in PHASES
-        }
-    phase = max(peaks, key=lambda phase: peaks[phase].num_bytes)
-    peak = peaks[phase]
+def _rank_peak(found: RehearsedRank) -> RankPeak:
+    peak = found.peaks[found.peak_phase]
     return RankPeak(
         rank=found.rank,
-        phase=phase,
+        phase=found.peak_phase,
         num_bytes=peak.num_bytes,
         by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
-        by_phase={phase: each.num_bytes for phase, each in peaks.items()},
+        by_phase={phase: found.peaks[phase].num_bytes for phase in PHASES},
         largest=peak.largest,
     )
-
-
-def _with_shared_memory(peak: Peak, form: ShardedForm, rank: int) -> Peak:
-    shared = form.buffer_bytes("after_backward", rank)
-    named = {name: num_bytes for name, num_bytes in shared.items() if num_bytes}
-    return Peak(peak.num_bytes + sum(named.values()), {**peak.by_kind, **named}, peak.largest)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from zeroexp.check import check
@@ -22,7 +21,6 @@ from zeroexp.plan.remedy import remedies
 from zeroexp.strategies.beforehand import check_strategy
 
 on_paper = partial(check, on_paper=True)
-OUTPUTS = "outputs"  # where runs and calibrations are kept
 BATCH = "data.global_batch_size"
 
 
@@ -111,7 +109,7 @@ class Plans:
             return replace(planned, point=replace(point, refusal=str(error)))
         outcome = outcome_of(point.name, point.config, form, planned.machines)
         if self._rehearses:
-            outcome = _with_rehearsal(point.config, planned.machines, form, outcome)
+            outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
         if outcome.fits is False and outcome.rehearsed is None:
             outcome = replace(outcome, remedies=remedies(point.config, model, device))
         return replace(planned, outcome=outcome, form=form)
@@ -139,22 +137,10 @@ def _tried(point: Point) -> Point:
     return point
 
 
-def _with_rehearsal(
-    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
-) -> Outcome:
-    """Return the outcome with its rehearsal, or with the reason why there is none."""
+def rehearse_planned(planned: Planned) -> Outcome:
+    """Return the outcome of a planned point with its rehearsal, or with the reason why there is none."""
     # The training loop takes a second to import.
-    from zeroexp.plan.peak import rehearse_point
-    from zeroexp.plan.speed import calibrated_speed, calibration_path, load, prior_speed
+    from zeroexp.plan.peak import with_rehearsal
 
-    found = None if machines.device == "cuda" else load(calibration_path(Path(OUTPUTS)))
-    shape = machines.shape
-    speed = (
-        calibrated_speed(found, machines.transport)
-        if found
-        else prior_speed(shape.nodes, shape.ranks_per_node)
-    )
-    try:
-        return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
-    except ConfigError as error:
-        return replace(outcome, not_rehearsed=str(error))
+    assert planned.form is not None and planned.outcome is not None
+    return with_rehearsal(planned.point.config, planned.machines, planned.form, planned.outcome)

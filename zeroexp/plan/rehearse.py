@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,7 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 import zeroexp
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
@@ -35,11 +39,11 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
 from zeroexp.models.build import allow_fake_tensors, build_model, materialize
 from zeroexp.models.checkpointing import checkpoint_blocks
-from zeroexp.models.families import MODELS
+from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.speed import Speed
-from zeroexp.plan.storages import MESSAGES, Peak, Storages
+from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
 from zeroexp.strategies.base import Strategy
 from zeroexp.strategies.build import build_strategy
@@ -48,9 +52,9 @@ from zeroexp.world import fake_world
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 PHASES = ("forward", "backward", "step")
-TRANSPORT_KINDS = (MESSAGES, "buffers")
 OURS, TORCH = (str(Path(module.__file__ or "").parent) for module in (zeroexp, torch))
 WATCHING = (TORCH, str(Path(__file__).parent))  # whose code runs below each operation
+ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,8 @@ class RehearsedRank:
     # Moment -> kind -> model states, as a run's record has them.
     held_bytes: dict[str, dict[str, int]]
     traffic: Traffic  # of one step
-    # The peaks of everything but messages and pools, which depend on the transport.
-    peaks_without_transport: dict[str, Peak] = field(default_factory=dict[str, Peak])
-    seconds: dict[str, Seconds] = field(default_factory=dict[str, Seconds])  # by phase, estimated
+    # The label of a speed -> phase -> what is estimated.
+    seconds: dict[str, dict[str, Seconds]] = field(default_factory=dict[str, dict[str, Seconds]])
 
     @property
     def peak_phase(self) -> str:
@@ -98,14 +101,16 @@ def rehearse(
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
     reads: bool = True,
-    speed: Speed | None = None,
+    speeds: Sequence[Speed] = (),
+    share_host: bool = False,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
     world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
     the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
-    have no `held_bytes`, and a third of the time is saved. speed: of the machine whose seconds are estimated. Raises
-    ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
+    share_host: whether the ranks are CPUs of one host, which read each other's memory; else they move as GPUs do.
+    Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
     size = config.world_size
@@ -116,7 +121,10 @@ def rehearse(
     device = _device(config)
 
     def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
-        return [rehearse_rank(at, rank, device, reads=reads, speed=speed) for rank in chosen]
+        return [
+            rehearse_rank(at, rank, device, reads=reads, speeds=speeds, share_host=share_host)
+            for rank in chosen
+        ]
 
     # One rank tells whether further blocks cost what a line says.
     found, depths = measure_at_depth(
@@ -140,11 +148,6 @@ def prepared(config: Config, world_size: int | None) -> Config:
             f"data.global_batch_size={data.global_batch_size}: no whole number of microbatches for {size} ranks; "
             f"use a multiple of {data.micro_batch_size * max(size, 1)}"
         )
-    if MODELS[config.model.family].asks_for_values:
-        raise UndefinedCombination(
-            f"model.family={config.model.family}: its forward asks which experts the tokens chose, so it needs values "
-            "and can not be rehearsed; the closed forms plan it"
-        )
     return config
 
 
@@ -154,22 +157,29 @@ def _device(config: Config) -> str:
 
 
 def rehearse_rank(
-    config: Config, rank: int, device: str, *, reads: bool = True, speed: Speed | None = None
+    config: Config,
+    rank: int,
+    device: str,
+    *,
+    reads: bool = True,
+    speeds: Sequence[Speed] = (),
+    share_host: bool = False,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))
-    timeline = Timeline(speed)
+    timeline = Timeline(*speeds)
     with (
-        _others_told(),
+        _needs_of_values_told(config.model.family),
         fake_world(rank, config.world_size, device) as world,
         allow_fake_tensors(config.model),
         buckets_in_python(),
         mode,
         storages,
         timeline,
+        absent_neighbours(storages) if share_host else nullcontext(),
     ):
         materialize(model.module, device)
         if config.train.activation_checkpointing:
@@ -183,14 +193,12 @@ def rehearse_rank(
         watched.end_undisturbed()
     held = records[-1].memory_bytes or {}
     traffic = records[UNDISTURBED_STEP].traffic
-    return RehearsedRank(
-        rank, watched.peaks, held, traffic, watched.peaks_without_transport, watched.seconds
-    )
+    return RehearsedRank(rank, watched.peaks, held, traffic, watched.seconds)
 
 
 @contextmanager
-def _others_told() -> Generator[None]:
-    """Raise ConfigError for what a model or an optimizer of others can not do with tensors that have no values."""
+def _needs_of_values_told(family: str) -> Generator[None]:
+    """Raise ConfigError for what a model or an optimizer can not do with tensors that have no values."""
     try:
         yield
     except ConfigError:
@@ -199,7 +207,12 @@ def _others_told() -> Generator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         last = [frame for frame in frames if not frame.filename.startswith(WATCHING)][-1]
         if last.filename.startswith(OURS):
-            raise
+            if not isinstance(error, ASKS_FOR_VALUES):
+                raise
+            raise UndefinedCombination(
+                f"model.family={family}: its forward decides by values, as by which experts tokens chose, "
+                "so that it can not be rehearsed; the closed forms plan it"
+            ) from error
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{Path(last.filename).name}, line {last.lineno}, can not run on tensors without values ({said}); "
@@ -241,11 +254,10 @@ class _Watched:
 
     def __init__(self, strategy: Strategy, storages: Storages, timeline: Timeline) -> None:
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
-        self.seconds: dict[str, Seconds] = {}
+        self.seconds: dict[str, dict[str, Seconds]] = {}
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.peaks: dict[str, Peak] = {}
-        self.peaks_without_transport: dict[str, Peak] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -267,8 +279,7 @@ class _Watched:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
         if not self.peaks:
             self.peaks = self._storages.peaks()
-            self.seconds = self._timeline.by_phase()
-            self.peaks_without_transport = self._storages.peaks(without=TRANSPORT_KINDS)
+            self.seconds = self._timeline.by_speed()
 
     def backward(self, loss: Tensor) -> None:
         self._storages.begin_phase("backward")

@@ -8,8 +8,8 @@ from copy import deepcopy
 from zeroexp.check import check
 from zeroexp.config import Config, ConfigError, resolve
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.form_of_config import form_of
-from zeroexp.plan.machines import machines_of
+from zeroexp.plan.form_of_config import ClosedForm, form_of
+from zeroexp.plan.machines import Machines, machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
 from zeroexp.sharding.placement import STAGES
 
@@ -49,12 +49,20 @@ def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int
 
 def plan_point(config: Config, model: BuiltModel, device: str) -> Outcome | None:
     """Plan a changed point; None if it is not defined."""
+    found = plan_point_with_form(config, model, device)
+    return None if found is None else found[2]
+
+
+def plan_point_with_form(
+    config: Config, model: BuiltModel, device: str
+) -> tuple[Machines, ClosedForm, Outcome] | None:
     try:
         check(config, on_paper=True)
     except ConfigError:
         return None
     machines = machines_of(config, device)
-    return outcome_of("", config, form_of(config, model, machines.transport), machines)
+    form = form_of(config, model, machines.transport)
+    return machines, form, outcome_of("", config, form, machines)
 
 
 def with_stage(config: Config, stage: str) -> Config:

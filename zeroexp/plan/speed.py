@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -58,10 +59,18 @@ class Speed:
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
     overlaps_launch: bool = False
     unsure: float = UNSURE
+    # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
+    # operation's bytes and products takes longer hides the other.
+    factors: dict[str, float] | None = None
 
     def product_rate(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")
         return self.products_per_second.get(name) or min(self.products_per_second.values())
+
+    def seconds_of(self, spent: Mapping[str, float]) -> float:
+        """Return what work takes that takes `spent` by the tables."""
+        factors = self.factors or {}
+        return sum(factors.get(name, 1.0) * seconds for name, seconds in spent.items())
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,11 @@ class Calibration:
     # Dtype -> rows of a square matrix -> operations per second.
     products: dict[str, dict[str, float]]
     bytes_per_second: float
-    optimizer_elements_per_second: float
     launch_seconds: float
     links: dict[str, list[float]]  # transport -> latency in seconds, bytes per second
     # transport -> size in bytes -> seconds of one reduction
     moves: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    factors: dict[str, float] = field(default_factory=dict[str, float])  # see Speed
 
 
 def this_machine() -> str:
@@ -133,6 +142,7 @@ def calibrated_speed(found: Calibration, transport: str) -> Speed:
         link_bytes_per_second=rate,
         moves_on_wait=transport == "direct",
         unsure=UNSURE_CALIBRATED,
+        factors=found.factors or None,
     )
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Storage:
     is_logits: bool = False  # a number for each word, at each position
     num_bytes: int = 0  # now
     kind: str | None = None  # as the engine names it
+    counts: bool = True
     outlives_forward: bool = False
 
 
@@ -79,6 +81,7 @@ class Storages(TorchDispatchMode):
             int, int
         ] = {}  # address of the C++ storage -> serial number, of those alive
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._counts = True
         self._phase = _Phase("build", {})
         self._phases: list[_Phase] = [self._phase]
 
@@ -137,14 +140,20 @@ class Storages(TorchDispatchMode):
             if serial is not None and self._all[serial].kind is None:
                 self._all[serial].kind = kind
 
-    def peaks(self, without: Collection[str] = ()) -> dict[str, Peak]:
-        """Return the peak of each phase; one that came several times counts where it was highest.
+    @contextmanager
+    def not_counting(self) -> Generator[None]:
+        """Count no storage that is born inside: it stands for memory of another rank, or for addresses alone."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
-        without: kinds that count as nothing.
-        """
+    def peaks(self) -> dict[str, Peak]:
+        """Return the peak of each phase; one that came several times counts where it was highest."""
         found: dict[str, Peak] = {}
         for phase in self._phases:
-            peak = self._peak_of(phase, without)
+            peak = self._peak_of(phase)
             if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
                 found[phase.name] = peak
         return found
@@ -159,7 +168,9 @@ class Storages(TorchDispatchMode):
             serial = len(self._all)
             is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._num_words
             kind = MESSAGES if meter.is_issuing else None
-            self._all.append(Storage(self._phase.name, str(func), is_logits, kind=kind))
+            self._all.append(
+                Storage(self._phase.name, str(func), is_logits, kind=kind, counts=self._counts)
+            )
             self._serials[address] = serial
             self._references[serial] = weakref.ref(
                 storage, lambda _: self._record_death(address, serial)
@@ -178,13 +189,11 @@ class Storages(TorchDispatchMode):
         self._record_size(serial, 0)
 
     def _record_size(self, serial: int, num_bytes: int) -> None:
-        if self._all[serial].num_bytes != num_bytes:
+        if self._all[serial].counts and self._all[serial].num_bytes != num_bytes:
             self._all[serial].num_bytes = num_bytes
             self._phase.changes.append((serial, num_bytes))
 
-    def _peak_of(self, phase: _Phase, without: Collection[str]) -> Peak:
-        if without:
-            phase = self._without_kinds(phase, without)
+    def _peak_of(self, phase: _Phase) -> Peak:
         now = dict(phase.before)
         total = most = sum(now.values())
         when = 0
@@ -200,11 +209,6 @@ class Storages(TorchDispatchMode):
         largest = sorted(held.items(), key=lambda each: -each[1])[:10]
         told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
         return Peak(most, {kind: size for kind, size in by_kind.items() if size}, told)
-
-    def _without_kinds(self, phase: _Phase, without: Collection[str]) -> _Phase:
-        before = {s: size for s, size in phase.before.items() if self._kind_of(s) not in without}
-        changes = [each for each in phase.changes if self._kind_of(each[0]) not in without]
-        return _Phase(phase.name, before, changes)
 
     def _kind_of(self, serial: int) -> str:
         storage = self._all[serial]

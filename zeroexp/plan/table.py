@@ -54,15 +54,15 @@ def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
     outcomes = [each.outcome for each in planned if each.outcome]
     unit, size = _unit([o.peak.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
-    point, caption = _point_columns(planned)
+    point, caption = point_columns(planned)
     memory = [*point, *_memory_columns(outcomes, size)]
     traffic = [*point, *_traffic_columns(outcomes, size)]
     lines = [
         *_wrapped(f"Planned, not measured; {unit} of one rank, fullest first. {caption}"),
         "",
-        *_lines(memory, outcomes),
+        *lines_of(memory, outcomes),
         "",
-        *_lines(traffic, outcomes),
+        *lines_of(traffic, outcomes),
         "",
         *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
         *_foot(planned, outcomes),
@@ -125,7 +125,7 @@ def _row(planned: Planned) -> dict[str, object]:
     return {**row, "fits": outcome.verdict or ""}
 
 
-def _point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
+def point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
     """Return the columns that tell points apart, and a sentence of what they share."""
     outcomes = [each.outcome for each in planned if each.outcome]
     columns = [
@@ -133,14 +133,18 @@ def _point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
         Column("layout", lambda o: o.implementation, left=True),
         Column("ranks", lambda o: str(o.world_size)),
     ]
-    usual = {id(o): f"{o.strategy}-{o.implementation}-n{o.world_size}" for o in outcomes}
-    if any(o.name != usual[id(o)] for o in outcomes):
-        settings = Column("settings", lambda o: o.name.removeprefix(usual[id(o)] + "-"), left=True)
-        columns.append(settings)
+    if any(settings_of(o) for o in outcomes):
+        columns.append(Column("settings", settings_of, left=True))
     models = dict.fromkeys(o.model for o in outcomes)
     places = dict.fromkeys(o.place for o in outcomes)
     caption = f"Model {', '.join(models)}; {' | '.join(places)} ranks."
     return columns, caption
+
+
+def settings_of(outcome: Outcome) -> str:
+    """Return what a point's name says beyond its strategy, layout and ranks."""
+    usual = f"{outcome.strategy}-{outcome.implementation}-n{outcome.world_size}"
+    return outcome.name.removeprefix(usual).removeprefix("-")
 
 
 def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
@@ -176,7 +180,7 @@ def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
     ]
 
 
-def _lines(columns: Sequence[Column], outcomes: Sequence[Outcome]) -> list[str]:
+def lines_of(columns: Sequence[Column], outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of a table; columns that do not fit beside each other follow in tables of their own."""
     texts = [[column.name, *(column.value(o) for o in outcomes)] for column in columns]
     widths = [max(map(len, cells)) for cells in texts]
@@ -222,7 +226,7 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
         "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools. "
         f"Seconds are estimates, {'; '.join(speeds)}."
     )
-    return [*_wrapped(told), "", *_lines(columns, outcomes), ""]
+    return [*_wrapped(told), "", *lines_of(columns, outcomes), ""]
 
 
 def _milliseconds(outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ their collectives count as links that overlap compute, and the range reaches to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -26,6 +26,24 @@ from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.plan.speed import Speed
 
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# Products of experts, each row with the weight of one: operations for each element of that weight.
+GROUPED = {"grouped_mm_fallback": 2, "grouped_mm_fallback_backward": 4}
+# Parts of names of operations that compute more than they read: exponentials, and sums over rows.
+SLOW = (
+    "silu",
+    "gelu",
+    "softmax",
+    "exp",
+    "log",
+    "embedding",
+    "index",
+    "pow",
+    "mean",
+    "sum",
+    "rsqrt",
+)
+CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
+VERBS = {"publish": "gather", "hand_over": "reduce"}  # which verbs cost alike
 VIEWS = frozenset(
     {
         "detach",
@@ -50,6 +68,8 @@ class Seconds:
     links: float = 0.0  # moves on their way, beside compute or not
     exposed: float = 0.0  # compute stands still for moves
     untold: float = 0.0  # collectives whose waits nobody tells
+    # What the seconds are spent on -> seconds by the tables of a speed; a calibration weighs them.
+    spent: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def total(self) -> float:
@@ -57,18 +77,14 @@ class Seconds:
 
 
 class Timeline(TorchDispatchMode):
-    """Follows one rank's compute and links; without a speed it follows nothing."""
+    """Follows one rank's compute and links at each of several speeds; without any it follows nothing."""
 
-    def __init__(self, speed: Speed | None) -> None:
+    def __init__(self, *speeds: Speed) -> None:
         super().__init__()
-        self._speed = speed
-        self._now = self._free = 0.0  # of compute; when the links are free
-        self._arrives: dict[int, float] = {}  # move -> when it arrives
-        self._phase = Seconds()
-        self._phases: dict[str, Seconds] = {}
+        self._walks = [_Walk(speed) for speed in speeds]
 
     def __enter__(self) -> Timeline:
-        meter.observe = self._moved if self._speed else None
+        meter.observe = self._moved if self._walks else None
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -83,63 +99,114 @@ class Timeline(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._speed is not None:
-            self._compute(func, args, kwargs or {}, result, self._speed)
+        for walk in self._walks:
+            walk.compute(func, args, kwargs or {}, result)
         return result
 
     def enter(self, phase: str) -> None:
-        self._phase = self._phases.setdefault(phase, Seconds())
+        for walk in self._walks:
+            walk.enter(phase)
 
     def forget(self) -> None:
         """Drop what was counted so far; moves in flight stay."""
-        self._phases = {}
+        for walk in self._walks:
+            walk.phases = {}
 
-    def by_phase(self) -> dict[str, Seconds]:
-        return self._phases
+    def by_speed(self) -> dict[str, dict[str, Seconds]]:
+        """Return the seconds of each phase at each speed, by the label of the speed."""
+        return {walk.speed.label: walk.phases for walk in self._walks}
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> None:
+    def _moved(self, move: TimedMove) -> None:
+        for walk in self._walks:
+            walk.moved(move)
+
+
+class _Walk:
+    """Time passes at one speed."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed = speed
+        self.phases: dict[str, Seconds] = {}
+        self._now = self._free = 0.0  # of compute; when the links are free
+        self._arrives: dict[int, float] = {}  # move -> when it arrives
+        self._name, self._phase = "build", Seconds()
+
+    def enter(self, phase: str) -> None:
+        self._name, self._phase = phase, self.phases.setdefault(phase, Seconds())
+
+    def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        speed = self.speed
         if func.namespace == "c10d":
             if meter.is_issuing:  # told as a move
                 return
             sent = sum(each.nbytes for each in tree_iter(args[0]) if isinstance(each, Tensor))
             self._phase.untold += speed.latency_seconds + sent / speed.link_bytes_per_second
             return
-        work = _work_seconds(func, args, kwargs, result, speed)
-        seconds = (
-            max(work, speed.launch_seconds)
-            if speed.overlaps_launch
-            else work + speed.launch_seconds
-        )
+        if speed.moves_on_wait and meter.is_moving:  # the move's own time has it
+            return
+        kind, by_bytes, by_products = _work(func, args, kwargs, result, speed)
+        launch = f"launches: {self._name}", speed.launch_seconds
+        spent = dict([launch, (f"{kind}: bytes", by_bytes), (f"{kind}: products", by_products)])
+        self._note(spent)
+        if speed.factors is not None:
+            seconds = speed.seconds_of(spent)
+        elif speed.overlaps_launch:
+            seconds = max(by_bytes, by_products, speed.launch_seconds)
+        else:
+            seconds = max(by_bytes, by_products) + speed.launch_seconds
         self._now += seconds
         self._phase.compute += seconds
 
-    def _moved(self, move: TimedMove) -> None:
+    def moved(self, move: TimedMove) -> None:
         """Put a move on the links when it has been issued, and stand still when it is waited for."""
-        assert self._speed is not None
         if move.num_bytes == 0:
             return
-        takes = self._speed.latency_seconds + move.num_bytes / self._speed.link_bytes_per_second
+        kind, speed = VERBS.get(move.verb, move.verb), self.speed
+        sent = move.num_bytes / speed.link_bytes_per_second
+        spent = {f"{kind}: moves": speed.latency_seconds, f"{kind}: sent": sent}
+        takes = speed.seconds_of(spent)
         if move.waited is None:
+            self._note(spent)
             self._phase.links += takes
             self._free = max(self._now, self._free) + takes
             self._arrives[id(move)] = self._free
             return
         arrives = self._arrives.pop(id(move), self._now)
-        stands_still = takes if self._speed.moves_on_wait else max(0.0, arrives - self._now)
+        stands_still = takes if speed.moves_on_wait else max(0.0, arrives - self._now)
         self._now += stands_still
         self._phase.exposed += stands_still
 
+    def _note(self, spent: dict[str, float]) -> None:
+        known = self._phase.spent
+        for name, seconds in spent.items():
+            if seconds:
+                known[name] = known.get(name, 0.0) + seconds
 
-def _work_seconds(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> float:
+
+def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple[str, float, float]:
+    """Return of which kind an operation is, the seconds of its bytes, and the seconds of its products."""
     packet = func._overloadpacket
-    if packet.__name__ in VIEWS:
-        return 0.0
     tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
-    if not tensors:
-        return 0.0
-    moved = sum(each.numel() * each.element_size() for each in tensors) / speed.bytes_per_second
+    if packet.__name__ in VIEWS or not tensors:
+        return "views", 0.0, 0.0
+    num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+    moved = num_bytes / speed.bytes_per_second
     flops = _flops(packet, args, kwargs, result)
-    return max(moved, flops / speed.product_rate(tensors[0].dtype)) if flops else moved
+    return (
+        _kind(packet.__name__, num_bytes, flops),
+        moved,
+        flops / speed.product_rate(tensors[0].dtype),
+    )
+
+
+def _kind(name: str, num_bytes: int, flops: float) -> str:
+    if flops:
+        return "attention" if name.startswith(CPU_ATTENTION) else "products"
+    if name.startswith("_fused_"):
+        return "optimizer"
+    if any(part in name for part in SLOW):
+        return "slow functions"
+    return "cached" if num_bytes < CACHE_BYTES else "memory"
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -147,8 +214,16 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
         is_backward = packet.__name__.endswith("backward")
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
         return (10 if is_backward else 4) * prod(query.shape) * key.shape[-2]
+    if packet.__name__ in GROUPED:
+        rows, weight = args[0].shape[0], args[1]
+        return GROUPED[packet.__name__] * rows * prod(weight.shape[1:])
     count = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def compute_seconds(phases: dict[str, Seconds], microbatches: float) -> float:
+    """Return the seconds of a step in which a rank computes; `microbatches` as for `step_seconds`."""
+    return sum(_times(name, microbatches) * each.compute for name, each in phases.items())
 
 
 def step_seconds(
@@ -159,7 +234,10 @@ def step_seconds(
     microbatches: how many of the step one rehearsed microbatch stands for. untold: seconds of collectives that the
     rehearsal did not show, as those of DistributedDataParallel's reducer.
     """
-    times = {name: 1.0 if name == "step" else microbatches for name in phases}
-    told = sum(times[name] * each.total for name, each in phases.items())
-    untold += sum(times[name] * each.untold for name, each in phases.items())
+    told = sum(_times(name, microbatches) * each.total for name, each in phases.items())
+    untold += sum(_times(name, microbatches) * each.untold for name, each in phases.items())
     return max(told, untold) * (1 - unsure), max(told, untold), (told + untold) * (1 + unsure)
+
+
+def _times(phase: str, microbatches: float) -> float:
+    return 1.0 if phase == "step" else microbatches

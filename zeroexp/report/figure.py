@@ -1,13 +1,13 @@
 """Draw a sweep's memory after backward, per point and kind, as an SVG made only from run folders.
 
-Only this file imports matplotlib, which MLflow depends on, and it is imported only when a picture is wanted. The text
-of the SVG is text, and its background is opaque, so that it reads the same on a light and on a dark page. The same runs
-give the same file, byte for byte, under one version of matplotlib.
+Only this file and plan/frontier_figure.py import matplotlib, which MLflow depends on, and they are imported only when a
+picture is wanted. The text of the SVG is text, and its background is opaque, so that it reads the same on a light and
+on a dark page. The same runs give the same file, byte for byte, under one version of matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,15 @@ class Bar:
 
 def save_figure(runs: Sequence[Run], path: Path) -> None:
     """Write the picture of one sweep. Raises ConfigError if the runs allow no picture or the file cannot be written."""
+    write_figure(lambda: draw_figure(runs), path)
+
+
+def write_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Write what `draw` makes in the style of this file. Raises ConfigError if `path` cannot be written."""
     if path.suffix != ".svg":
         raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
     with rc_context(STYLE):
-        figure = draw_figure(runs)
+        figure = draw()
         try:
             figure.savefig(path, metadata={"Date": None, "Creator": None})
         except OSError as error:

@@ -1,0 +1,93 @@
+"""Real runs of configured points: forked ranks of this machine that do all that a rank of a sweep does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zeroexp import config as configs
+from zeroexp import rank
+from zeroexp.__main__ import compose
+from zeroexp.config import Config
+from zeroexp.measure.record import RunSummary
+from zeroexp.plan.points import Plans
+from zeroexp.tracking.files import read_summary
+
+SECONDS = 120.0  # after which a run counts as hung
+
+
+def config_of(words: str) -> Config:
+    """Return the one point of these words, on CPUs."""
+    plans = Plans([])
+    with tempfile.TemporaryDirectory() as folder:
+        line = [*words.split(), "cluster.device=cpu"]
+        compose(plans, line, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    (planned,) = plans.planned
+    if planned.outcome is None:
+        raise ValueError(f"{words}: {planned.point.refusal}")
+    return planned.point.config
+
+
+def summary_of(config: Config) -> RunSummary:
+    """Train; return what the run says of itself. Raises RuntimeError if a rank died."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "sweep" / "run"
+        ended_well = trains(config, run)
+        summary = read_summary(run)
+    if not ended_well or summary is None:
+        raise RuntimeError(f"{config.strategy.name} of {config.model.name}: a rank died, see above")
+    return summary
+
+
+def trains(config: Config, run: Path, prepare: Callable[[], None] = lambda: None) -> bool:
+    """Train in the folder `run`; return whether no rank died. Each rank calls `prepare` before it begins."""
+    run.mkdir(parents=True)
+    configs.save(config, run / "config.yaml")
+    port = _free_port()
+    size = config.world_size
+    return _all_end_well([_fork(run, index, size, port, prepare) for index in range(size)])
+
+
+def _fork(run: Path, index: int, size: int, port: int, prepare: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        prepare()
+        place = {"RANK": index, "WORLD_SIZE": size, "LOCAL_RANK": index, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        rank.main(run, device="cpu")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _all_end_well(ranks: Sequence[int]) -> bool:
+    """Wait for all ranks; once one dies, end the others, which would wait for it."""
+    left, well, deadline = set(ranks), True, time.monotonic() + SECONDS
+    while left:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                well = well and status == 0
+        if not well or time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return False
+        time.sleep(0.02)
+    return well
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

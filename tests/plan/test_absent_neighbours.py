@@ -1,0 +1,82 @@
+"""A rank of one host is rehearsed with the peak that it has among real neighbours, to the byte."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from tests.plan.test_rehearse import (
+    CPU,
+    LAYOUTS,
+    LLAMA,
+    NUM_RANKS,
+    RNG_STATE_BYTES,
+    STAGES,
+    Zeros,
+    config_of,
+)
+from zeroexp.comm.collectives import held_shared_bytes
+from zeroexp.config import Config
+from zeroexp.measure.instruments import Instruments
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.models.build import build_model
+from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.depth import depth_of
+from zeroexp.plan.rehearse import UNDISTURBED_STEP, prepared, rehearse
+from zeroexp.strategies.build import build_strategy
+from zeroexp.train import Data, train
+from zeroexp.world import World, barrier
+
+# Ranks that really exist hold a tensor of one element more.
+ELEMENT_BYTES = 64
+QUICK = [
+    ("zero3", "buffer", "block", "fp32", False),
+    ("zero2", "parameter", "block", "bf16_master", True),
+    ("ddp", "tensor", "model", "fp32", False),
+]
+MORE = [
+    *itertools.product(STAGES, LAYOUTS, ("block",), ("fp32", "bf16_master"), (False,)),
+    *itertools.product(("zero2", "zero3"), ("buffer",), ("model", "module"), ("fp32",), (True,)),
+]
+
+
+def real_peak(world: World, config: Config) -> int:
+    """Train among real neighbours; return the most bytes of a step."""
+    assert count_cpu_allocations() is None
+    gc.collect()
+    before = AllocationMeter(CPU).peak_bytes()
+    assert before is not None
+    before += held_shared_bytes()
+    model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
+    if config.train.activation_checkpointing:
+        checkpoint_blocks(model.module, model.blocks)
+    strategy = build_strategy(config, model, world)
+    instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
+    steps = train(strategy, data, config=config, world=world, instruments=instruments)
+    peak = list(steps)[UNDISTURBED_STEP].peak_bytes
+    assert peak is not None
+    barrier()  # no rank closes its connections while another still reads
+    return peak - before
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "unit", "precision", "recomputes"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE if each not in QUICK)],
+)
+def test_the_peak_is_that_among_real_neighbours(ranks, stage, layout, unit, precision, recomputes):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of(
+        *LLAMA,
+        *(f"strategy={stage}", f"strategy.implementation={layout}", f"strategy.unit={unit}"),
+        *(f"precision={precision}", f"train.activation_checkpointing={recomputes}"),
+    )
+    measured = ranks(real_peak, prepared(config, None), world_size=NUM_RANKS)
+    rehearsed = rehearse(config, ranks=range(NUM_RANKS), reads=False, share_host=True).ranks
+    kept = ELEMENT_BYTES + (RNG_STATE_BYTES * depth_of(config) if recomputes else 0)
+    errors = [peak - each.peak_bytes for peak, each in zip(measured, rehearsed, strict=True)]
+    assert all(0 <= error <= kept for error in errors), errors

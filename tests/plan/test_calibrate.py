@@ -1,0 +1,74 @@
+"""A calibration: factors are found again, real steps are spent on what their rehearsals name, and seconds are sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeroexp.calibrate.factors import fit_factors
+from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
+from zeroexp.plan.speed import Speed
+from zeroexp.plan.timing import Timeline
+
+SPEED = Speed(
+    label="made up",
+    products_per_second={"float32": 1e9},
+    bytes_per_second=1e9,
+    launch_seconds=1e-5,
+    latency_seconds=1e-4,
+    link_bytes_per_second=1e9,
+    moves_on_wait=True,
+)
+TINY = Point(64, 2, 128, 1, 16, "zero3", "buffer")
+
+
+def test_the_factors_of_made_up_phases_are_found_again():
+    """Six phases of three things; what no phase was spent on keeps no factor."""
+    true = {"a": 2.0, "b": 0.5, "c": 0.0}
+    amounts = [(1, 2, 3), (4, 1, 1), (2, 5, 1), (1, 1, 9), (3, 3, 2), (7, 1, 4)]
+    spent = [dict(zip(true, each, strict=True)) for each in amounts]
+    phases = [(each, sum(true[name] * each[name] for name in true)) for each in spent]
+    found = fit_factors(phases)
+    assert found == pytest.approx(true, abs=0.02)
+    assert min(found.values()) >= 0
+
+
+def test_a_relative_error_counts_alike_in_long_and_short_phases():
+    """One thing, twice as slow in a long phase as in a short one: the factor lies between, not at the long one."""
+    assert fit_factors([({"a": 1000.0}, 1000.0), ({"a": 1.0}, 2.0)])["a"] == pytest.approx(
+        1.2, abs=0.01
+    )
+
+
+def test_a_calibrated_operation_takes_its_launch_its_bytes_and_its_products():
+    factors = {"launches: forward": 2.0, "products: bytes": 3.0, "products: products": 0.5}
+    timeline = Timeline(replace(SPEED, factors=factors))
+    with FakeTensorMode(), timeline:
+        left = torch.empty(100, 100)
+        timeline.enter("forward")
+        left @ left
+    seconds = timeline.by_speed()["made up"]["forward"]
+    # Three matrices of 40,000 bytes, and 2 x 100^3 operations.
+    assert seconds.spent == pytest.approx(
+        {"launches: forward": 1e-5, "products: bytes": 1.2e-4, "products: products": 2e-3}
+    )
+    assert seconds.compute == pytest.approx(2e-5 + 3.6e-4 + 1e-3)
+
+
+def test_every_point_trains_and_names_what_it_spends():
+    """On real ranks; the names are those of the phases that were trained."""
+    seconds = measured(TINY.config)
+    spent = rehearsed_phases(TINY.config, SPEED)
+    assert set(seconds) == set(spent) == set(PHASES)
+    assert min(seconds.values()) > 0
+    assert {"gather: sent", "products: products"} <= set(spent["forward"])
+    assert {"reduce: sent", "launches: backward"} <= set(spent["backward"])
+    assert "optimizer: bytes" in spent["step"]
+
+
+def test_the_points_differ_in_every_respect():
+    for name in ("width", "depth", "words", "samples", "tokens", "stage", "layout"):
+        assert len({getattr(point, name) for point in POINTS}) > 2, name

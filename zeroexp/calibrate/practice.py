@@ -1,0 +1,114 @@
+"""Steps of small models: what they take on ranks of this machine, and on what their rehearsals spend it.
+
+The points differ in width, depth, tokens, words, stage and layout, so that each thing a step spends seconds on is much
+of some phase and little of another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
+from zeroexp.config import Config, DataConfig, ModelConfig, StrategyConfig
+from zeroexp.data.build import build_data
+from zeroexp.measure.instruments import Instruments
+from zeroexp.models.build import build_deferred
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import machines_of
+from zeroexp.plan.peak import rehearse_spending
+from zeroexp.plan.remedy import with_stage
+from zeroexp.plan.speed import Speed
+from zeroexp.strategies.build import build_strategy
+from zeroexp.train import train
+from zeroexp.world import World
+
+NUM_WARMUP, NUM_STEPS, NUM_ROUNDS = 3, 7, 2
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A small LLaMA under one strategy."""
+
+    width: int
+    depth: int
+    words: int
+    samples: int
+    tokens: int
+    stage: str
+    layout: str
+
+    @property
+    def config(self) -> Config:
+        shape = {
+            **{
+                "vocab_size": self.words,
+                "hidden_size": self.width,
+                "num_hidden_layers": self.depth,
+            },
+            **{"intermediate_size": 11 * self.width // 4, "num_attention_heads": self.width // 64},
+            **{"num_key_value_heads": self.width // 64, "max_position_embeddings": 2048},
+            "tie_word_embeddings": True,
+        }
+        data = DataConfig(kind="synthetic", seq_len=self.tokens, micro_batch_size=self.samples)
+        data.global_batch_size, data.vocab_size = NUM_RANKS * self.samples, self.words
+        config = Config(model=ModelConfig(name="practice", hf_config=shape), data=data)
+        config.strategy = StrategyConfig(name="", implementation=self.layout)
+        config.cluster.device, config.world_size = "cpu", NUM_RANKS
+        config.train.warmup_steps, config.train.steps = NUM_WARMUP, NUM_STEPS
+        return with_stage(config, self.stage)
+
+
+POINTS = (
+    Point(256, 6, 512, 1, 64, "zero3", "buffer"),
+    Point(256, 2, 4096, 4, 64, "ddp", "buffer"),
+    Point(320, 4, 1024, 2, 192, "zero1", "buffer"),
+    Point(640, 3, 1024, 1, 64, "zero2", "buffer"),
+    Point(640, 4, 2048, 1, 128, "zero3", "buffer"),
+    Point(448, 5, 2048, 4, 96, "zero3", "tensor"),
+    Point(448, 3, 3072, 8, 64, "zero1", "parameter"),
+    Point(384, 6, 1024, 1, 256, "ddp", "tensor"),
+    Point(320, 8, 2048, 2, 96, "zero2", "tensor"),
+    Point(768, 2, 512, 1, 96, "zero3", "parameter"),
+    Point(768, 2, 1024, 2, 160, "zero1", "buffer"),
+    Point(128, 4, 2048, 8, 128, "ddp", "buffer"),
+)
+
+
+def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
+    """Return (what is spent, measured seconds) of every phase of every point, and of its whole step."""
+    rounds = [[measured(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
+    found: list[tuple[dict[str, float], float]] = []
+    for index, point in enumerate(POINTS):
+        spent = rehearsed_phases(point.config, speed)
+        seconds = {p: min(each[index][p] for each in rounds) for p in PHASES}
+        found += [(spent[phase], seconds[phase]) for phase in PHASES]
+        names = {name for each in spent.values() for name in each}
+        whole = {name: sum(each.get(name, 0.0) for each in spent.values()) for name in names}
+        found.append((whole, sum(seconds.values())))
+    return found
+
+
+def rehearsed_phases(config: Config, speed: Speed) -> dict[str, dict[str, float]]:
+    """Return, by phase, on what rank 0 spends the seconds of a step by the rates."""
+    machines = machines_of(config, "cpu")
+    form = form_of(config, build_on_meta(config), machines.transport)
+    return rehearse_spending(config, machines, form, speed)
+
+
+def measured(config: Config) -> dict[str, float]:
+    """Train on ranks of this machine; return the median seconds of each of PHASES."""
+    return on_ranks(lambda world: _train(config, world))
+
+
+def _train(config: Config, world: World) -> dict[str, float]:
+    data = build_data(config.data, config.model, config.train.seed)
+    model = build_deferred(config.model, seed=config.train.seed, vocab_size=data.vocab_size)
+    strategy = build_strategy(config, model, world)
+    instruments = Instruments(config.train, world, Path())
+    records = list(train(strategy, data, config=config, world=world, instruments=instruments))
+    steps = [record.phase_seconds for record in records[NUM_WARMUP:]]
+    found = {phase: median(step[phase] for step in steps) for phase in ("forward", "backward")}
+    return {**found, "step": median(step["optimizer"] + step["step"] for step in steps)}
