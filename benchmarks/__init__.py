@@ -9,6 +9,7 @@
     check.py    rows against the stored ratios: what got worse
     gpu.py      one GPU, self-contained
     promise.py  whether what a plan says of memory comes true under a limit
+    accuracy.py how far bytes, peaks and seconds of a plan are from those of runs (real_runs.py)
     breakdown.py     where the milliseconds of a step go
     startup.py       from the command to the first step
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py

@@ -39,10 +39,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, "### Against the targets", targets.markdown(rows)])
 
 
-def replace_in(page: Path, text: str) -> None:
-    """Put `text` between the markers of the page."""
+def replace_in(page: Path, text: str, name: str = "measured") -> None:
+    """Put `text` between the markers of this name on the page."""
     try:
-        report.replace_in(page, text)
+        report.replace_in(page, text, name)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import breakdown, check, checkpoints, run, startup, table
+from benchmarks import accuracy, breakdown, check, checkpoints, run, startup, table
 from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
 from benchmarks.ranks import Ranks
 from tests.test_docs import prose
+from zeroexp.plan.outcome import RankPeak
 from zeroexp.report.markdown import BEGIN, END, LINE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -289,3 +290,38 @@ def test_gpu_benchmark_runs_its_code_on_a_cpu(engine, world_size):
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["tokens_per_second"] > 0
     assert 0 < row["host_share"] <= 1
+
+
+def test_accuracy_tells_errors_and_pairs():
+    """Of three steps of 100, 102 and 200 ms two pairs differ by more than 3 %; one of them is named wrong."""
+    timed = [
+        accuracy.Timed("a", "s", 0.11, 0.100),
+        accuracy.Timed("b", "s", 0.21, 0.102),
+        accuracy.Timed("c", "t", 0.20, 0.200),
+    ]
+    assert accuracy.named_right(timed) == (1, 2)
+    text = accuracy.seconds_told(timed, "quiet")
+    assert "worst 105.9%" in text and "1 of 2 (50%)" in text
+    assert "| a | 110.0 | 100.0 | +10.0% |" in text
+
+
+def test_accuracy_tells_bytes_that_differ_and_peaks():
+    mib = 1 << 20
+    planned = RankPeak(0, "backward", 4 * mib, {"logits": 4 * mib}, {}, [])
+    peak = accuracy.Peaked("a", planned, 5 * mib)
+    assert peak.error == mib
+    text = accuracy.bytes_told([accuracy.Compared("m", 1, 3, 4, ["m: sent"])], [peak])
+    assert "* m: sent" in text and "| a | 4.0 | 5.0 | +1,024.0 | logits 4.0 |" in text
+
+
+def test_accuracy_compares_a_real_run_number_by_number():
+    (compared,) = accuracy.compare_bytes([("mlp_tiny", "zero3", "buffer", "fp32")])
+    assert compared.num_rehearsed > 20 and compared.num_measured == 8
+    assert compared.differ == []
+
+
+def test_accuracy_compares_a_real_peak():
+    """In MiB, since what a rank's data and numbers take is in no plan."""
+    ((shape, row),) = [("7M, 4 x 64", ("zero3", "buffer"))]
+    (peak,) = accuracy.measure_peaks([(shape, row)])
+    assert abs(peak.error) < 1 << 20 < peak.planned.num_bytes

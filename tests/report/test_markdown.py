@@ -49,6 +49,9 @@ def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> Non
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     replace_in(page, "new")
     assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    page.write_text(f"{page.read_text()}<!-- other: begin -->\n<!-- other: end -->\n")
+    replace_in(page, "newer", "other")
+    assert page.read_text().endswith("after\n<!-- other: begin -->\nnewer\n<!-- other: end -->\n")
 
 
 def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:

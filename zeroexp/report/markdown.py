@@ -19,7 +19,8 @@ from zeroexp.report.columns import (
 )
 from zeroexp.tracking.run import Run
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MEASURED = "measured"
+BEGIN, END = (f"<!-- {MEASURED}: {word} -->" for word in ("begin", "end"))
 LINE = 100  # characters of prose
 STEP, _, TOKENS = TIMES
 
@@ -39,16 +40,17 @@ def render(runs: Sequence[Run]) -> str:
     return f"{wrapped(sentence)}\n\n{_table(runs, columns)}"
 
 
-def replace_in(page: Path, text: str) -> None:
-    """Put `text` between the markers of the page. Raises ConfigError if it has no markers or cannot be written."""
+def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
+    """Put `text` between the markers of this name. Raises ConfigError if the page has none or cannot be written."""
+    begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
     try:
-        before, _, rest = page.read_text().partition(BEGIN)
-        _, found, after = rest.partition(END)
+        before, _, rest = page.read_text().partition(begin)
+        _, found, after = rest.partition(end)
         if not found:
             raise ConfigError(
-                f"--write {page}: has no place for it; add the lines {BEGIN} and {END}"
+                f"--write {page}: has no place for it; add the lines {begin} and {end}"
             )
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
     except OSError as error:
         raise ConfigError(f"--write {page}: {error.strerror}; use a page that is there") from None
 

@@ -1,0 +1,324 @@
+"""How far is a plan from what a run measures?
+
+    python -m benchmarks.accuracy bytes     model states and traffic of small models: closed form = rehearsal = run,
+                                            number by number; and the rehearsed peak beside the measured one
+    python -m benchmarks.accuracy seconds   this machine is calibrated; then points that the calibration never used are
+                                            run, in rounds, each once a round, and their median step stands beside what
+                                            was predicted before. The machine must have nothing else to do
+
+--points N       the first N points of each table
+--rounds N       how often each point runs for its seconds
+--within N       begins no round that would end after N seconds
+--write FILE     the page whose tables are replaced
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from statistics import fmean, median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
+
+from benchmarks.real_runs import config_of, summary_of
+from benchmarks.table import machine, replace_in
+from zeroexp.calibrate.__main__ import calibrate
+from zeroexp.config import Config
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import machines_of
+from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
+from zeroexp.plan.peak import rehearse_at_speeds, rehearse_fullest_rank
+from zeroexp.plan.rehearse import rehearse
+from zeroexp.plan.speed import Speed, calibrated_speed
+from zeroexp.report.markdown import wrapped
+
+MIB = 1 << 20
+NUM_RANKS, NUM_ROUNDS = 2, 5
+CLEAR = 0.03  # points whose steps differ by less are not compared
+AIM_MEAN, AIM_WORST, AIM_PAIRS, AIM_PEAK = 0.035, 0.08, 0.95, 1.0  # the last in MiB
+
+LLAMA = "model=small data=synthetic data.vocab_size=2048"
+SHAPES = {
+    "14M, 1 x 64": f"{LLAMA} model.hf_config.num_hidden_layers=4 data.seq_len=64",
+    "14M, 4 x 128": f"{LLAMA} model.hf_config.num_hidden_layers=4 data.seq_len=128 "
+    "data.micro_batch_size=4",
+    "25M, 2 x 96": f"{LLAMA} data.seq_len=96 data.micro_batch_size=2",
+    "7M, 4 x 64": f"{LLAMA} model.hf_config.hidden_size=384 model.hf_config.intermediate_size=1024 "
+    "model.hf_config.num_attention_heads=6 model.hf_config.num_key_value_heads=3 "
+    "model.hf_config.num_hidden_layers=4 data.seq_len=64 data.micro_batch_size=4",
+}
+ROWS = [
+    *(("zero3", "buffer"), ("zero1", "buffer"), ("ddp", "buffer"), ("zero2", "buffer")),
+    *(("zero3", "parameter"), ("zero2", "tensor"), ("zero1", "parameter")),
+]
+STEPS = "train.warmup_steps=3 train.steps=12"
+
+SMALL = {
+    "tiny": "model=tiny data=synthetic data.seq_len=32",
+    "gpt2_tiny": "model=gpt2_tiny data=synthetic data.seq_len=32",
+    "mlp_tiny": "model=mlp_tiny data=vectors data.seq_len=16",
+}
+STAGES = ("ddp", "zero1_allreduce", "zero1", "zero2", "zero3")
+LAYOUTS = ("buffer", "tensor", "parameter")
+PRECISIONS = ("fp32", "bf16_master")
+FEW_STEPS = "train.warmup_steps=2 train.steps=2"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The seconds of one point."""
+
+    name: str
+    shape: str
+    predicted: float
+    measured: float  # the median over rounds of the median step
+
+    @property
+    def error(self) -> float:
+        """The error of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Peaked:
+    """The peak of one point."""
+
+    name: str
+    planned: RankPeak  # of the rank whose closed form is the largest
+    measured_bytes: float  # of the fullest rank, in any step
+
+    @property
+    def error(self) -> float:
+        """Bytes that were measured beyond those planned."""
+        return self.measured_bytes - self.planned.num_bytes
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The bytes of one small model's points: how many numbers were compared, and those that differ."""
+
+    model: str
+    num_points: int
+    num_rehearsed: int
+    num_measured: int
+    differ: list[str]
+
+
+def main() -> int:
+    args = _arguments()
+    load = os.getloadavg()[0]
+    points = list(product(SHAPES, ROWS))[: args.points]
+    compared: list[Compared] = []
+    if args.what == "bytes":
+        compared = compare_bytes(list(product(SMALL, STAGES, LAYOUTS, PRECISIONS))[: args.points])
+        text = bytes_told(compared, measure_peaks(points))
+    else:
+        timed, num_rounds = time_points(points, args.rounds, args.within)
+        told = (
+            f"{num_rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
+        )
+        text = seconds_told(timed, told)
+    print(text)
+    if args.write is not None:
+        replace_in(args.write, text, args.what)
+    return 1 if any(each.differ for each in compared) else 0
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def compare_bytes(points: Sequence[tuple[str, str, str, str]]) -> list[Compared]:
+    """Compare closed form, rehearsal and run of these points (model, stage, layout, precision)."""
+    found: list[Compared] = []
+    for model in dict.fromkeys(each[0] for each in points):
+        mine = [each[1:] for each in points if each[0] == model]
+        rehearsals, runs, differ = 0, 0, list[str]()
+        for stage, layout, precision in mine:
+            words = f"strategy={stage} strategy.implementation={layout} precision={precision}"
+            _tell(f"{model} {words}")
+            config = config_of(f"{SMALL[model]} {words} {FEW_STEPS} world_size={NUM_RANKS}")
+            in_rehearsal, in_run = rehearsed_errors(config), summary_of(config).plan_errors
+            rehearsals, runs = rehearsals + len(in_rehearsal), runs + len(in_run)
+            wrong = [name for name, error in {**in_rehearsal, **in_run}.items() if error]
+            differ += [f"{model} {words}: {name}" for name in wrong]
+        found.append(Compared(model, len(mine), rehearsals, runs, differ))
+    return found
+
+
+def rehearsed_errors(config: Config) -> dict[str, int]:
+    """Return what the rehearsed ranks hold at each moment and send, less what the closed forms say, by name."""
+    form = form_of(config, build_on_meta(config), "native")  # a rehearsal moves as GPUs do
+    assert isinstance(form, ShardedForm)
+    found: dict[str, int] = {}
+    for each in rehearse(config).ranks:
+        for moment, held in each.held_bytes.items():
+            expected = form.held_bytes(moment, each.rank)
+            found |= {f"{each.rank} {moment} {kind}": held[kind] - expected[kind] for kind in held}
+        sent = {k: v for k, v in each.traffic.bytes_by_kind.items() if k != "loss"}
+        expected = form.traffic(each.rank).bytes_by_kind
+        kinds = {*sent, *expected}
+        found |= {f"{each.rank} {k}": sent.get(k, 0) - expected.get(k, 0) for k in kinds}
+    return found
+
+
+def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
+    """Rehearse every point, and run it for a few steps."""
+    found: list[Peaked] = []
+    for shape, row in names:
+        name = f"{shape}, {' '.join(row)}"
+        _tell(name)
+        config = _config(shape, row, FEW_STEPS)
+        machines = machines_of(config, "cpu")
+        form = form_of(config, build_on_meta(config), machines.transport)
+        outcome = outcome_of("", config, form, machines)
+        planned = rehearse_fullest_rank(config, machines, form, outcome)
+        peak = summary_of(config).memory.peak
+        if peak is None:
+            raise SystemExit("peaks are not counted here; a C++ compiler is needed")
+        found.append(Peaked(name, planned, peak.fullest))
+    return found
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+
+def time_points(
+    names: Sequence[tuple[str, tuple[str, str]]], num_rounds: int, within: float
+) -> tuple[list[Timed], int]:
+    """Calibrate, predict every point, and then run all of them in rounds; return also how many rounds there were."""
+    began = time.monotonic()
+    _tell("calibrating")
+    speed = calibrated_speed(calibrate(), "direct")
+    configs = [_config(shape, row, STEPS) for shape, row in names]
+    _tell("predicting")
+    predicted = [predict(config, speed).step_seconds[1] for config in configs]
+    rounds: list[list[float]] = []
+    took = 0.0
+    while len(rounds) < num_rounds and time.monotonic() + took < began + within:
+        _tell(f"round {len(rounds) + 1} of {num_rounds}")
+        took = -time.monotonic()
+        rounds.append([summary_of(config).step_seconds_median for config in configs])
+        took += time.monotonic()
+    timed = [
+        Timed(f"{shape}, {' '.join(row)}", shape, seconds, median(each[index] for each in rounds))
+        for index, ((shape, row), seconds) in enumerate(zip(names, predicted, strict=True))
+    ]
+    return timed, len(rounds)
+
+
+def predict(config: Config, speed: Speed) -> RehearsedPeaks:
+    machines = machines_of(config, "cpu")
+    form = form_of(config, build_on_meta(config), machines.transport)
+    outcome = outcome_of("", config, form, machines)
+    (found,) = rehearse_at_speeds(config, machines, form, outcome, [speed])
+    return found
+
+
+def _config(shape: str, row: tuple[str, str], steps: str) -> Config:
+    samples = NUM_RANKS * int(shape.split(", ")[1].split(" x ")[0])
+    words = f"strategy={row[0]} strategy.implementation={row[1]} data.global_batch_size={samples}"
+    return config_of(f"{SHAPES[shape]} {words} {steps} world_size={NUM_RANKS}")
+
+
+def named_right(timed: Sequence[Timed]) -> tuple[int, int]:
+    """Return of how many pairs that differ clearly the faster one is named right, and how many there are."""
+    right = num_pairs = 0
+    for one, other in combinations(timed, 2):
+        slow, fast = sorted((one, other), key=lambda each: -each.measured)
+        if slow.measured > (1 + CLEAR) * fast.measured:
+            num_pairs += 1
+            right += slow.predicted > fast.predicted
+    return right, num_pairs
+
+
+# -- what came of it -------------------------------------------------------------------------------
+
+
+def bytes_told(compared: Sequence[Compared], peaks: Sequence[Peaked]) -> str:
+    """Return what the page says of bytes."""
+    differ = [name for each in compared for name in each.differ]
+    lines = [
+        "| model | points | numbers of rehearsals | numbers of runs | differ |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        *(
+            f"| {c.model} | {c.num_points} | {c.num_rehearsed} | {c.num_measured} | {len(c.differ)} |"
+            for c in compared
+        ),
+    ]
+    told = [wrapped(f"* {name}") for name in differ]
+    parts = [
+        wrapped(machine()),
+        "### Model states and traffic, to the byte",
+        "\n".join(lines),
+        *told,
+    ]
+    return "\n\n".join([*parts, *(_peaks_told(peaks) if peaks else [])])
+
+
+def seconds_told(timed: Sequence[Timed], circumstances: str) -> str:
+    """Return what the page says of seconds."""
+    errors = [abs(each.error) for each in timed]
+    by_shape = [[t for t in timed if t.shape == s] for s in dict.fromkeys(t.shape for t in timed)]
+    pairs, inside = named_right(timed), [named_right(each) for each in by_shape]
+    same = sum(right for right, _ in inside), sum(number for _, number in inside)
+    told = (
+        f"{len(timed)} points. Error: mean {fmean(errors):.1%} (aim {AIM_MEAN:.1%}), worst {max(errors):.1%} "
+        f"(aim {AIM_WORST:.0%}). Of pairs that differ by more than {CLEAR:.0%}, the faster is named right in "
+        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}."
+    )
+    lines = ["| point | predicted, ms | measured, ms | error |", "| --- | ---: | ---: | ---: |"]
+    for each in timed:
+        seconds = (1e3 * each.predicted, 1e3 * each.measured)
+        lines.append(f"| {each.name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {each.error:+.1%} |")
+    where = wrapped(f"{machine()} {circumstances}")
+    return "\n\n".join([where, "### Seconds of a step", wrapped(told), "\n".join(lines)])
+
+
+def _share(counts: tuple[int, int]) -> str:
+    right, number = counts
+    return f"{right} of {number} ({right / number:.0%})" if number else "none of none"
+
+
+def _peaks_told(peaks: Sequence[Peaked]) -> list[str]:
+    errors = [abs(each.error) / MIB for each in peaks]
+    told = (
+        f"Error: mean {fmean(errors):.2f} MiB, worst {max(errors):.2f} MiB (aim {AIM_PEAK:g} MiB)."
+    )
+    lines = ["| point | planned, MiB | measured, MiB | error, KiB | what makes it |"]
+    lines.append("| --- | ---: | ---: | ---: | --- |")
+    for each in peaks:
+        planned, measured = each.planned.num_bytes / MIB, each.measured_bytes / MIB
+        numbers = [f"{planned:.1f}", f"{measured:.1f}", f"{each.error / 1024:+,.1f}"]
+        lines.append(f"| {' | '.join([each.name, *numbers, _terms(each.planned.by_kind)])} |")
+    return ["### Peaks", told, "\n".join(lines)]
+
+
+def _terms(by_kind: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in by_kind.items() if size >= MIB)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("bytes", "seconds"))
+    parser.add_argument("--points", type=int)
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--within", type=float, default=float("inf"))
+    parser.add_argument("--write", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
