@@ -114,3 +114,10 @@ def test_a_long_value_makes_no_long_name():
     assert all(len(name.encode()) <= LONGEST_NAME_BYTES for name in long)
     assert all(name.startswith("zero3-buffer-n1-path") for name in long)
     assert Path(long[0]).name == long[0]
+
+
+def test_flags_may_stand_between_settings(monkeypatch, capsys):
+    line = ["model=tiny", "--cfg", "job", "train.steps=3", "--resolve", "strategy=zero1"]
+    assert say(monkeypatch, *line) == 0
+    shown = capsys.readouterr().out
+    assert "steps: 3" in shown and "name: zero1" in shown

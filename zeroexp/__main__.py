@@ -26,7 +26,7 @@ from zeroexp.cluster.points import Composed
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help, verbs
 from zeroexp.commandline.explain import MISTAKES, explain, first_line
-from zeroexp.commandline.words import only_shows, refuse_words
+from zeroexp.commandline.words import flags_last, only_shows, refuse_words
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
 
@@ -138,7 +138,8 @@ def compose(
     shows = only_shows(words)
     _know_plugins(words, os.environ.get("COMP_LINE", "").split() if shows else [])
     # Hydra reads hydra.mode after all words; without --multirun it would blame commas where another word is wrong.
-    sys.argv[1:] = words if shows else ["--multirun", *words, *further]
+    ordered = flags_last([*words, *further])
+    sys.argv[1:] = ordered if shows else ["--multirun", *ordered]
 
     raised: list[Exception] = []  # our own errors, which pass through Hydra
 

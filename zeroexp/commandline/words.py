@@ -49,7 +49,7 @@ def refuse_words(words: Sequence[str], conf: Path) -> None:
         refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
     if {"-sc", "--shell-completion"} & set(words) and len(words) > 2:
         raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
-    _refuse_flags(list(words))
+    _refuse_flags(words)
     if "--resolve" in words and not only_shows(words):
         raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
     for word in words:
@@ -58,19 +58,38 @@ def refuse_words(words: Sequence[str], conf: Path) -> None:
         _refuse_several_studies(word)
 
 
-def _refuse_flags(words: list[str]) -> None:
-    """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
-    while words:
-        flag, equals, value = words.pop(0).partition("=")
-        if not flag.startswith("-"):
+def flags_last(words: Sequence[str]) -> list[str]:
+    """Return the words with all flags behind the settings, since Hydra's parser takes settings in one place only."""
+    flags, settings = _flags_and_settings(words)
+    return [*settings, *(word for flag in flags for word in flag)]
+
+
+def _flags_and_settings(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return the flags, each with its value where that is a word of its own, and all other words."""
+    flags: list[list[str]] = []
+    settings: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            settings.append(word)
             continue
+        flags.append([word])
+        name, equals, _ = word.partition("=")
+        if FLAGS.get(name) != () and not equals and left and not left[0].startswith("-"):
+            flags[-1].append(left.pop(0))
+    return flags, settings
+
+
+def _refuse_flags(words: Sequence[str]) -> None:
+    """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
+    for word, *after in _flags_and_settings(words)[0]:
+        flag, _, value = word.partition("=")
         if flag in REFUSED_FLAGS:
             raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
         if flag not in FLAGS:
             raise ConfigError(f"{flag}: unknown flag; {suggest_nearest(flag, FLAGS)}")
-        if FLAGS[flag] != () and not equals and words and not words[0].startswith("-"):
-            value = words.pop(0)
-        _refuse_value(flag, value)
+        _refuse_value(flag, after[0] if after else value)
 
 
 def _refuse_value(flag: str, value: str) -> None:
