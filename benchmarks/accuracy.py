@@ -91,7 +91,7 @@ class Peaked:
     """The peak of one point."""
 
     name: str
-    planned: RankPeak  # of the rank whose closed form is the largest
+    planned: RankPeak  # of the fullest rehearsed rank
     measured_bytes: float  # of the fullest rank, in any step
 
     @property

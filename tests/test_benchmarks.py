@@ -320,8 +320,15 @@ def test_accuracy_compares_a_real_run_number_by_number():
     assert compared.differ == []
 
 
-def test_accuracy_compares_a_real_peak():
-    """In MiB, since what a rank's data and numbers take is in no plan."""
-    ((shape, row),) = [("7M, 4 x 64", ("zero3", "buffer"))]
+@pytest.mark.parametrize(
+    ("shape", "row"),
+    [
+        ("7M, 4 x 64", ("zero3", "buffer")),
+        # The rank whose closed form is the largest is not the fullest.
+        ("14M, 1 x 64", ("zero3", "parameter")),
+    ],
+)
+def test_accuracy_compares_a_real_peak(shape, row):
+    """What is left is the step's data, which is in no plan."""
     (peak,) = accuracy.measure_peaks([(shape, row)])
-    assert abs(peak.error) < 1 << 20 < peak.planned.num_bytes
+    assert 0 <= peak.error < 64 << 10 < peak.planned.num_bytes

@@ -32,8 +32,7 @@ def rehearse_point(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome, speed: Speed
 ) -> RehearsedPeaks:
     """Rehearse a point that has been planned. Raises ConfigError in one line for what can not be rehearsed."""
-    ranks = {0, _fullest_rank(outcome), config.world_size - 1}
-    (found,) = _rehearse_ranks(config, machines, form, one_rank_of_each_class(form, ranks), [speed])
+    (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [speed])
     return found
 
 
@@ -71,9 +70,18 @@ def with_rehearsal(
 def rehearse_fullest_rank(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
 ) -> RankPeak:
-    """Rehearse the rank alone whose closed form is the largest."""
-    (found,) = _rehearse_ranks(config, machines, form, [_fullest_rank(outcome)], [])
+    """Rehearse the ranks of `rehearse_point`, and return the fullest."""
+    (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [])
     return found.fullest
+
+
+def _telling_ranks(form: ClosedForm, outcome: Outcome) -> list[int]:
+    """Return the first rank, the last, and the one whose closed form is the largest.
+
+    The third is not always the fullest: closed forms do not know activations, beside which other ranks may hold more.
+    """
+    ranks = {0, _fullest_rank(outcome), outcome.world_size - 1}
+    return one_rank_of_each_class(form, ranks)
 
 
 def _fullest_rank(outcome: Outcome) -> int:
