@@ -109,6 +109,10 @@ WRONG = {
     "data=yelp": ("data.task=classification:", "use data.task=causal"),
     "data.task=classification": ("data.task=classification:", "use causal"),
     "model.num_labels=5": ("model.num_labels=5:", "leave it null"),
+    "data=yelp model.task=classification model.num_labels=1": (
+        "model.num_labels=1: of one class the loss is 0",
+        "use 2 or more",
+    ),
     "data=yelp model.task=classification": ("model.num_labels=null:", "model.num_labels=5"),
     "data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
     "data.vocab_size=50000": ("data.vocab_size=50000:", "use 2048"),

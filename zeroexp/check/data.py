@@ -39,6 +39,9 @@ def check_labels(config: Config) -> None:
         refuse_combination(
             config, "model.num_labels", "the head needs it", "use model.num_labels=5"
         )
+    if task == "classification" and config.model.num_labels == 1:
+        problem = "of one class the loss is 0, whatever the head says"
+        refuse_combination(config, "model.num_labels", problem, "use 2 or more")
     if task != "classification":
         refuse_without_effect(config, "model.num_labels", f"model.task={task} has no labels")
     named = config.data.labels
