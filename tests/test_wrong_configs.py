@@ -271,6 +271,7 @@ WRONG = {
     "outputs=~/runs": ("outputs=~/runs:", "in quotes"),
     # numbers beyond what the system, torch or patience allow
     "cluster.threads_per_rank=99999999": ("cluster.threads_per_rank=99999999:", "at most 1024"),
+    "tracking.system_s=0.01": ("tracking.system_s=0.01:", "at least 0.1"),
     "cluster.timeout_s=100000000000000000000": ("cluster.timeout_s=1000", "use at most 31622400"),
     "strategy.prefetch=1000000": ("strategy.prefetch=1000000:", "at most 1024"),
     "strategy.bucket_mb=1e-9": ("strategy.bucket_mb=1e-09:", "use 0.001"),

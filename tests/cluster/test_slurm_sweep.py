@@ -200,8 +200,8 @@ def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how
 
 def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -> None:
     settings = [word for word in SMALL if word != "cluster=slurm" and "slurm" not in word]
-    site = ["cluster.slurm.cpus_per_rank=1", "tracking=files", "world_size=1"]
-    done = run(cluster, tmp_path, "zeroexp", "-m", "cluster=local,slurm", *settings, *site)
+    more = ["tracking=files", "world_size=1"]
+    done = run(cluster, tmp_path, "zeroexp", "-m", "cluster=local,slurm", *settings, *more)
     assert done.returncode == 0, done.stderr
     found = {job.config.cluster.kind: job for job in jobs(tmp_path)}
     assert {kind: slurm_id(job) is not None for kind, job in found.items()} == {

@@ -71,9 +71,8 @@ def test_every_chart_is_drawn_at_any_width_and_nothing_is_asked_of_a_network(
 ) -> None:
     frames = looked_at(shown, tmp_path, "--window-size=1700,1700")
     for width, frame in zip(WIDTHS, frames, strict=True):
-        assert set(frame["charts"]) == {*(make.__name__ for make in page.CHARTS), "timeline"} - {
-            "causes"
-        }
+        assert "timeline" in frame["charts"] and "causes" not in frame["charts"]
+        assert len(frame["charts"]) == len(page.CHARTS)
         assert all(frame["charts"].values()), frame["charts"]
         assert frame["marks"] == 6 * 3  # parameters, gradients and optimizer state of six points
         assert frame["width"] <= width, "the page scrolls sideways"

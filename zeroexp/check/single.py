@@ -68,6 +68,7 @@ AT_LEAST = {
     "cluster.heartbeat_s": 1,
     "cluster.start_s": 1,
     "cluster.hang_s": 1,
+    "tracking.system_s": 0.1,  # a sample takes milliseconds
     "cluster.slurm.ranks_per_node": 1,
     "cluster.slurm.cpus_per_rank": 1,
     "cluster.slurm.max_running": 1,
@@ -78,7 +79,6 @@ WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 ABOVE_ZERO = (
     *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
     *("cluster.device_memory_gib", "cluster.reserved_gib", "cluster.peak_tflops"),
-    "tracking.system_s",
     "cluster.slurm.memory_gb",
 )
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
