@@ -23,7 +23,7 @@ from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.depth import depth_of, with_depth
+from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import (
     UNDISTURBED_STEP,
@@ -248,3 +248,13 @@ def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):
     monkeypatch.setattr("zeroexp.strategies.build.DTYPES", {})
     with pytest.raises(KeyError, match="float32"):
         rehearse(config_of(*MLP))
+
+
+def test_no_second_of_a_deep_model_lies_below_zero():
+    """Bytes rise with the depth here, and what is waited for falls."""
+
+    def measure(at: Config) -> list[dict[str, int | float]]:
+        return [{"bytes": 10 * depth_of(at), "waited": 1.0 / depth_of(at), "compute": 0.5}]
+
+    (found,), depths = measure_at_depth(config_of("model=llama_7b", "world_size=8"), measure)
+    assert len(depths) == 3 and found == {"bytes": 320, "waited": 0.0, "compute": 0.5}

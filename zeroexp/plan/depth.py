@@ -66,7 +66,11 @@ def _extrapolate(one: Any, two: Any, times: int) -> Any:
         return type(one)(**_extrapolate(vars(one), vars(two), times))
     if isinstance(one, dict):
         return {k: _extrapolate(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
-    return one + times * (two - one) if isinstance(one, int | float) else one
+    if not isinstance(one, int | float):
+        return one
+    found = one + times * (two - one)
+    # Less is waited for per block the deeper a model is, and a line would go on below nothing.
+    return max(0.0, found) if isinstance(found, float) else found
 
 
 def _agree(one: Any, two: Any) -> bool:
