@@ -111,9 +111,11 @@ def train(
                 barrier()
             step.read_memory("at_rest", strategy)
             step.clock.stop()
-        step.end(batch.num_tokens)
+        step.end(batch.num_tokens, bytes_known=not instruments.allocates(index))
         step.traced = instruments.slows(index)
         instruments.write_timeline(index, trace, step.peak)
+        if step.traced:
+            barrier()  # no rank waits in its next step for another one that still writes what it saw
         if index in validated:  # [Note: validation]
             step.validation_loss = validation_loss(
                 strategy, data, collectives, task=config.model.task, step=index
@@ -192,18 +194,18 @@ class _Step:
             self._trace.note_model_states(states)
         self.clock.enter(phase)
 
-    def end(self, num_tokens: int) -> None:
+    def end(self, num_tokens: int, *, bytes_known: bool) -> None:
         self._num_tokens = num_tokens
-        self._peak_bytes = self._allocations.peak_bytes()
+        self._peak_bytes = self._allocations.peak_bytes() if bytes_known else None
         if self._peak_bytes is not None:
             self._peak_bytes += held_shared_bytes()
-        self._allocated_bytes = self._allocations.allocated_bytes()
+        self._allocated_bytes = self._allocations.allocated_bytes() if bytes_known else None
         self._wire_bytes = self._wire.sent_bytes()
         self._traffic = take_traffic()
         self._moves = meter.take()
         if self._trace is not None:
             self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
-            self.peak = self._trace.peak(self._index)
+            self.peak = self._trace.peak(self._index) if bytes_known else None
             self._backend = self._trace.backend()
 
     def record(self, config: Config) -> StepRecord:

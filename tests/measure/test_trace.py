@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import rank_code
+from tests.measure.watched_main import EARLY
 from tests.plain_strategy import PlainStrategy
 from tests.test_rank import log_of, make_job, run
 from tests.test_train import Numbers, make_config
@@ -231,6 +233,27 @@ def _check_profile(folder: Path) -> None:
     assert any(name.startswith("zeroexp::reduce unit blocks.1, ") for name in ranges)
     table = (folder / names[1]).read_text()
     assert "aten::mm" in table and "zeroexp::publish unit blocks.0, issue" in table
+
+
+def test_no_rank_begins_a_step_while_another_writes_what_it_saw_of_the_last(local, tmp_path):
+    """Else the next step, which counts in times, would wait for a file."""
+    job = make_job(tmp_path / "run", train__trace_steps=[2])
+    rank_code.choose(job.folder, "tests.measure.watched_main:slow_writer")
+    assert run(local, job).status == "done", log_of(job, 0)
+    assert (job.folder / "begun.3").exists() and not (job.folder / EARLY).exists()
+
+
+def test_what_hashes_allocate_is_no_peak_of_the_model(local, tmp_path):
+    """Hashes copy every gradient as they read it, which is more than an MLP's step needs."""
+    plain, hashed = (
+        make_job(tmp_path / f"hash{steps}", train__hash_steps=steps) for steps in ([], [2])
+    )
+    for job in (plain, hashed):
+        assert run(local, job).status == "done", log_of(job, 0)
+    known = [record.peak_bytes is not None for record in read_records(hashed.folder)]
+    assert known == [True, True, False, True]
+    peaks = [s.memory.peak for job in (plain, hashed) if (s := read_summary(job.folder))]
+    assert peaks[0] == peaks[1] is not None
 
 
 def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):

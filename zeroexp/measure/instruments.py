@@ -69,6 +69,10 @@ class Instruments:
         train = self.settings
         return step in (*train.trace_steps, *train.profile_steps, *train.hash_steps)
 
+    def allocates(self, step: int) -> bool:
+        """Tell whether an instrument allocates in this step, so that what was allocated is not the model's alone."""
+        return step in self.settings.hash_steps
+
     def write_timeline(self, step: int, trace: StepTrace | None, peak: Peak | None) -> None:
         """Write the timeline, where it was asked for."""
         if trace is None or step not in self.settings.trace_steps:

@@ -1,0 +1,41 @@
+"""Ranks of which the first takes long to write what it saw of a step, for test_trace.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zeroexp import rank
+from zeroexp.measure.instruments import Instruments
+
+EARLY = "early"
+LONG = 0.5  # seconds, in which a step of the test's model would begin and end many times
+prepare = rank.prepare
+
+
+def slow_writer(folder: Path, *, device: str) -> None:
+    """Rank 0 leaves the file EARLY where rank 1 has begun the next step before rank 0 has written its timeline."""
+    write, watching = Instruments.write_timeline, Instruments.watching
+
+    def begun(number: int) -> Path:
+        return folder / f"begun.{number}"
+
+    def slowly(self: Instruments, step: int, *rest: Any) -> None:
+        write(self, step, *rest)
+        if self.world.rank == 0 and step in self.settings.trace_steps:
+            time.sleep(LONG)
+            if begun(step + 1).exists():
+                (folder / EARLY).touch()
+
+    @contextmanager
+    def noted(self: Instruments, step: int, *rest: Any, **more: Any) -> Generator[Any]:
+        if self.world.rank == 1:
+            begun(step).touch()
+        with watching(self, step, *rest, **more) as trace:
+            yield trace
+
+    Instruments.write_timeline, Instruments.watching = slowly, noted  # pyright: ignore
+    rank.main(folder, device=device)
