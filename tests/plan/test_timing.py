@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.base import Pending
 from zeroexp.config import ConfigError
@@ -65,6 +68,48 @@ def test_a_move_is_exposed_as_far_as_compute_does_not_cover_it(num_products, exp
 
 def test_a_move_that_works_in_its_wait_is_exposed_whatever_runs_beside_it():
     assert walk(replace(SPEED, moves_on_wait=True), 3, 500).exposed == pytest.approx(5.5)
+
+
+@pytest.mark.parametrize(
+    ("launch_seconds", "seconds"),
+    [(0.25, 0.25 + 2 * PRODUCT_SECONDS), (4.0, 3 * 4.0 + PRODUCT_SECONDS)],
+)
+def test_a_gpu_waits_only_for_what_its_host_has_not_launched_yet(launch_seconds, seconds):
+    """A first product waits for its launch; a second one either for the first, or for its own launch."""
+    speed = replace(SPEED, launch_seconds=launch_seconds, overlaps_launch=True)
+    timeline = Timeline(speed)
+    with FakeTensorMode():
+        left = torch.empty(100, 100)
+        with timeline:
+            timeline.enter("forward")
+            left @ left
+            left.t() @ left  # a view is launched as well, and occupies no device
+    found = timeline.by_speed()["made up"]["forward"]
+    assert found.compute == pytest.approx(seconds, abs=1e-3)
+
+
+def test_what_fakes_alone_are_asked_costs_no_launch():
+    """As many operations as real tensors see: autograd asks fakes for their device thousands of times."""
+    timeline, real = Timeline(replace(SPEED, launch_seconds=1.0)), Operations()
+    modes = [(FakeTensorMode(), timeline), (nullcontext(), real)]
+    for tensors, watching in modes:
+        with tensors:
+            module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+            with watching:
+                timeline.enter("step")
+                module(torch.empty(3, 8)).sum().backward()
+    phases = timeline.by_speed()["made up"]
+    assert phases["step"].spent["launches: step"] == real.number > 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_collectives_that_nobody_tells_widen_the_range():

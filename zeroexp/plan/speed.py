@@ -53,11 +53,11 @@ class Speed:
     label: str
     products_per_second: dict[str, float]  # dtype -> floating-point operations
     bytes_per_second: float  # of memory
-    launch_seconds: float  # of one operation; on a GPU it passes beside the device's work
+    launch_seconds: float  # of one operation
     latency_seconds: float  # of one move
     link_bytes_per_second: float  # of what this rank sends
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
-    overlaps_launch: bool = False
+    overlaps_launch: bool = False  # the host of a GPU launches ahead of it
     unsure: float = UNSURE
     # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
     # operation's bytes and products takes longer hides the other.

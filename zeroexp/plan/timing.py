@@ -3,9 +3,10 @@
     compute    ####op####op####wait....op####
     links      ......move 1.....move 2.....
 
-Each operation costs what its products or its bytes cost, whichever is more, and a launch. A move begins on the links
-when it is issued and the links are free, and whoever waits for it stands still until it has arrived. Where moves do
-their work in the wait (ranks of one host), they cost their time there. torch's engines tell nothing of their waits:
+Each operation costs what its products or its bytes cost, whichever is more. On a CPU its launch comes on top; the host
+of a GPU launches ahead of it, so that the device waits only for what has not been launched yet. A move begins on the
+links when it is issued and the links are free, and whoever waits for it stands still until it has arrived. Where moves
+do their work in the wait (ranks of one host), they cost their time there. torch's engines tell nothing of their waits:
 their collectives count as links that overlap compute, and the range reaches to what no overlap would cost.
 """
 
@@ -17,7 +18,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -25,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.plan.speed import Speed
 
+DEVICE = torch.ops.prim.device.default
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Products of experts, each row with the weight of one: operations for each element of that weight.
 GROUPED = {"grouped_mm_fallback": 2, "grouped_mm_fallback_backward": 4}
@@ -44,6 +48,7 @@ SLOW = (
 )
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
 VERBS = {"publish": "gather", "hand_over": "reduce"}  # which verbs cost alike
+NO_KERNEL = "views"  # the kind of an operation that the host does alone
 VIEWS = frozenset(
     {
         "detach",
@@ -98,7 +103,11 @@ class Timeline(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # thousands of times in a backward
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question that only fakes answer here, and no operation
+            return result
         for walk in self._walks:
             walk.compute(func, args, kwargs or {}, result)
         return result
@@ -128,6 +137,7 @@ class _Walk:
         self.speed = speed
         self.phases: dict[str, Seconds] = {}
         self._now = self._free = 0.0  # of compute; when the links are free
+        self._launched = 0.0  # when the host of a GPU has launched the last operation
         self._arrives: dict[int, float] = {}  # move -> when it arrives
         self._name, self._phase = "build", Seconds()
 
@@ -148,10 +158,12 @@ class _Walk:
         launch = f"launches: {self._name}", speed.launch_seconds
         spent = dict([launch, (f"{kind}: bytes", by_bytes), (f"{kind}: products", by_products)])
         self._note(spent)
-        if speed.factors is not None:
+        if speed.overlaps_launch:
+            self._launched += speed.launch_seconds
+            waits = max(0.0, self._launched - self._now) if kind != NO_KERNEL else 0.0
+            seconds = waits + max(by_bytes, by_products)
+        elif speed.factors is not None:
             seconds = speed.seconds_of(spent)
-        elif speed.overlaps_launch:
-            seconds = max(by_bytes, by_products, speed.launch_seconds)
         else:
             seconds = max(by_bytes, by_products) + speed.launch_seconds
         self._now += seconds
@@ -168,7 +180,7 @@ class _Walk:
         if move.waited is None:
             self._note(spent)
             self._phase.links += takes
-            self._free = max(self._now, self._free) + takes
+            self._free = max(self._now, self._launched, self._free) + takes
             self._arrives[id(move)] = self._free
             return
         arrives = self._arrives.pop(id(move), self._now)
@@ -188,7 +200,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
     packet = func._overloadpacket
     tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
     if packet.__name__ in VIEWS or not tensors:
-        return "views", 0.0, 0.0
+        return NO_KERNEL, 0.0, 0.0
     num_bytes = sum(each.numel() * each.element_size() for each in tensors)
     moved = num_bytes / speed.bytes_per_second
     flops = _flops(packet, args, kwargs, result)
