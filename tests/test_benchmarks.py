@@ -19,8 +19,11 @@ from benchmarks.checkpoint_ranks import shapes_of
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
 from benchmarks.gpu import Case
 from benchmarks.links import SHAPES, open_link, why_not_shaped
+from benchmarks.published_run import HeldByTwoRanks
 from benchmarks.ranks import Ranks
+from tests.run_folders import record
 from tests.test_docs import prose
+from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.plan.outcome import RankPeak
 from zeroexp.report.markdown import BEGIN, END, LINE
 
@@ -332,3 +335,11 @@ def test_accuracy_compares_a_real_peak(shape, row):
     """What is left is the step's data, which is in no plan."""
     (peak,) = accuracy.measure_peaks([(shape, row)])
     assert 0 <= peak.error < 64 << 10 < peak.planned.num_bytes
+
+
+def test_what_two_ranks_held_is_known_from_the_fullest_and_the_mean():
+    held = [{"after_backward": {"parameters": 7, "gradients": g}} for g in (2, 5)]
+    ranks = [summarise_rank(r, [record(3, memory_bytes=held[r])]) for r in (0, 1)]
+    found = HeldByTwoRanks(summarise([record(3)], ranks).memory)
+    told = [found.held_bytes("after_backward", rank) for rank in range(found.world_size)]
+    assert told == [held[1]["after_backward"], held[0]["after_backward"]]

@@ -38,8 +38,13 @@ def test_at_each_moment_the_fullest_reading_of_the_fullest_rank_counts() -> None
     ranks = [summarise_rank(rank, steps) for rank, steps in enumerate((first, second))]
     assert ranks[0].memory_bytes_at == reading(4, 8)
     assert summarise(first, ranks).memory.fullest_at == reading(4, 8)  # 12 in all, not 11
+    assert summarise(first, ranks).memory.mean_at == {
+        "after_backward": {"parameters": 2.5, "gradients": 9.0}
+    }
     ranks[1].memory_bytes_at = reading(1, 12)
     assert summarise(first, ranks).memory.fullest_at == reading(1, 12)
+    ranks[1].memory_bytes_at = {}  # a mean of some ranks alone would mislead
+    assert summarise(first, ranks).memory.mean_at == {}
 
 
 def test_peak_is_over_all_steps_and_unknown_if_one_rank_cannot_know_it() -> None:

@@ -39,12 +39,10 @@ def require_samples(samples: Any, config: DataConfig) -> None:
             problem = f"reads {len(indices)} samples with {name} of {_shape(tensor)}"
             refuse(problem, "let the first dimension be the number of samples")
     _require_words(read, samples.vocab_size, config, refuse)
-    counted, expected = (
-        samples.count_labels_and_tokens(indices),
-        _num_valid(read.labels, config.task),
-    )
+    counted = samples.count_labels_and_tokens(indices)
     if not isinstance(counted, tuple) or len(counted) != 2:
         refuse(f"counts {counted!r:.80}", "return (labels that count, input tokens)")
+    expected = _num_valid(read.labels, config.task)
     if counted[0] != expected:
         problem = f"counts {counted[0]} labels in samples that have {expected}"
         refuse(problem, "count those that are not -100: the loss is divided by their number")

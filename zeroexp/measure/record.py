@@ -160,6 +160,8 @@ class MemorySummary:
     peak: Spread | None  # None where some rank cannot know it
     # moment -> kind -> bytes, of the rank that holds most at that moment
     fullest_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    # moment -> kind -> bytes, the mean over ranks
+    mean_at: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     peaks: list[Peak | None] = field(default_factory=list[Peak | None])  # by rank, see Peak
     # Most bytes allocated at once while model and engine are built; None where some rank cannot know it
     build_peak: Spread | None = None

@@ -139,6 +139,7 @@ def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
         total=spread([r.total_bytes for r in ranks]),
         peak=_spread_if_known([r.peak_bytes for r in ranks]),
         fullest_at=_fullest_at([r.memory_bytes_at for r in ranks]),
+        mean_at=_mean_at([r.memory_bytes_at for r in ranks]),
         peaks=[r.peak for r in ranks],
         build_peak=_spread_if_known([r.build_peak_bytes for r in ranks]),
     )
@@ -153,6 +154,12 @@ def _fullest_at(readings: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict
                 fullest.get(moment, kinds), kinds, key=lambda held: sum(held.values())
             )
     return fullest
+
+
+def _mean_at(ranks: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
+    """Return, for each moment that every rank read, the mean bytes of each kind."""
+    moments = [moment for moment in ranks[0] if all(moment in rank for rank in ranks)]
+    return {moment: _mean_by_kind([rank[moment] for rank in ranks]) for moment in moments}
 
 
 def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:

@@ -150,8 +150,9 @@ def _summary(content: dict[str, Any]) -> RunSummary:
                 by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
                 total=Spread(**memory["total"]),
                 peak=_spread(memory["peak"]),
-                # These three are absent in summaries of older versions.
+                # These four are absent in summaries of older versions.
                 fullest_at=memory.get("fullest_at", {}),
+                mean_at=memory.get("mean_at", {}),
                 peaks=[_peak(peak) for peak in memory.get("peaks", [])],
                 build_peak=_spread(memory.get("build_peak")),
             ),

@@ -1,0 +1,162 @@
+"""python -m benchmarks.published_run [FOLDER]: a published table of memory as a real run, beside its plan.
+
+Trains the study of table A on two ranks of this machine, for a few steps on drawn reviews, and sets what its ranks held
+beside what was published and what is planned. It needs 20 GiB of memory. FOLDER, of a sweep of that study, is read
+instead. --write FILE puts the tables between the page's markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from benchmarks.table import machine, replace_in
+from zeroexp.measure.record import MemorySummary, RunSummary
+from zeroexp.plan.form_of_config import ClosedForm
+from zeroexp.plan.published import MIB, ComparedCell, Engine, compare_cells
+from zeroexp.plan.published_page import compare_study
+from zeroexp.plan.published_tables import TABLE_A
+from zeroexp.report.markdown import wrapped
+from zeroexp.tracking.run import Run, read_run
+
+NUM_REVIEWS, NUM_WORDS, NUM_STARS = 64, 24, 5
+WORDS = ("the food", "was", "good", "cold", "service", "slow", "a friendly place", "never again")
+WITHIN_SECONDS = 3600
+# Seconds of a batch as published, on two GPUs: what other machines can repeat is their order alone.
+BATCH_SECONDS = {
+    ("ddp", "parameter"): 1.785,
+    ("zero1_allreduce", "parameter"): 1.785,
+    ("zero2", "parameter"): 2.321,
+    ("zero3", "parameter"): 2.458,
+    ("zero1", "torch"): 1.701,
+    ("zero3", "torch"): 2.553,
+}
+
+
+@dataclass(frozen=True)
+class HeldByTwoRanks:
+    """What the ranks of a run held, the fullest at each moment first; it answers as the closed forms do."""
+
+    memory: MemorySummary
+    world_size: int = 2
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, float]:
+        """Return the bytes of each kind: those of the fullest rank, or what they leave of both ranks' sum."""
+        fullest = dict[str, float](self.memory.fullest_at[moment])
+        if rank == 0:
+            return fullest
+        return {k: 2 * mean - fullest[k] for k, mean in self.memory.mean_at[moment].items()}
+
+
+def main() -> int:
+    args = _arguments()
+    if args.folder is not None:
+        text = told(_runs_in(args.folder))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            text = told(_runs_in(_train(Path(folder))))
+    print(text)
+    if args.write is not None:
+        replace_in(args.write, text, TABLE_A.study)
+    return 0
+
+
+def _train(folder: Path) -> Path:
+    """Train the study in `folder`; return the folder of its sweep."""
+    reviews = folder / "reviews.csv"
+    draw_reviews(reviews)
+    words = [f"study={TABLE_A.study}", f"data.path={reviews}", f"outputs={folder / 'outputs'}"]
+    line = [sys.executable, "-m", "zeroexp", *words, "cluster.device=cpu", "tracking=files"]
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    subprocess.run(line, stdout=sys.stderr, env=env, timeout=WITHIN_SECONDS, check=True)
+    (sweep,) = {each.parent.parent for each in folder.glob("outputs/*/*/config.yaml")}
+    return sweep
+
+
+def draw_reviews(path: Path) -> None:
+    draw = random.Random(0)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for index in range(NUM_REVIEWS):
+            rows.writerow([" ".join(draw.choices(WORDS, k=NUM_WORDS)), index % NUM_STARS])
+
+
+def _runs_in(sweep: Path) -> dict[Engine, tuple[Run, RunSummary]]:
+    runs = [read_run(each.parent) for each in sweep.glob("*/config.yaml")]
+    found = {(r.strategy, r.implementation): (r, r.summary) for r in runs if r.summary}
+    missing = [row.engine for row in TABLE_A.rows if row.engine not in found]
+    if missing:
+        raise SystemExit(f"{sweep}: no finished run of {'/'.join(missing[0])}; run the study again")
+    return found
+
+
+def told(runs: dict[Engine, tuple[Run, RunSummary]]) -> str:
+    """Return what the page says."""
+    held = {engine: HeldByTwoRanks(summary.memory) for engine, (_, summary) in runs.items()}
+    # The columns of this table ask for held bytes alone, which a run has as well as a form.
+    measured = compare_cells(TABLE_A, cast("dict[Engine, ClosedForm]", held))
+    planned = compare_study(TABLE_A)
+    cells = list(zip(planned, measured, strict=True))
+    far = max(abs(p.ours - m.ours) for p, m in cells)
+    agreed = sum(m.agrees for _, m in cells)
+    result = (
+        f"{len(cells)} cells, {TABLE_A.unit}; {agreed} of them agree with the publication to its rounding when they "
+        f"are measured. What is measured differs from the plan by at most {far:.3f}."
+    )
+    lines = [
+        "| point | column | published | planned | measured |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    lines += [_cell(*cell) for cell in cells]
+    parts = [wrapped(machine()), f"### {TABLE_A.title}", wrapped(result), "\n".join(lines)]
+    return "\n\n".join([*parts, wrapped(TIMES_TOLD), _times(runs)])
+
+
+TIMES_TOLD = (
+    "What else the same runs measured: the peak of the fullest rank, with activations and DDP's buckets, and the "
+    "median step on 2 x 16 tokens, beside the seconds of a batch that were published for two GPUs."
+)
+
+
+def _cell(planned: ComparedCell, measured: ComparedCell) -> str:
+    numbers = [f"{each.ours:.{max(each.digits, 2)}f}" for each in (planned, measured)]
+    names = ["/".join(planned.row.engine), planned.column, planned.published]
+    return f"| {' | '.join([*names, *numbers])} |"
+
+
+def _times(runs: dict[Engine, tuple[Run, RunSummary]]) -> str:
+    lines = ["| point | peak, MiB | step, s | published, s |", "| --- | ---: | ---: | ---: |"]
+    for row in TABLE_A.rows:
+        summary = runs[row.engine][1]
+        peak = summary.memory.peak
+        published = BATCH_SECONDS.get(row.engine)
+        cells = [
+            "/".join(row.engine),
+            "–" if peak is None else f"{peak.fullest / MIB:,.0f}",
+            f"{summary.step_seconds_median:.1f}",
+            "–" if published is None else f"{published:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--write", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
