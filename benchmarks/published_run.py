@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,20 +26,11 @@ from zeroexp.plan.published import MIB, ComparedCell, Engine, compare_cells
 from zeroexp.plan.published_page import compare_study
 from zeroexp.plan.published_tables import TABLE_A
 from zeroexp.report.markdown import wrapped
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.run import read_run
 
 NUM_REVIEWS, NUM_WORDS, NUM_STARS = 64, 24, 5
 WORDS = ("the food", "was", "good", "cold", "service", "slow", "a friendly place", "never again")
 WITHIN_SECONDS = 3600
-# Seconds of a batch as published, on two GPUs: what other machines can repeat is their order alone.
-BATCH_SECONDS = {
-    ("ddp", "parameter"): 1.785,
-    ("zero1_allreduce", "parameter"): 1.785,
-    ("zero2", "parameter"): 2.321,
-    ("zero3", "parameter"): 2.458,
-    ("zero1", "torch"): 1.701,
-    ("zero3", "torch"): 2.553,
-}
 
 
 @dataclass(frozen=True)
@@ -90,18 +82,18 @@ def draw_reviews(path: Path) -> None:
             rows.writerow([" ".join(draw.choices(WORDS, k=NUM_WORDS)), index % NUM_STARS])
 
 
-def _runs_in(sweep: Path) -> dict[Engine, tuple[Run, RunSummary]]:
+def _runs_in(sweep: Path) -> dict[Engine, RunSummary]:
     runs = [read_run(each.parent) for each in sweep.glob("*/config.yaml")]
-    found = {(r.strategy, r.implementation): (r, r.summary) for r in runs if r.summary}
+    found = {(r.strategy, r.implementation): r.summary for r in runs if r.summary}
     missing = [row.engine for row in TABLE_A.rows if row.engine not in found]
     if missing:
         raise SystemExit(f"{sweep}: no finished run of {'/'.join(missing[0])}; run the study again")
     return found
 
 
-def told(runs: dict[Engine, tuple[Run, RunSummary]]) -> str:
+def told(runs: dict[Engine, RunSummary]) -> str:
     """Return what the page says."""
-    held = {engine: HeldByTwoRanks(summary.memory) for engine, (_, summary) in runs.items()}
+    held = {engine: HeldByTwoRanks(summary.memory) for engine, summary in runs.items()}
     # The columns of this table ask for held bytes alone, which a run has as well as a form.
     measured = compare_cells(TABLE_A, cast("dict[Engine, ClosedForm]", held))
     planned = compare_study(TABLE_A)
@@ -118,12 +110,12 @@ def told(runs: dict[Engine, tuple[Run, RunSummary]]) -> str:
     ]
     lines += [_cell(*cell) for cell in cells]
     parts = [wrapped(machine()), f"### {TABLE_A.title}", wrapped(result), "\n".join(lines)]
-    return "\n\n".join([*parts, wrapped(TIMES_TOLD), _times(runs)])
+    return "\n\n".join([*parts, wrapped(PEAKS_TOLD), _peaks(runs)])
 
 
-TIMES_TOLD = (
-    "What else the same runs measured: the peak of the fullest rank, with activations and DDP's buckets, and the "
-    "median step on 2 x 16 tokens, beside the seconds of a batch that were published for two GPUs."
+PEAKS_TOLD = (
+    "The most that the fullest rank of the same runs held at once, with activations, gathered parameters and gradients "
+    "on their way: no publication has it, and it decides what fits."
 )
 
 
@@ -133,19 +125,12 @@ def _cell(planned: ComparedCell, measured: ComparedCell) -> str:
     return f"| {' | '.join([*names, *numbers])} |"
 
 
-def _times(runs: dict[Engine, tuple[Run, RunSummary]]) -> str:
-    lines = ["| point | peak, MiB | step, s | published, s |", "| --- | ---: | ---: | ---: |"]
+def _peaks(runs: Mapping[Engine, RunSummary]) -> str:
+    lines = ["| point | peak, MiB |", "| --- | ---: |"]
     for row in TABLE_A.rows:
-        summary = runs[row.engine][1]
-        peak = summary.memory.peak
-        published = BATCH_SECONDS.get(row.engine)
-        cells = [
-            "/".join(row.engine),
-            "–" if peak is None else f"{peak.fullest / MIB:,.0f}",
-            f"{summary.step_seconds_median:.1f}",
-            "–" if published is None else f"{published:.3f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        peak = runs[row.engine].memory.peak
+        shown = "–" if peak is None else f"{peak.fullest / MIB:,.0f}"
+        lines.append(f"| {'/'.join(row.engine)} | {shown} |")
     return "\n".join(lines)
 
 

@@ -7,8 +7,9 @@ the whole sweep, since only the sweep knows which points are defined and which m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
@@ -20,11 +21,28 @@ TARGET = {"_target_": "hydra_plugins.zeroexp_launcher.ZeroexpLauncher"}
 ConfigStore.instance().store(group="hydra/launcher", name="zeroexp", node=TARGET)
 
 
+class Untried:
+    """Hydra's loader of configs, for a sweeper: it need not try points, since `launch` composes all before any runs."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def load_sweep_config(
+        self, master_config: DictConfig, sweep_overrides: Sequence[str]
+    ) -> DictConfig:
+        return master_config
+
+
 class ZeroexpLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        self.hydra_context, self.run_points, self.config = hydra_context, task_function, config
+        self.run_points, self.config = task_function, config
+        self._loader = hydra_context.config_loader
+        hydra_context.config_loader = cast(ConfigLoader, Untried(self._loader))
         # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
         from zeroexp.check.outputs import require_writable
         from zeroexp.check.refusal import refuse_password
@@ -53,7 +71,7 @@ class ZeroexpLauncher(Launcher):
         """Return the overrides that distinguish this point within the sweep, its config as plain values, and the files
         that Hydra writes of a job.
         """
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        composed = self._loader.load_sweep_config(self.config, overrides)
         keys = [str(key) for key in composed if key != "hydra"]
         ours = OmegaConf.masked_copy(composed, keys)
         values = OmegaConf.to_container(ours, resolve=True)

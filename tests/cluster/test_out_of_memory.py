@@ -47,7 +47,7 @@ def test_what_was_refused_is_told(
 def test_a_model_that_does_not_fit_ends_the_run_as_such(
     local: LocalCluster, tmp_path: Path
 ) -> None:
-    job = make_training_job(tmp_path / "train", model__mlp={"width": 8192, "depth": 1})
+    job = make_training_job(tmp_path / "train", model__mlp={"width": 2048, "depth": 1})
     rank_code.choose(job.folder, HUNGRY)
     outcome = run(local, job)
     assert outcome.status == "out_of_memory", outcome.cause

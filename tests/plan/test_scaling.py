@@ -64,12 +64,12 @@ def test_a_row_is_what_the_plan_rehearses(monkeypatch, capsys):
 
 
 def test_a_slower_network_costs_what_its_links_take_longer():
-    """zero3 gathers and reduces: with links of no width the step is all waiting, and compute stays."""
+    """zero3 gathers and reduces: with links of no width the step is all waiting, and the host launches meanwhile."""
     (planned,) = planned_points(TINY[1])
     network = NETWORKS["nvlink-infiniband"]
     slower = replace(network, name="slow", node_bytes_per_second=1e6)
     fast, slow = on_networks(planned, [network, slower])
-    assert slow.compute_seconds == fast.compute_seconds > 0
+    assert 0 < slow.compute_seconds < fast.compute_seconds, "a small model waits for its host"
     assert planned.outcome is not None
     sent = planned.outcome.sent.fullest / 1e6
     assert slow.step_seconds[1] - slow.compute_seconds == pytest.approx(sent, rel=0.05)

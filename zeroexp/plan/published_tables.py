@@ -9,7 +9,10 @@ READ_AFTER_STEP = (
     "The source read the memory after the step; between forward and backward FSDP2 without reshard "
     "holds one whole copy of the parameters more."
 )
-NO_SUCH_ROW = "The source has no such row; DDP's own buckets hold 1380.26 MiB more."
+NO_SUCH_ROW = (
+    "The source has no such row. Without gradient_as_bucket_view DDP's own buckets would hold "
+    "1380.26 MiB more."
+)
 LAZY = "DDP all-reduces all gradients, so torch's ZeRO-1 is the lazy one."
 ROOT_STAYS = "The root (embedding and head) stays gathered from forward to backward."
 PADDED = "Every rank owns whole pages of a unit, which pads the parameters by 0.1 %."
