@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def changed(path: Path, **changes: Any) -> None:
         ("state.json", "{"),
         ("environment.json", "{"),
         ("summary.json", b"\xff\xfe"),
+        ("state.json", '{"status": "done", "reason": {}}'),
+        ("state.json", '{"status": "done", "done_at": "Infinity"}'),
+        ("load.json", '{"other_cores": "many"}'),
+        ("environment.json", '{"repeat": "first"}'),
     ],
 )
 def test_a_torn_file_costs_its_run_and_one_line(tmp_path: Path, name: str, text: Any) -> None:
@@ -43,13 +48,73 @@ def test_a_torn_file_costs_its_run_and_one_line(tmp_path: Path, name: str, text:
     assert line.startswith(f"{torn}: left out") and "\n" not in line
 
 
-def test_torn_records_cost_the_curve_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        (("step_seconds_median",), 0),
+        (("step_seconds_p95",), "NaN"),
+        (("tokens_per_second",), None),
+        (("world_size",), 3),
+        (("memory", "total", "fullest"), "much"),
+        (("memory", "peak", "per_rank"), {}),
+        (("times",), [{"rank": 0}]),
+        (("plan",), {"total": []}),
+    ],
+)
+def test_a_summary_with_what_no_run_writes_costs_its_run_and_one_line(
+    tmp_path: Path, names: tuple[str, ...], value: Any
+) -> None:
+    whole, odd = write_run(tmp_path / "whole"), write_run(tmp_path / "odd")
+    summary = json.loads((odd / "summary.json").read_text())
+    *path, last = names
+    reduce(lambda part, name: part[name], path, summary)[last] = value
+    (odd / "summary.json").write_text(json.dumps(summary))
+    runs, (line,) = read_runs([tmp_path])
+    assert [run.folder for run in runs] == [whole]
+    assert line.startswith(f"{odd}: left out, its files cannot be read") and "\n" not in line
+
+
+def test_torn_records_cost_the_curve_and_one_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "sweep/a")
     lines = (folder / "records.jsonl").read_text().splitlines()
     (folder / "records.jsonl").write_text("\n".join(["{torn", *lines]) + "\n")
     (run,), problems = read_runs([tmp_path / "sweep"])
-    assert problems == [] and records_of(run) == []
+    assert problems == [f"{folder}: records.jsonl is torn and left out"] and records_of(run) == []
     assert "No point recorded a step" in page.render(points_of([run]))
+    (folder / "records.jsonl").unlink()
+    assert read_runs([tmp_path / "sweep"])[1] == [
+        f"{folder}: records.jsonl is missing, so that it has no curve"
+    ]
+
+
+def test_the_last_line_of_a_run_that_goes_on_may_be_cut(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sweep/a", status="running")
+    records = folder / "records.jsonl"
+    records.write_text(records.read_text()[:-40])
+    (run,), problems = read_runs([tmp_path / "sweep"])
+    assert problems == [] and len(records_of(run)) == 22
+
+
+def test_a_torn_timeline_is_one_line_and_no_step_is_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sweep/a")
+    write_trace(folder, rank=0, step=9, began_at=1.0)
+    trace = folder / "trace.0.9.json"
+    trace.write_text(trace.read_text()[:-40])
+    runs, problems = read_runs([tmp_path / "sweep"])
+    assert problems == [f"{folder}: trace.0.9.json is torn and left out"]
+    assert "No step was traced" in page.render(points_of(runs))
+
+
+@pytest.mark.parametrize("word", ['"ts": "late"', '"args": null'])
+def test_a_timeline_with_what_no_run_writes_is_not_drawn(tmp_path: Path, word: str) -> None:
+    folder = write_run(tmp_path / "sweep/a")
+    write_trace(folder, rank=0, step=9, began_at=1.0)
+    trace = folder / "trace.0.9.json"
+    key = word.partition(":")[0]
+    content = json.loads(trace.read_text())
+    content["traceEvents"][-1][json.loads(key)] = json.loads(word.partition(":")[2])
+    trace.write_text(json.dumps(content))
+    assert "No step was traced" in page.render(points_of(read_runs([tmp_path / "sweep"])[0]))
 
 
 def test_a_later_version_may_say_more(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: flo
     form = ",.0f" if longest >= SMALL else ",.2f"
     ends = [0.0] * len(shown)
     for kind in KINDS:
-        held = [bar.bytes_by_kind[kind] / MIB for bar in shown]
+        held = [bar.bytes_by_kind.get(kind, 0) / MIB for bar in shown]
         if any(held):
             drawn = axes.barh(
                 rows, held, BAR, ends, color=KIND_COLOURS[kind], label=KIND_NAMES[kind]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from yaml import YAMLError
@@ -12,13 +13,18 @@ from yaml import YAMLError
 from zeroexp.config import ConfigError
 from zeroexp.measure.formats import KEY, NewerFormat, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
+from zeroexp.report.declared import refuse_wrong_types
+from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.files import RECORDS, read_records
 from zeroexp.tracking.run import Run, read_run
 
-# Torn files, and files of other versions, end in one of these.
+MUST_EQUAL = "study.must_equal"
 HEAD = 100  # characters of a file that tell its format
 FORMAT_AT = re.compile(rf'(?:{{"otherData": )?{{"{KEY}": (\d+)')
+# Torn files, and files of other versions, end in one of these.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
+UNREADABLE += (ArithmeticError, RecursionError)
+LATEST = 1e11  # Unix seconds: no calendar goes further
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -40,7 +46,11 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 def records_of(run: Run) -> list[StepRecord]:
     """Return the run's steps; an unreadable file reads as no step, since its summary may still be whole."""
     try:
-        return read_records(run.folder)
+        records = read_records(run.folder)
+        for record in records:
+            if not isinstance(record.loss + record.step_seconds, int | float):
+                raise TypeError(f"step {record.step} in {RECORDS} has no numbers")
+        return records
     except UNREADABLE:
         return []
 
@@ -52,7 +62,7 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
     for config in configs:
         try:
             runs.append(_checked(read_run(config.parent)))
-            problems += _newer_files(config.parent)
+            problems += _files_left_out(runs[-1])
         except NewerFormat as error:
             problems.append(f"{config.parent}: left out, {error}")
         except UNREADABLE as error:
@@ -60,31 +70,51 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
     return sorted(runs, key=lambda run: (run.times.get("pending_at", 0.0), run.name)), problems
 
 
-def _newer_files(folder: Path) -> list[str]:
-    """Return a line for records and timelines of a later version: they are left out, and the run's results are not."""
+def _files_left_out(run: Run) -> list[str]:
+    """Return a line for records and timelines that are torn or of a later version: the run's results are shown."""
     problems: list[str] = []
-    for path in [folder / RECORDS, *sorted(folder.glob("trace.*.*.json"))]:
-        with suppress(OSError), path.open(errors="replace") as file:
-            found = FORMAT_AT.match(file.read(HEAD))
-            try:
-                refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
-            except NewerFormat as error:
-                problems.append(f"{folder}: {error}")
+    for path in [run.folder / RECORDS, *sorted(run.folder.glob("trace.*.*.json"))]:
+        try:
+            if why := _why_unread(path):
+                problems.append(f"{run.folder}: {path.name} {why}")
+        except NewerFormat as error:
+            problems.append(f"{run.folder}: {error}")
+        except FileNotFoundError:
+            if run.summary:
+                problems.append(f"{run.folder}: {path.name} is missing, so that it has no curve")
+        except OSError as error:
+            problems.append(f"{run.folder}: {path.name} cannot be read ({error.strerror})")
     return problems
 
 
+def _why_unread(path: Path) -> str | None:
+    """Say what is wrong with a file, from its head and how its lines end. Raises NewerFormat."""
+    text = path.read_text(errors="replace")
+    found = FORMAT_AT.match(text[:HEAD])
+    refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
+    lines = text.split("\n")[:-1] if path.name == RECORDS else [text.strip()]
+    whole = all(line.startswith("{") and line.endswith("}") for line in lines)
+    return None if whole else "is torn and left out"
+
+
 def _checked(run: Run) -> Run:
-    """Return the run, after a look at what every table asks of it."""
-    _ = run.label, run.world_size, run.config["model.name"]
+    """Return the run, after a look at what a report asks of it."""
+    refuse_wrong_types(run, "run")
+    _ = run.label, run.world_size, run.config["model.name"], int(run.environment.get("repeat", 0))
+    _ = table_bytes(run), table_traffic(run), list(json.loads(run.config.get(MUST_EQUAL, "[]")))
+    if not all(0 <= at < LATEST for at in run.times.values()):
+        raise ValueError("state.json has a time that no calendar has")
     if run.summary:
-        _check_numbers(run.summary)
+        _check_numbers(run, run.summary)
     return run
 
 
-def _check_numbers(summary: RunSummary) -> None:
-    for name in ("initial_loss", "final_loss", "step_seconds_median", "tokens_per_second"):
-        if not isinstance(getattr(summary, name), int | float):
-            raise TypeError(f"{name} in summary.json is no number")
+def _check_numbers(run: Run, summary: RunSummary) -> None:
+    if summary.world_size != run.world_size:
+        raise ValueError(f"{summary.world_size} ranks in summary.json, {run.world_size} in config")
+    for name in ("step_seconds_median", "step_seconds_p95", "tokens_per_second"):
+        if not 0 < getattr(summary, name) < math.inf:
+            raise ValueError(f"{name} in summary.json is {getattr(summary, name)}")
     for kind, ranks in summary.memory.by_kind.items():
         if len(ranks.per_rank) != summary.world_size:
             raise ValueError(f"{kind} in summary.json has {len(ranks.per_rank)} ranks")

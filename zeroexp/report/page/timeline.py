@@ -58,7 +58,9 @@ class RankTrace:
     step: int
     began_at: float  # Unix seconds
     spans: list[dict[str, Any]]
-    memory: list[dict[str, Any]]
+    memory: list[
+        tuple[float, dict[str, float]]
+    ]  # microseconds since the step began, bytes by cause
 
 
 def timeline_charts(points: Sequence[Point]) -> list[Chart]:
@@ -101,8 +103,16 @@ def _read_trace(path: Path) -> RankTrace:
         rank=int(other["rank"]),
         step=int(other["step"]),
         began_at=float(other["began_at"]),
-        spans=[e for e in events if e["ph"] == "X" and e["cat"] in LANES and e["dur"] >= 0],
-        memory=[e for e in events if e["ph"] == "C" and e["name"] == "memory"],
+        spans=[
+            {**e, "ts": float(e["ts"]), "dur": float(e["dur"]), "args": dict(e.get("args", {}))}
+            for e in events
+            if e["ph"] == "X" and e["cat"] in LANES and e["dur"] >= 0
+        ],
+        memory=[
+            (float(e["ts"]), {cause: float(held) for cause, held in e["args"].items()})
+            for e in events
+            if e["ph"] == "C" and e["name"] == "memory"
+        ],
     )
 
 
@@ -141,8 +151,9 @@ def _span_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> li
     """Return one trace of bars for each phase, direction of a block, and verb."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for span in rank.spans:
-        args = span.get("args", {})
-        groups.setdefault(args.get("verb") or args.get("pass") or span["name"], []).append(span)
+        args = span["args"]
+        group = args.get("verb") or args.get("pass") or span["name"]
+        groups.setdefault(str(group), []).append(span)
     return [
         {
             "type": "bar",
@@ -167,15 +178,15 @@ def _span_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> li
 
 
 def _hover_text(span: dict[str, Any]) -> str:
-    args = span.get("args", {})
+    args = span["args"]
     part = f" ({args['part']})" if "part" in args else ""
     peer = args.get("peer")
     return f"{span['name']}{part}{'' if peer is None else f', waiting for rank {peer}'}"
 
 
 def _memory_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> list[Trace]:
-    causes = dict.fromkeys(cause for event in rank.memory for cause in event["args"])
-    times = [round(shift + MICROSECONDS * event["ts"], 3) for event in rank.memory]
+    causes = dict.fromkeys(cause for _, held in rank.memory for cause in held)
+    times = [round(shift + MICROSECONDS * at, 3) for at, _ in rank.memory]
     return [
         {
             "type": "scatter",
@@ -184,7 +195,7 @@ def _memory_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> 
             "legendgroup": f"held: {cause}",
             "showlegend": _is_new(f"held: {cause}", told),
             "x": times,
-            "y": [round(event["args"].get(cause, 0) / MIB, 3) for event in rank.memory],
+            "y": [round(held.get(cause, 0) / MIB, 3) for _, held in rank.memory],
             "yaxis": axis,
             "stackgroup": f"rank {rank.rank}",
             "line": {
