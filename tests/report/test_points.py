@@ -46,6 +46,27 @@ def test_points_of_two_sweeps_are_named_after_them(tmp_path: Path) -> None:
     ]
 
 
+def test_sweeps_of_one_name_in_two_folders_have_no_point_in_common(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / when / "compare/a")) for when in ("before", "after")]
+    assert [point.name for point in points_of(runs)] == [
+        f"zero3 · buffer · {tmp_path / when / 'compare'}" for when in ("before", "after")
+    ]
+
+
+def test_a_sweep_is_named_where_its_folder_is_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "sweep/a"))
+    assert (read_run(Path()).sweep, read_run(Path()).name) == ("sweep", "a")
+    monkeypatch.chdir("..")
+    assert read_run(Path("a")).sweep == "sweep"
+
+
+def test_a_copy_of_a_run_hides_no_other(tmp_path: Path) -> None:
+    (point,) = points_of([timed(tmp_path / f"s/{n}", s, 0) for n, s in enumerate([0.3, 0.1, 0.2])])
+    assert point.seconds_by_round == {0: 0.3, 1: 0.1, 2: 0.2}
+
+
 def test_the_interval_is_over_runs_once_there_are_three(tmp_path: Path) -> None:
     runs = [timed(tmp_path / f"s/{n}", s, n) for n, s in enumerate([0.20, 0.21, 0.22])]
     (one,), (two,), (three,) = (points_of(runs[:number]) for number in (1, 2, 3))

@@ -51,35 +51,34 @@ def _report(arguments: argparse.Namespace) -> int:
     for option in ONE_SWEEP:
         if getattr(arguments, option) and len(folders) > 1:
             raise ConfigError(f"--{option}: it shows one sweep, not {len(folders)}; name one")
-    runs, problems = read_runs(folders)
+    read = [read_runs([folder]) for folder in folders]
+    problems = [line for _, lines in read for line in lines]
     for line in problems:
         print(f"zeroexp: {line}", file=sys.stderr)
-    points = points_of(runs)
+    sweeps = [points_of(runs) for runs, _ in read]
+    points = sweeps[0] if len(sweeps) == 1 else points_of([run for runs, _ in read for run in runs])
     shows_tables = all(getattr(arguments, option) != STANDARD_OUTPUT for option in TEXTS)
     if shows_tables:
-        _show_tables(folders)
+        _show_tables(folders, sweeps)
     found = conclude(points, arguments.reference)
     if shows_tables:
-        _print([*found.verdicts, *found.doubts] if len(folders) == 1 else _moved(folders))
+        _print([*found.verdicts, *found.doubts] if len(sweeps) == 1 else _moved(sweeps))
     for line in found.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, found)
     return BROKEN if found.broken else FINE
 
 
-def _show_tables(folders: Sequence[Path]) -> None:
-    for folder in folders:
+def _show_tables(folders: Sequence[Path], sweeps: Sequence[Sequence[Point]]) -> None:
+    for folder, points in zip(folders, sweeps, strict=True):
         print(f"{folder}\n")
-        print_table([point.pooled_summary for point in points_of(read_runs([folder])[0])])
+        print_table([point.pooled_summary for point in points])
         print()
 
 
-def _moved(folders: Sequence[Path]) -> list[str]:
+def _moved(sweeps: Sequence[Sequence[Point]]) -> list[str]:
     """Say which points moved from the first of two sweeps to the second."""
-    if len(folders) != 2:
-        return []
-    before, after = (points_of(read_runs([folder])[0]) for folder in folders)
-    return describe_moved(*points_that_moved(before, after))
+    return describe_moved(*points_that_moved(*sweeps)) if len(sweeps) == 2 else []
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -97,7 +96,7 @@ def _write(
     if arguments.html:
         from zeroexp.report import page  # plotly and scipy take a second to import
 
-        page.save(points, problems, arguments.html, arguments.reference)
+        page.save(points, problems, arguments.html, found)
     if arguments.figure:
         from zeroexp.report import figure  # so does matplotlib
 

@@ -58,7 +58,7 @@ def first_different_loss(one: Sequence[float], two: Sequence[float]) -> int | No
 def _losses(point: Point, first: Run, other: Run) -> list[str]:
     if first.engine.get("transport") in INEXACT or first.config.get("cluster.device") == "cuda":
         return []
-    curves = [[record.loss for record in records_of(run)] for run in (first, other)]
+    curves = [[record.loss for record in steps] for steps in (point.records, records_of(other))]
     step = first_different_loss(*curves)
     if step is None:
         return []

@@ -28,7 +28,7 @@ class Point:
     name: str
     runs: tuple[Run, ...]  # at least one, in the order in which they were started
 
-    @property
+    @cached_property
     def run(self) -> Run:
         """The first run that came to its end, else the first."""
         return next(iter(self.finished_runs), self.runs[0])
@@ -53,12 +53,14 @@ class Point:
 
     @property
     def seconds_by_round(self) -> dict[int, float]:
-        """Median step seconds of each repeat that came to its end, by its number."""
-        return {
-            repeat_of(run, index): run.summary.step_seconds_median
-            for index, run in enumerate(self.runs)
-            if run.summary
-        }
+        """Median step seconds of each repeat that came to its end, by its number; a copy of a run gets the next one."""
+        seconds: dict[int, float] = {}
+        for index, run in enumerate(self.runs):
+            if run.summary:
+                number = repeat_of(run, index)
+                number = max(seconds) + 1 if number in seconds else number
+                seconds[number] = run.summary.step_seconds_median
+        return seconds
 
     @property
     def step_seconds(self) -> float | None:
@@ -103,7 +105,7 @@ class Point:
 
 
 def points_of(runs: Sequence[Run]) -> list[Point]:
-    """Group runs into points, in the order of their first runs."""
+    """Group runs into points, in the order of their first runs; two sweeps have no point in common."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(_identity(run), []).append(run)
@@ -127,7 +129,7 @@ def _identity(run: Run) -> tuple[str, ...]:
     settings = (
         f"{key}={value}" for key, value in run.config.items() if not key.startswith(OUTSIDE)
     )
-    return (run.sweep, *settings)
+    return (str(run.folder.parent), *settings)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -135,8 +137,11 @@ def _names(runs: Sequence[Run]) -> list[str]:
     strategy, implementation, *settings = point_columns(runs)
     shown = [strategy, implementation, *[c for c in settings if _differs(c, runs)]]
     names = [" · ".join(column_text(column, run) for column in shown) for run in runs]
-    if len({run.sweep for run in runs}) > 1:
-        names = [f"{name} · {run.sweep}" for name, run in zip(names, runs, strict=True)]
+    folders = list(dict.fromkeys(run.folder.parent for run in runs))
+    if len(folders) > 1:
+        alike = len({run.sweep for run in runs}) < len(folders)  # before/compare and after/compare
+        sweeps = [str(run.folder.parent) if alike else run.sweep for run in runs]
+        names = [f"{name} · {sweep}" for name, sweep in zip(names, sweeps, strict=True)]
     seen: Counter[str] = Counter()
     for index, name in enumerate(names):
         seen[name] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import comb
 
 from zeroexp.report.points import Point
@@ -28,7 +29,7 @@ def step_time_interval(point: Point) -> Interval | None:
     """Return the 95 % interval of the point's median step time in seconds; None if too little was measured."""
     seconds = sorted(point.seconds_by_round.values())
     if len(seconds) >= FEWEST_RUNS:
-        return _interval_of_mean(seconds)
+        return _interval_of_mean(tuple(seconds))
     if len(seconds) == 1:
         steps = sorted(r.step_seconds for r in point.records if not r.warmup and not r.traced)
         return _interval_of_median(steps)
@@ -52,7 +53,8 @@ def why_unsteady(point: Point) -> str | None:
     return None
 
 
-def _interval_of_mean(seconds: Sequence[float]) -> Interval:
+@cache
+def _interval_of_mean(seconds: tuple[float, ...]) -> Interval:
     from zeroexp.report.verdict import log_interval  # scipy takes a second to import
 
     low, high = log_interval(seconds, 1 - LEVEL)

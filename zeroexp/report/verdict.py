@@ -98,14 +98,14 @@ def num_needed(logs: Sequence[float], alpha: float) -> int | None:
 
     Student's interval must end before the nearest border: zero, or MARGIN where the mean lies within it.
     """
-    from scipy import stats  # this takes a second, and most reports judge nothing
+    import numpy as np  # these two take a second, and most reports judge nothing
+    from scipy import stats
 
     mean, scatter = fmean(logs), stdev(logs)
     room = max(abs(mean), MARGIN - abs(mean))
-    for number in range(max(FEWEST, len(logs) + 1), MOST + 1):
-        if stats.t.ppf(1 - alpha / 2, number - 1) * scatter / math.sqrt(number) < room:
-            return number
-    return None
+    numbers = np.arange(max(FEWEST, len(logs) + 1), MOST + 1)
+    halves = stats.t.ppf(1 - alpha / 2, numbers - 1) * scatter / np.sqrt(numbers)
+    return next((int(number) for number in numbers[halves < room]), None)
 
 
 def log_interval(values: Sequence[float], alpha: float) -> tuple[float, float]:

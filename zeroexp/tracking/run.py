@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return Path(os.path.abspath(self.folder)).name
 
     @property
     def sweep(self) -> str:
-        return self.folder.parent.name
+        return Path(os.path.abspath(self.folder)).parent.name  # of `.` and `..` too
 
     @property
     def strategy(self) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroexp.config import ConfigError
-from zeroexp.report.conclusions import conclude
+from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.headline import Card, headline_cards, headline_sentences
 from zeroexp.report.page.causes import causes_chart
 from zeroexp.report.page.chart import Chart
@@ -70,10 +70,10 @@ def write_into(folder: Path, points: Sequence[Point]) -> None:
 
 
 def save(
-    points: Sequence[Point], problems: Sequence[str], path: Path, reference: str | None = None
+    points: Sequence[Point], problems: Sequence[str], path: Path, found: Conclusions | None = None
 ) -> None:
     """Write the page. Raises ConfigError if the file cannot be written."""
-    text = render(points, problems, reference)
+    text = render(points, problems, found)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text)
@@ -85,13 +85,13 @@ def save(
 
 
 def render(
-    points: Sequence[Point], problems: Sequence[str] = (), reference: str | None = None
+    points: Sequence[Point], problems: Sequence[str] = (), found: Conclusions | None = None
 ) -> str:
     """Return the page about these points; `problems` are lines about runs that are not on it.
 
-    reference: the name of the point that others are compared with, by default the first.
+    found: what is concluded of them, by default beside the first point.
     """
-    found = conclude(points, reference)
+    found = found or conclude(points)
     verdicts = forest_chart(found)
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
     sections = [

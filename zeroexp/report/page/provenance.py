@@ -54,7 +54,7 @@ def _data(run: Run) -> str:
 
 def _commands(runs: Sequence[Run]) -> str:
     said = dict.fromkeys(run.environment["command"] for run in runs if "command" in run.environment)
-    folders = dict.fromkeys(f"{run.folder.parent.parent.name}/{run.sweep}" for run in runs)
+    folders = dict.fromkeys("/".join(run.folder.absolute().parts[-3:-1]) for run in runs)
     again = (f"python -m zeroexp.report {quote(folder)} --html report.html" for folder in folders)
     return "\n".join([*said, *again])
 
