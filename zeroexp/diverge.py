@@ -1,7 +1,8 @@
 """`python -m zeroexp.report --diverge A B`: where two strategies begin to differ.
 
-A and B are run folders (outputs/<sweep>/<run>). Runs without hashes are run again on this machine, in a folder beside
-them, with hashes of the first steps on. Exit codes: 0 they are equal within the bound, 1 they differ, 2 refused.
+A and B are run folders (outputs/<sweep>/<run>). Runs without hashes are run again on this machine, in the folder
+outputs/<sweep>/hashed/<run>, with hashes of the first steps on. Exit codes: 0 they are equal within the bound, 1 they
+differ, 2 refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from zeroexp.report.diverge import Comparison, compare_hashes, has_hashes
 NUM_STEPS = 3  # that a rerun hashes
 DIVERGES, REFUSED = 1, 2
 ENVIRONMENT = "environment.json"
+AGAIN = "hashed"  # the folder of a sweep's runs that ran again with hashes
 
 
 def main() -> int:
@@ -54,7 +56,7 @@ def _with_hashes(run: Path) -> Path:
         raise ConfigError(f"{run}: no run in there; give outputs/<sweep>/<run>")
     if has_hashes(run):
         return run
-    again = run.with_name(f"{run.name}-hashed")
+    again = run.parent / AGAIN / run.name  # where no report of the sweep counts it as a point
     if not has_hashes(again):
         _rerun(run, again)
     return again
@@ -67,7 +69,7 @@ def _rerun(run: Path, again: Path) -> None:
             f"{run}: it ran on {config.cluster.kind}; run it there with train.hash_steps=[0,1,2]"
         )
     shutil.rmtree(again, ignore_errors=True)
-    again.mkdir()
+    again.mkdir(parents=True)
     _shorten(config)
     configs.save(config, again / "config.yaml")
     if (run / ENVIRONMENT).exists():  # it says in which folder plugins are looked for

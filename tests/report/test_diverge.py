@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 from hypothesis import strategies as st
 
 from tests import rank_code
+from tests.run_folders import write_run
 from tests.test_rank import log_of, make_job, run
 from zeroexp import config as configs
 from zeroexp import diverge as command
 from zeroexp.config import ConfigError
 from zeroexp.measure.hashes import Hash
 from zeroexp.report.diverge import compare_hashes
+from zeroexp.report.reading import read_runs
 
 BOUND = 1e-4
 
@@ -133,6 +136,18 @@ def test_torch_rounds_otherwise_and_lies_within_the_bound(local, tmp_path, plain
         "nothing lies further apart" in line or "equal in every bit" in line
         for line in command.report_lines(found, BOUND)
     )
+
+
+def test_what_runs_again_with_hashes_is_no_point_of_its_sweep(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "sweep/a")
+
+    def rerun(run: Path, again: Path) -> None:
+        shutil.copytree(run, again)
+        (again / "hashes.0.jsonl").write_text(json.dumps(asdict(Hash(0, "weights", "w"))) + "\n")
+
+    monkeypatch.setattr(command, "_rerun", rerun)
+    assert compare_hashes(*(command._with_hashes(run) for _ in "AB"), BOUND).num_tensors == 1
+    assert [found.name for found in read_runs([run.parent])[0]] == ["a"]
 
 
 def test_runs_that_can_not_be_compared_are_refused_in_one_line(tmp_path, plain):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import exports
+from zeroexp.report.columns import time_columns
 from zeroexp.report.conclusions import conclude
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
@@ -32,6 +33,27 @@ def test_json_holds_bytes_and_seconds_and_null_where_nothing_is_known(points: li
     assert done["step_seconds"] == pytest.approx(0.31)
     assert done["step_phase_seconds"] == pytest.approx(0.2 * 0.31)
     assert failed["status"] == "failed" and "step_seconds" not in failed
+
+
+def test_the_share_of_the_peak_is_that_of_the_table(tmp_path: Path) -> None:
+    """A busy machine measures a smaller peak, so that the largest of one name holds for all points."""
+    for name, peak in (("ddp", 4e12), ("zero3", 1e12)):
+        summary = write_run(tmp_path / "sweep" / name, name) / "summary.json"
+        told = json.loads(summary.read_text())
+        summary.write_text(json.dumps({**told, "peak_flops_per_second": peak}))
+    runs, _ = read_runs([tmp_path / "sweep"])
+    rows = exports.rows_of(points_of(runs))
+    assert [row["peak_flops_per_second"] for row in rows] == [4e12, 4e12]
+    (column,) = [column for column in time_columns(runs) if column.name == "MFU"]
+    assert [f"{100 * row['mfu']:.1f}" for row in rows] == [column.value(run) for run in runs]
+
+
+def test_a_point_of_which_a_repeat_failed_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "sweep/a")
+    write_run(tmp_path / "sweep/b", status="failed", reason="rank 0 died")
+    (row,) = exports.rows_of(points_of(read_runs([tmp_path / "sweep"])[0]))
+    assert (row["status"], row["reason"]) == ("failed", "1 of 2 runs: rank 0 died")
+    assert row["step_seconds"] > 0
 
 
 def test_csv_has_a_row_for_each_point(points: list[Point]) -> None:

@@ -92,6 +92,15 @@ def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, monkeyp
     assert "losses of c and d part at step 0: 7.0 and 7.5" in capsys.readouterr().err
 
 
+def test_standard_output_takes_one_text_and_no_page(outputs, monkeypatch, capsys):
+    assert report(monkeypatch, "outputs/newer", "--json", "-", "--csv", "-") == REFUSED
+    assert capsys.readouterr().err == (
+        "zeroexp: --csv and --json: - takes one of them; name files for the rest\n"
+    )
+    assert report(monkeypatch, "outputs/newer", "--html", "-") == REFUSED
+    assert "a page is a file" in capsys.readouterr().err and not Path("-").exists()
+
+
 @pytest.mark.parametrize("option", ["--figure=memory.svg", "--write=README.md"])
 def test_a_picture_or_a_page_of_two_sweeps_is_refused(outputs, monkeypatch, capsys, option):
     assert report(monkeypatch, "outputs/newer", "outputs/older", option) == REFUSED

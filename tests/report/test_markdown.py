@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_it_says_when_and_where_and_has_a_row_for_each_run(tmp_path: Path) -> No
 def test_a_run_that_failed_is_told(tmp_path: Path) -> None:
     table = render(runs_of(tmp_path, status="failed", reason="boom"))
     assert table.splitlines()[-1].endswith("| failed: boom |")
+
+
+def test_a_bar_in_a_reason_cuts_no_cell_and_an_unknown_machine_is_said(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, status="failed", reason="a | b")
+    assert render(runs).splitlines()[-1].endswith(r"| failed: a \| b |")
+    table = render([replace(run, environment={}) for run in runs])
+    assert table.startswith("No run tells when, where and with which command it ran. All points:")
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:

@@ -208,6 +208,37 @@ def test_a_loss_that_is_no_number_leaves_every_chart_whole(tmp_path: Path) -> No
     assert "zero3 · buffer diverged at step 5" in text and "<strong>not alike</strong>" in text
 
 
+def test_nothing_is_compared_with_a_curve_that_holds_what_is_no_number(tmp_path: Path) -> None:
+    """The first point diverges, and the distance of the two others to one another is still told."""
+    for name in ("ddp", "zero2", "zero3"):
+        records = write_run(tmp_path / "sweep" / name, name) / "records.jsonl"
+        if name == "ddp":
+            lines = [json.loads(line) for line in records.read_text().splitlines()]
+            records.write_text("".join(f"{json.dumps({**x, 'loss': 'NaN'})}\n" for x in lines))
+    chart = charts(page.render(points(tmp_path / "sweep")))["losses"]
+    assert [trace["name"] for trace in chart["data"]] == [
+        *("zero2 · buffer", "zero3 · buffer", "ddp · buffer")
+    ]
+    assert chart["words"].startswith("ddp · buffer has other steps than zero2 · buffer")
+
+
+def test_equal_curves_leave_no_empty_half_and_runs_that_are_done_no_column(tmp_path: Path) -> None:
+    for name in ("ddp", "zero3"):
+        write_run(tmp_path / "sweep" / name, name)
+    text = page.render(points(tmp_path / "sweep"))
+    assert "yaxis2" not in charts(text)["losses"]["layout"] and "lower half" not in text
+    assert ">status<" not in text
+    write_run(tmp_path / "sweep/zero2", "zero2", status="failed", reason="rank 0 died")
+    assert ">status<" in page.render(points(tmp_path / "sweep"))
+
+
+def test_a_folder_that_knows_no_machine_and_no_time_makes_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "sweep/a")
+    (folder / "environment.json").unlink()
+    (folder / "state.json").unlink()
+    assert "zero3 · buffer" in page.render(points(tmp_path / "sweep"))
+
+
 def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/a", status="failed", reason="rank 0: ValueError: x", num_steps=0)
     text = page.render(points(tmp_path / "sweep"))

@@ -156,7 +156,7 @@ def test_an_earlier_version_may_say_less(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps(summary))
     (run,), problems = read_runs([tmp_path / "sweep"])
     assert problems == []
-    (row,) = map(exports.csv_row, points_of([run]))
+    (row,) = exports.rows_of(points_of([run]))
     assert row["table_bytes"] == row["total_bytes"]
     page.render(points_of([run]))
 

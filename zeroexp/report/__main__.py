@@ -47,6 +47,7 @@ def main() -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    _refuse_crowded_output(arguments)
     folders = arguments.folders or _newest(Path("outputs"))
     for option in ONE_SWEEP:
         if getattr(arguments, option) and len(folders) > 1:
@@ -67,6 +68,15 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, found)
     return BROKEN if found.broken else FINE
+
+
+def _refuse_crowded_output(arguments: argparse.Namespace) -> None:
+    """Standard output takes one text, and a page is a file."""
+    printed = [f"--{option}" for option in TEXTS if getattr(arguments, option) == STANDARD_OUTPUT]
+    if len(printed) > 1:
+        raise ConfigError(f"{' and '.join(printed)}: - takes one of them; name files for the rest")
+    if str(arguments.html) == STANDARD_OUTPUT:
+        raise ConfigError("--html -: a page is a file; name one, as --html report.html")
 
 
 def _show_tables(folders: Sequence[Path], sweeps: Sequence[Sequence[Point]]) -> None:

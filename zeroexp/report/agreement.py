@@ -90,6 +90,11 @@ def judge_losses(
     return Verdict(reference, curves, bound, must_fall)
 
 
+def numbers_first(curves: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Return the curves in their order, last those with a loss that is no number: nothing is compared with one."""
+    return dict(sorted(curves.items(), key=lambda item: not all(map(math.isfinite, item[1]))))
+
+
 def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
     """Say how far the curves lie from the first, at most."""
     if len(curves) < 2:

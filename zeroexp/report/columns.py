@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary, Spread
@@ -117,11 +117,17 @@ def time_columns(runs: Sequence[Run]) -> list[Column]:
     """Return the columns of time, with the utilisation where some run knows it."""
     peaks = peak_flops_by_name(runs)
 
-    def utilised(summary: RunSummary) -> float | None:
-        rate, peak = summary.model_flops_per_second, peaks.get(_peak_name(summary))
-        return 100 * rate / (peak * summary.world_size) if rate and peak else None
+    def percent(summary: RunSummary) -> float | None:
+        share = utilisation(summary, peaks)
+        return None if share is None else 100 * share
 
-    return [*TIMES, Column("MFU", "%", _number_column(utilised, ".1f"))] if peaks else TIMES
+    return [*TIMES, Column("MFU", "%", _number_column(percent, ".1f"))] if peaks else TIMES
+
+
+def utilisation(summary: RunSummary, peaks: Mapping[str, float]) -> float | None:
+    """Return the share of its ranks' peak that the model's operations take, by the peaks of `peak_flops_by_name`."""
+    rate, peak = summary.model_flops_per_second, peaks.get(peak_name(summary))
+    return rate / (peak * summary.world_size) if rate and peak else None
 
 
 def peak_flops_by_name(runs: Sequence[Run]) -> dict[str, float]:
@@ -133,7 +139,7 @@ def peak_flops_by_name(runs: Sequence[Run]) -> dict[str, float]:
     peaks: dict[str, float] = {}
     for summary in (run.summary for run in runs if run.summary):
         if summary.model_flops_per_step and summary.peak_flops_per_second:
-            name = _peak_name(summary)
+            name = peak_name(summary)
             peaks[name] = max(peaks.get(name, 0.0), summary.peak_flops_per_second)
     return peaks
 
@@ -151,7 +157,7 @@ def describe_peak_flops(runs: Sequence[Run]) -> str:
     )
 
 
-def _peak_name(summary: RunSummary) -> str:
+def peak_name(summary: RunSummary) -> str:
     return summary.peak_flops_name or summary.peak_flops_source
 
 

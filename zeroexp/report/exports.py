@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from zeroexp.report.against_reference import Judged
+from zeroexp.report.columns import peak_flops_by_name, peak_name, utilisation
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.differences import differences
 from zeroexp.report.points import Point
@@ -16,8 +17,8 @@ from zeroexp.report.spread import step_time_interval, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.json_files import dumps
 
-FORMAT = 1  # grows when a name of `row` changes its meaning or goes
-# The columns of a printed table: heading, key of `row`, factor to the heading's unit, digits.
+FORMAT = 1  # grows when a name of a row changes its meaning or goes
+# The columns of a printed table: heading, key of a row, factor to the heading's unit, digits.
 MIB, MS = 2.0**-20, 1e3
 PRINTED = (
     ("params, MiB", "parameters_bytes", MIB, 1),
@@ -35,9 +36,15 @@ LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasci
 LATEX |= {"·": r"$\cdot$", "–": "--", "…": r"\ldots{}"}
 
 
-def csv_row(point: Point) -> dict[str, Any]:
-    """Return the numbers of one point; what is unknown is None. Bytes are the fullest rank's."""
-    run, summary = point.run, point.pooled_summary.summary
+def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return the numbers of each point; what is unknown is None. Bytes are the fullest rank's."""
+    peaks = peak_flops_by_name([point.run for point in points])
+    return [_row(point, peaks) for point in points]
+
+
+def _row(point: Point, peaks: Mapping[str, float]) -> dict[str, Any]:
+    run = point.pooled_summary
+    summary = run.summary
     told = {
         "point": point.name,
         "sweep": run.sweep,
@@ -66,8 +73,8 @@ def csv_row(point: Point) -> dict[str, Any]:
         **{f"{phase}_phase_seconds": s for phase, s in summary.phase_seconds_median.items()},
         "tokens_per_second": summary.tokens_per_second,
         "model_flops_per_second": summary.model_flops_per_second,
-        "mfu": summary.mfu,
-        "peak_flops_per_second": summary.peak_flops_per_second,
+        "mfu": utilisation(summary, peaks),
+        "peak_flops_per_second": peaks.get(peak_name(summary)),
         "peak_flops": summary.peak_flops_name or summary.peak_flops_source or None,
         "final_loss": summary.final_loss,
         "verdict": summary.verdict,
@@ -92,7 +99,7 @@ def as_json(points: Sequence[Point], found: Conclusions, **more: Any) -> str:
         "doubts": found.doubts,
         "broken": found.broken,
     }
-    rows = [csv_row(point) for point in points]
+    rows = rows_of(points)
     return dumps({"format": FORMAT, "points": rows, **concluded, **more}, indent=1)
 
 
@@ -103,7 +110,7 @@ def _comparison(one: Judged) -> dict[str, Any]:
 
 
 def as_csv(points: Sequence[Point]) -> str:
-    rows = [csv_row(point) for point in points]
+    rows = rows_of(points)
     names = list(dict.fromkeys(name for one in rows for name in one))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -115,7 +122,7 @@ def as_csv(points: Sequence[Point]) -> str:
 def as_latex(points: Sequence[Point]) -> str:
     """Return a `tabular` with three rules of the booktabs package."""
     heads = ["point", *(head for head, *_ in PRINTED)]
-    lines = [[point.name, *_latex_cells(csv_row(point))] for point in points]
+    lines = [[row["point"], *_latex_cells(row)] for row in rows_of(points)]
     body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in [heads, *lines]]
     return "\n".join(
         [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zeroexp.report.agreement import judge_losses, largest_distance
+from zeroexp.report.agreement import judge_losses, largest_distance, numbers_first
 from zeroexp.report.columns import MIB
 from zeroexp.report.points import Point
 from zeroexp.report.spread import why_unsteady
@@ -60,7 +60,7 @@ def _least(label: str, numbers: Sequence[tuple[float, Point]], factor: float, un
     return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}")
 
 
-def _agreement(curves: dict[str, list[float]]) -> Card:
+def _agreement(curves: Mapping[str, Sequence[float]]) -> Card:
     worst = max(judge_losses(curves, bound=math.inf).curves, key=lambda curve: curve.difference)
     if worst.difference == 0:
         return Card("losses", "equal", f"all {len(curves)} curves, to the last bit")
@@ -78,8 +78,8 @@ def _trusted(points: Sequence[Point]) -> list[tuple[float, Point]]:
     return [(p.step_seconds, p) for p in points if p.step_seconds and not why_unsteady(p)]
 
 
-def _curves(points: Sequence[Point]) -> dict[str, list[float]]:
-    return {point.name: [r.loss for r in point.records] for point in points if point.records}
+def _curves(points: Sequence[Point]) -> dict[str, Sequence[float]]:
+    return numbers_first({p.name: [r.loss for r in p.records] for p in points if p.records})
 
 
 def _what_ran(points: Sequence[Point]) -> str:

@@ -62,13 +62,15 @@ def wrapped(sentence: str) -> str:
 def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
     names = [f"{c.name}, {c.unit}" if c.unit.startswith("ms") else c.name for c in columns]
     rules = ["---" if column.left else "---:" for column in columns]
-    rows = [[column.value(run) for column in columns] for run in runs]
+    rows = [[column.value(run).replace("|", r"\|") for column in columns] for run in runs]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
 
 
 def _circumstances(runs: Sequence[Run]) -> str:
-    """Return the day, command, machine and versions of the first run; all runs of a sweep share them."""
-    known = runs[0].environment
+    """Return the day, command, machine and versions of the first run that tells; all runs of a sweep share them."""
+    known = next((run.environment for run in runs if "command" in run.environment), {})
+    if not known:
+        return "No run tells when, where and with which command it ran."
     day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
     parts = [
         f"Measured on {day} with `{known['command']}`",

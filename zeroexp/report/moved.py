@@ -51,11 +51,8 @@ def describe_moved(pairs: Sequence[Moved], alone: Sequence[str]) -> list[str]:
     movers = [one for one in pairs if one.has_moved]
     still = [one for one in pairs if not one.has_moved]
     head = f"{len(movers)} of {len(pairs)} points moved (after over before):"
-    rest = (
-        [f"{len(still)} points: bytes, counts and losses equal, and of their times"]
-        if still
-        else []
-    )
+    number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
+    rest = [f"{number} equal bytes, counts and losses; of the step time:"] if still else []
     told = [
         f"  {one.name}: {one.comparison.verdict_with_numbers if one.comparison else 'unknown'}"
         for one in still

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from zeroexp.report.agreement import largest_distance
+from zeroexp.report.agreement import largest_distance, numbers_first
 from zeroexp.report.page.chart import MANY, Chart, Trace
 from zeroexp.report.palette import DASHES, SERIES
 from zeroexp.report.points import Point
@@ -17,31 +18,35 @@ BELOW = "The lower half shows each step's distance; equal losses leave a gap."
 
 
 def loss_chart(points: Sequence[Point]) -> Chart:
-    curves = {
-        point.name: [record.loss for record in point.records] for point in points if point.records
-    }
+    curves = numbers_first({p.name: [r.loss for r in p.records] for p in points if p.records})
     if not curves:
         return Chart("losses", TITLE, NOTHING)
-    reference = next(iter(curves))
-    data: list[Trace] = []
-    away = {name: _distances(curve, curves[reference]) for name, curve in curves.items()}
-    for index, (name, curve) in enumerate(curves.items()):
-        data.append(_line(name, curve, index, width=_width(index, len(curves))))
-        data.append(_line(name, away[name], index, below=True))
-    layout = {
-        "xaxis": {"title": {"text": "step"}, "anchor": "y2"},
-        "yaxis": {"title": {"text": "loss"}, "domain": [0.42, 1]},
-        "yaxis2": {
-            "title": {"text": "relative distance"},
-            "domain": [0, 0.32],
-            "type": "log",
-            "exponentformat": "power",
-            **_decades([distance for curve in away.values() for distance in curve if distance]),
-        },
+    words, reference = largest_distance(curves), next(iter(curves.values()))
+    away = {name: _distances(curve, reference) for name, curve in curves.items()}
+    distances = [d for curve in away.values() for d in curve if d and math.isfinite(d)]
+    data = [
+        _line(name, curve, index, width=_width(index, len(curves)))
+        for index, (name, curve) in enumerate(curves.items())
+    ]
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": "loss"}},
         "hovermode": "closest",
         "showlegend": len(curves) <= MANY,
     }
-    return Chart("losses", TITLE, f"{largest_distance(curves)} {BELOW}", data, layout, 520)
+    if not distances:
+        return Chart("losses", TITLE, words, data, layout)
+    data += [_line(name, curve, i, below=True) for i, (name, curve) in enumerate(away.items())]
+    layout["xaxis"]["anchor"] = "y2"
+    layout["yaxis"]["domain"] = [0.42, 1]
+    layout["yaxis2"] = {
+        "title": {"text": "relative distance"},
+        "domain": [0, 0.32],
+        "type": "log",
+        "exponentformat": "power",
+        **_decades(distances),
+    }
+    return Chart("losses", TITLE, f"{words} {BELOW}", data, layout, 520)
 
 
 def _width(index: int, number: int) -> float:
@@ -51,10 +56,8 @@ def _width(index: int, number: int) -> float:
 
 def _decades(distances: Sequence[float]) -> dict[str, object]:
     """Return the range of a logarithmic axis: whole powers of ten around all distances."""
-    finite = [math.log10(distance) for distance in distances if math.isfinite(distance)]
-    if not finite:
-        return {"range": [-9, -3], "dtick": 2}
-    low, high = math.floor(min(finite)), math.ceil(max(finite))
+    low, high = (math.log10(end(distances)) for end in (min, max))
+    low, high = math.floor(low), math.ceil(high)
     low, high = (low, high) if high > low else (low - 1, high + 1)
     return {"range": [low - 0.2, high + 0.2], "dtick": max(1, (high - low) // 4)}
 

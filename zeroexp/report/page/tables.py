@@ -32,7 +32,7 @@ def results_table(points: Sequence[Point]) -> str:
         # How ranks differ is shown rank by rank.
         *(part[0] for part in memory_columns(pooled) if part),
         *(part[0] for part in traffic_columns(pooled)),
-        STATUS,
+        *([STATUS] if any(run.status != "done" or run.reason for run in pooled) else []),
     ]
     heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
     rows = [
@@ -97,7 +97,7 @@ def explanation_list(points: Sequence[Point]) -> str:
 
 def html_table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[tuple[str, bool]]]) -> str:
     """Return a table that scrolls sideways where it must; each cell is (text, is it words rather than a number)."""
-    words = [left for _, left in rows[0]] if rows else []
+    words = [left for _, left in rows[0]] if rows else [True] * len(heads)
     top = "".join(_head(*head, left) for head, left in zip(heads, words, strict=True))
     body = "\n".join(f"<tr>{''.join(_cell(*cell) for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
