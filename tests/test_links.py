@@ -15,7 +15,7 @@ from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.comm.tuning import Link
 from zeroexp.config import load
-from zeroexp.tracking.entries import run_params
+from zeroexp.tracking.labels import run_params
 from zeroexp.tracking.run import read_run
 
 AUTO = [*LIGHT, "strategy=zero2", "strategy.bucket_mb=auto"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.cluster.test_sweep import LIGHT, jobs, write_study, zeroexp
-from zeroexp.tracking import entries
+from zeroexp.tracking import labels
 from zeroexp.tracking.files import read_records
 from zeroexp.tracking.run import read_run
 
@@ -25,10 +25,10 @@ def test_a_run_that_diverged_is_done_and_says_so_everywhere(tmp_path):
     assert row.startswith("zero3 ")
     assert f"{diverged.name}: done in" in done.stderr and f" s: {verdict}\n" in done.stderr
     run = read_run(diverged.folder)
-    assert entries.run_tags(run, run.status)["verdict"] == verdict
+    assert labels.run_tags(run, run.status)["verdict"] == verdict
     assert json.loads((diverged.folder / "summary.json").read_text())["diverged_at"] == first
     assert fine.state["reason"] is None
-    assert "verdict" not in entries.run_tags(read_run(fine.folder), "done")
+    assert "verdict" not in labels.run_tags(read_run(fine.folder), "done")
 
 
 def test_the_claim_of_a_study_fails_with_it(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from tests.run_folders import PARAMETER_BYTES, record, write_run
 from zeroexp.measure.record import Spread
 from zeroexp.measure.system import sampling_system
-from zeroexp.tracking import entries
+from zeroexp.tracking import entries, labels
 from zeroexp.tracking.files import read_timed_records, write_json
 from zeroexp.tracking.run import read_run
 
@@ -92,7 +92,7 @@ def test_utilisation_and_verbs_become_metrics(tmp_path: Path) -> None:
     assert made["model_tflop_per_step"] == pytest.approx(0.2)
     assert made["model_tflop_per_s"] == pytest.approx(0.2 / 0.21)
     assert made["mfu_percent"] == pytest.approx(100 * 0.2 / 0.21 / 16)
-    assert entries.run_tags(run, "done")["peak_flops"] == "768 x 768 product in float32"
+    assert labels.run_tags(run, "done")["peak_flops"] == "768 x 768 product in float32"
     assert made["verb/gather_overlapped_ms"] == 30.0
     assert made["verb/reduce_exposed_ms"] == 15.0  # rank r waits 10 r ms
     assert made["time/exposed_ms"] == 35.0
@@ -126,11 +126,11 @@ def test_a_peak_nobody_knows_is_no_metric(tmp_path: Path) -> None:
 
 def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "sweep" / "run", status="failed", reason="rank 1: boom"))
-    params = entries.run_params(run)
+    params = labels.run_params(run)
     assert params["world_size"] == "2"
     assert params["strategy.name"] == "zero3"
     assert params["optimizer.betas"] == "[0.9, 0.95]"
-    assert entries.run_tags(run, "failed") == {
+    assert labels.run_tags(run, "failed") == {
         "sweep": "sweep",
         "strategy": "zero3/buffer",
         "status": "failed",
@@ -146,19 +146,19 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
 
 def test_mlflow_itself_is_told_of_code_colour_and_data(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
-    made = entries.run_tags(run, "done")
+    made = labels.run_tags(run, "done")
     assert made["mlflow.source.git.commit"] == "0123abc"
     assert made["mlflow.source.name"] == "python -m zeroexp -m study=compare"
-    torchs = entries.run_tags(read_run(write_run(tmp_path / "b", "zero3", "torch")), "done")
+    torchs = labels.run_tags(read_run(write_run(tmp_path / "b", "zero3", "torch")), "done")
     assert (made["mlflow.runColor"], torchs["mlflow.runColor"]) == ("#d55e00", "#eebf99")
-    assert run.summary is not None and entries.dataset_fields(run) is None
+    assert run.summary is not None and labels.dataset_fields(run) is None
     known = replace(run, summary=replace(run.summary, data_source="topics of Python, PSF"))
-    told = entries.dataset_fields(known)
+    told = labels.dataset_fields(known)
     assert told is not None
     name, digest, kind, source = told
     assert (name, kind, len(digest)) == (run.config["data.name"], run.config["data.kind"], 36)
     assert json.loads(source)["source"] == "topics of Python, PSF"
-    other = entries.dataset_fields(replace(known, config={**run.config, "data.seq_len": "7"}))
+    other = labels.dataset_fields(replace(known, config={**run.config, "data.seq_len": "7"}))
     assert other is not None and other[1] != digest
 
 
@@ -189,13 +189,13 @@ def test_nobody_samples_unless_asked(tmp_path: Path) -> None:
 
 def test_a_tag_tells_which_data(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
-    assert "data" not in entries.run_tags(run, "done"), "of a run from before it was written down"
+    assert "data" not in labels.run_tags(run, "done"), "of a run from before it was written down"
     settled = replace(run, engine={"transport": "direct", "prefetch": "null"})
-    assert entries.run_tags(settled, "done")["engine.transport"] == "direct"
-    assert "engine.prefetch" not in entries.run_tags(settled, "done")
+    assert labels.run_tags(settled, "done")["engine.transport"] == "direct"
+    assert "engine.prefetch" not in labels.run_tags(settled, "done")
     assert run.summary is not None
     run.summary.data_source = "hub: me/reviews (mit licence)"
-    assert entries.run_tags(run, "done")["data"] == "hub: me/reviews (mit licence)"
+    assert labels.run_tags(run, "done")["data"] == "hub: me/reviews (mit licence)"
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_times_come_from_the_state_else_from_the_records(
     folder = write_run(tmp_path / "run")
     write_json(folder / "state.json", {"status": "done", **times})
     run, timed = read_run(folder), read_timed_records(folder)
-    assert entries.start_time(run) == began
-    assert entries.end_time(run, "done", timed) == (timed[-1][0] if ended is None else ended)
+    assert labels.start_time(run) == began
+    assert labels.end_time(run, "done", timed) == (timed[-1][0] if ended is None else ended)

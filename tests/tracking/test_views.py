@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.tracking import entries, views
+from zeroexp.tracking import entries, labels, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.run import read_run
 
@@ -40,7 +40,7 @@ def test_a_view_reads_what_runs_really_have(view: views.View, tmp_path: Path) ->
     run = read_run(write_run(tmp_path / "compare" / "run"))
     assert run.summary is not None
     logged = {e.key for e in entries.summary_entries(1.0, run.summary)} | set(
-        entries.run_tags(run, "done")
+        labels.run_tags(run, "done")
     )
     (at, record), *_ = read_timed_records(run.folder)
     logged |= {e.key for e in entries.step_entries(at, record)}

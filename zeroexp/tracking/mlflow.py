@@ -14,7 +14,7 @@ from pathlib import Path
 from yaml import YAMLError
 
 from zeroexp.measure.record import StepRecord
-from zeroexp.tracking import entries, views
+from zeroexp.tracking import entries, labels, views
 from zeroexp.tracking.files import read_timed_records
 from zeroexp.tracking.link import LINK, Link, attempt_of
 from zeroexp.tracking.run import Run, read_run
@@ -49,7 +49,7 @@ class MlflowTracker:
                 link = self._create_run(folder)
             elif link.closed:
                 with self.store.opened() as client:
-                    client.update_run(link.run_id, status=entries.RUNNING)
+                    client.update_run(link.run_id, status=labels.RUNNING)
             replace(link, closed=False).write(folder)
         if tags:
             self.store.send(link.run_id, tags=tags)
@@ -69,19 +69,19 @@ class MlflowTracker:
         if status == "skipped":
             return None
         run_id = self.start_run(folder)
-        ended = entries.end_time(run, status, records)
+        ended = labels.end_time(run, status, records)
         summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
         self.log_steps(run_id, records)
         self.store.send(
             run_id,
             summary,
-            entries.run_params(run),
-            {**entries.run_tags(run, status), **(tags or {})},
+            labels.run_params(run),
+            {**labels.run_tags(run, status), **(tags or {})},
         )
-        if entries.MLFLOW_STATUS[status] != entries.RUNNING:
+        if labels.MLFLOW_STATUS[status] != labels.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
             self._note_data(run_id, run)
-            self._close(folder, run_id, entries.MLFLOW_STATUS[status], ended)
+            self._close(folder, run_id, labels.MLFLOW_STATUS[status], ended)
         return run_id
 
     def log_page(self, sweep: Path) -> str | None:
@@ -102,7 +102,7 @@ class MlflowTracker:
             link.write(sweep)
         with self.store.opened() as client:
             client.log_artifact(link.run_id, str(page))
-            client.set_terminated(link.run_id, entries.FINISHED)
+            client.set_terminated(link.run_id, labels.FINISHED)
         place = f"experiments/{link.experiment_id}/runs/{link.run_id}/artifacts/{PAGE}"
         return f"{self.store.address}/#/{place}"
 
@@ -137,7 +137,7 @@ class MlflowTracker:
         """Record what the run trained on as MLflow's data set of it; doing so again changes nothing."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        if (known := entries.dataset_fields(run)) is None:
+        if (known := labels.dataset_fields(run)) is None:
             return
         context = [InputTag("mlflow.data.context", "training")]
         name, digest, kind, source = known
@@ -151,15 +151,15 @@ class MlflowTracker:
         with self.store.opened() as client:
             made = client.create_run(
                 experiment_id,
-                start_time=int(entries.start_time(run) * 1000),
-                tags=entries.run_tags(run, "running"),
+                start_time=int(labels.start_time(run) * 1000),
+                tags=labels.run_tags(run, "running"),
                 run_name=run.name,
             )
         return Link(self.store.shown, experiment_id, made.info.run_id, attempt_of(folder))
 
     def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
         with self.store.opened() as client:
-            for path in entries.artifacts(folder):
+            for path in labels.artifacts(folder):
                 if path.is_dir():
                     client.log_artifacts(run_id, str(path), path.name)
                 else:
@@ -174,7 +174,7 @@ class MlflowTracker:
         if link is None or link.closed:
             return False
         try:
-            ended = entries.MLFLOW_STATUS[read_run(folder).status] != entries.RUNNING
+            ended = labels.MLFLOW_STATUS[read_run(folder).status] != labels.RUNNING
             read_timed_records(folder)
         except UNREADABLE:  # one unreadable run must not keep another sweep from the store
             return False
