@@ -12,7 +12,7 @@ from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config,
 from zeroexp.config import load, save
 from zeroexp.measure.summary import spread, summarise
 from zeroexp.report.settings import LONGEST, column_name, setting_text
-from zeroexp.report.table import render
+from zeroexp.report.table import print_lines, render
 from zeroexp.tracking.files import write_engine, write_json, write_summary
 from zeroexp.tracking.run import Run, read_run
 
@@ -269,3 +269,19 @@ def test_values_are_shortened_and_names_told_apart() -> None:
     assert len(path) == LONGEST and path.startswith("…") and path.endswith("/of/reviews.csv")
     keys = ["data.task", "model.task", "model.name"]
     assert [column_name(key, keys) for key in keys] == ["data.task", "model.task", "model"]
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_long_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys, columns):
+    lines = ["head:", f"  zero3  0.90: {'word ' * 30}end", "short"]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: columns is not None)
+    print_lines(lines)
+    printed = capsys.readouterr().out.splitlines()
+    if columns is None:
+        assert printed == lines
+    else:
+        assert max(map(len, printed)) <= 80 and len(printed) > len(lines)
+        assert (printed[0], printed[-1]) == ("head:", "short")
+        assert printed[2].startswith("    word"), "what goes on is told from the next line"
+        assert " ".join(" ".join(printed).split()) == " ".join(" ".join(lines).split())

@@ -33,7 +33,7 @@ from zeroexp.report.agreement import judge_losses
 from zeroexp.report.points import Point as RunPoint
 from zeroexp.report.points import points_of as runs_as_points
 from zeroexp.report.progress import Progress
-from zeroexp.report.table import print_table
+from zeroexp.report.table import print_lines, print_table
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
 from zeroexp.tracking.json_files import reserve
@@ -276,7 +276,8 @@ class Sweep:
         found = conclude(points)
         for lines in (found.verdicts, found.doubts, found.broken):
             if lines:
-                print("\n" + "\n".join(lines))
+                print()
+                print_lines(lines)
         if self._folder:
             page.write_into(self._folder, points)
         return not found.broken

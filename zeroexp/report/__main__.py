@@ -25,7 +25,7 @@ from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.moved import describe_moved, points_that_moved
 from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
-from zeroexp.report.table import print_table
+from zeroexp.report.table import print_lines, print_table
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
@@ -63,7 +63,7 @@ def _report(arguments: argparse.Namespace) -> int:
         _show_tables(folders, sweeps)
     found = conclude(points, arguments.reference)
     if shows_tables:
-        _print([*found.verdicts, *found.doubts] if len(sweeps) == 1 else _moved(sweeps))
+        print_lines([*found.verdicts, *found.doubts] if len(sweeps) == 1 else _moved(sweeps))
     for line in found.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
     _write(arguments, points, problems, found)
@@ -89,11 +89,6 @@ def _show_tables(folders: Sequence[Path], sweeps: Sequence[Sequence[Point]]) -> 
 def _moved(sweeps: Sequence[Sequence[Point]]) -> list[str]:
     """Say which points moved from the first of two sweeps to the second."""
     return describe_moved(*points_that_moved(*sweeps)) if len(sweeps) == 2 else []
-
-
-def _print(lines: Sequence[str]) -> None:
-    if lines:
-        print("\n".join(lines))
 
 
 def _write(

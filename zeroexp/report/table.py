@@ -50,7 +50,19 @@ NOTES = {
 
 def print_table(runs: Sequence[Run]) -> None:
     """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
-    print(render(runs, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    print(render(runs, _terminal_width()))
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines; a terminal gets them wrapped to its width under their own indent, a pipe as they are."""
+    width = _terminal_width()
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        print("\n".join(wrap(line, width, subsequent_indent=indent)) if width else line)
+
+
+def _terminal_width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def render(runs: Sequence[Run], width: int | None = None) -> str:
