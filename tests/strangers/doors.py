@@ -248,6 +248,13 @@ def a_bare_layer(lab: Lab) -> None:
     lab.train(lab.wrap(nn.Linear(6, 3), []))
 
 
+@scenario(TWO, refused=r"parameter .*inference_mode", oracle=False)
+def a_model_made_in_inference_mode(lab: Lab) -> None:
+    with torch.inference_mode():
+        model = Net()
+    lab.wrap(model)
+
+
 @scenario(may_refuse=r"parameter|param")
 def a_model_without_parameters(lab: Lab) -> None:
     """Nothing to train: refused, or it runs."""

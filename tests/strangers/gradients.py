@@ -933,8 +933,10 @@ def a_gradient_penalty_with_a_tied_weight(lab: Lab) -> None:
     lab.train(lab.wrap(Language()), loss)
 
 
-@scenario(may_refuse=r"sparse")
+@scenario(EVERY_WAY)
 def sparse_gradients(lab: Lab) -> None:
+    """They are reduced as dense ones."""
+
     class Sparse(Language):
         def __init__(self) -> None:
             super().__init__(tied=False)
@@ -952,8 +954,8 @@ def sparse_gradients(lab: Lab) -> None:
 
     t = lab.wrap(Sparse(), optimizer=optimizer)
     for step in range(2):
-        for batch in lab.batches(step):
-            with t.microbatch(last=True):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
                 t.backward(loss(t.model, batch))
         if lab.plain:
             t.optimizer.step()

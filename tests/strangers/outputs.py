@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -418,3 +419,22 @@ def a_weight_left_in_an_attribute_and_read_later(lab: Lab) -> None:
     lab.train(t, steps=[0, 1])
     with torch.no_grad():
         lab.note(torch.stack([layer.kept.norm() for layer in t.model.layers]))
+
+
+@scenario(refused={"zero3": r"view.*outlives"})
+def a_weight_left_in_an_attribute_beside_a_dead_proxy(lab: Lab) -> None:
+    """The search for the view meets whatever objects the process has; a dead weak proxy raises when it is asked."""
+
+    class Keeping(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.up.weight.detach().view(-1)
+            return super().forward(x)
+
+    class Gone:
+        pass
+
+    gone = Gone()
+    proxies = [weakref.proxy(gone) for _ in range(2)]
+    del gone
+    lab.train(lab.wrap(Net(Keeping)))
+    del proxies

@@ -12,7 +12,7 @@ from tests.strangers.lab import EVERY_WAY, GATHERED, WIDTH, Lab, Setting, adamw,
 from tests.strangers.models import Net
 
 WRITE = r"gathered\(write=True\)"
-REPLACED = r"gathered\(write=True\)|replaced|moved|parameter"
+REPLACED = r"gathered\(write=True\)|replaced|moved|added|parameter"
 
 
 @scenario(EVERY_WAY)
@@ -215,6 +215,10 @@ def _replace_block(model: nn.Module) -> None:
     model.layers[1] = type(model.layers[1])()
 
 
+def _add_block(model: nn.Module) -> None:
+    model.layers.append(type(model.layers[1])())
+
+
 def _parametrize(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.layers[1].up)
 
@@ -226,6 +230,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a_new_head": _replace_head,
     "a_new_weight": _replace_weight,
     "a_new_block": _replace_block,
+    "one_block_more": _add_block,
     "one_parameter_more": _add_parameter,
     "one_parameter_less": _delete,
     "a_parametrization": _parametrize,
@@ -243,7 +248,15 @@ def changed_after_wrapping_by(lab: Lab, way: str) -> None:
 
 
 @variants(
-    ["to_the_same_device", "to_the_same_dtype", "float", "cpu", "train", "requires_grad"],
+    [
+        "to_the_same_device",
+        "to_the_same_dtype",
+        "float",
+        "cpu",
+        "train",
+        "requires_grad",
+        "modules_without_new_parameters",
+    ],
     may_refuse={"zero3": GATHERED},
 )
 def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
@@ -256,6 +269,8 @@ def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
         t.model.to(torch.float32)
     elif way == "requires_grad":
         t.model.requires_grad_(True)
+    elif way == "modules_without_new_parameters":
+        t.model.layers[0].again, t.model.metric = t.model.layers[0].up, nn.Tanh()
     else:
         getattr(t.model, way)()
     lab.train(t, steps=[1])

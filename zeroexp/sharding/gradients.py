@@ -115,7 +115,8 @@ class Gradients:
                 numel = place.stop - place.start
                 return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
             self.present[member] = True
-            gradient = parameter.grad.reshape(-1).to(self._dtype)
+            # A sparse embedding leaves a sparse gradient.
+            gradient = parameter.grad.to_dense().reshape(-1).to(self._dtype)
             parameter.grad = None
             return gradient
 

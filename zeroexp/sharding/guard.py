@@ -179,8 +179,9 @@ def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:
 
 def _freed(guard: Guard) -> RuntimeError:
     return RuntimeError(
-        f"parameter {guard.name} is freed: its values are gathered only while the module that holds it runs; read "
-        "it inside `with strategy.gathered():`, save with strategy.state_dict()"
+        f"parameter {guard.name} is freed: its values are there only while the module runs with which it is gathered "
+        "(its block, or the whole model; a part that is called alone has to be a block); read it inside `with "
+        "strategy.gathered():`, save with strategy.state_dict()"
     )
 
 

@@ -44,6 +44,11 @@ def refuse(
                 f"parameter {name} is of {parameter.dtype}: an engine holds floating-point parameters; keep "
                 "others as buffers"
             )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name} was made inside torch.inference_mode(), where nothing can be trained: build the "
+                "model outside of it"
+            )
     own = set(module.parameters())
     for group in param_groups:
         for parameter in group["params"]:

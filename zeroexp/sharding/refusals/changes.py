@@ -45,6 +45,7 @@ class ParameterWatch:
             for key, child in each._modules.items()
         ]
         self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
+        self._num_children = [(each._modules, len(each._modules), name) for name, each in modules]
         self._all = [p for unit in self._units for p in unit.parameters()]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
         self._alone = world.size == 1 and not any(unit.has_separate_masters for unit in self._units)
@@ -111,6 +112,13 @@ class ParameterWatch:
                 raise RuntimeError(
                     f"module {name} was replaced or removed after the engine was built: change the model before"
                 )
+        for children, count, name in self._num_children:
+            for key, child in list(children.items())[count:]:
+                if child is not None and not self._names.keys() >= set(child.parameters()):
+                    raise RuntimeError(
+                        f"module {f'{name}.{key}'.lstrip('.')} was added after the engine was built, and nobody would "
+                        "train it: change the model before"
+                    )
         for held, count, name in self._held:
             if len(held) != count:
                 raise _changed(f"{name}.{list(held)[-1]}", "was added")

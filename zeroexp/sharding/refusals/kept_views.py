@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,8 @@ class OwnViews:
     def _refuse(self, unit: Unit, storage: int) -> None:
         """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to."""
         known = {id(t) for each in self._units for t in _own_tensors(each)} | _of_checkpointing()
-        for each in gc.get_objects():
-            if isinstance(each, Tensor) and id(each) not in known and _storage_of(each) == storage:
+        for each in _living(Tensor):
+            if id(each) not in known and _storage_of(each) == storage:
                 raise RuntimeError(
                     f"a view of parameters of {unit}, or of a unit that shares its memory, outlives the module's "
                     f"forward (shape {list(each.shape)}): clone what is kept of weights, or read them inside "
@@ -92,8 +93,13 @@ def _of_checkpointing() -> set[int]:
     """Return ids of tensors that torch.utils.checkpoint recomputed and keeps for a backward that may not come."""
     from torch.utils.checkpoint import _CheckpointFrame  # pyright: ignore[reportPrivateUsage]
 
-    frames = [each for each in gc.get_objects() if isinstance(each, _CheckpointFrame)]
+    frames = list(_living(_CheckpointFrame))
     return {id(t) for frame in frames for kept in frame.recomputed.values() for t in kept.values()}
+
+
+def _living(kind: type[Any]) -> Iterator[Any]:
+    """Yield all objects of this kind. `isinstance` would ask the objects themselves, and a dead weak proxy raises."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _storages(unit: Unit) -> set[int]:
