@@ -102,6 +102,18 @@ def test_what_fakes_alone_are_asked_costs_no_launch():
     assert phases["step"].spent["launches: step"] == real.number > 0
 
 
+def test_what_allocates_or_shows_memory_moves_no_bytes():
+    timeline = Timeline(replace(SPEED, launch_seconds=1.0))
+    with FakeTensorMode(), timeline:
+        timeline.enter("forward")
+        whole = torch.empty(100, 100)
+        whole.new_empty(50).split([20, 30])
+        whole.as_strided((10,), (1,)).unsqueeze(0)
+        torch.nn.functional.linear(whole[None], whole.t())  # reshaped in C++
+    spent = timeline.by_speed()["made up"]["forward"].spent
+    assert {*spent} == {"launches: forward", "products: products", "products: bytes"}
+
+
 class Operations(TorchDispatchMode):
     """Counts what is dispatched."""
 

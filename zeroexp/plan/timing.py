@@ -49,20 +49,8 @@ SLOW = (
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
 VERBS = {"publish": "gather", "hand_over": "reduce"}  # which verbs cost alike
 NO_KERNEL = "views"  # the kind of an operation that the host does alone
-VIEWS = frozenset(
-    {
-        "detach",
-        "view",
-        "t",
-        "transpose",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "permute",
-        "split",
-    }
-)
+# Operations that allocate, or show the same memory otherwise than as a view.
+WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"})
 
 
 @dataclass
@@ -199,7 +187,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
     """Return of which kind an operation is, the seconds of its bytes, and the seconds of its products."""
     packet = func._overloadpacket
     tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
-    if packet.__name__ in VIEWS or not tensors:
+    if func.is_view or packet.__name__ in WITHOUT_KERNEL or not tensors:
         return NO_KERNEL, 0.0, 0.0
     num_bytes = sum(each.numel() * each.element_size() for each in tensors)
     moved = num_bytes / speed.bytes_per_second
