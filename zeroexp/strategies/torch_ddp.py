@@ -13,6 +13,7 @@ backward to `zero_grad`. The buckets are never freed.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -76,6 +77,10 @@ class TorchDDP:
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=may_skip_parameters,
         )
+        # Backward finds the module through a weak reference that torch's graph holds. A garbage collection in another
+        # thread, as one that saves, can take that reference for garbage while backward runs, and clear it. Python hands
+        # out the same one as long as it lives, and one that is held here is never garbage.
+        self._held_reference = weakref.ref(self._ddp)
         self._ddp.broadcast_buffers = False  # buffers.py sends them; torch renamed the argument
         self.model: nn.Module = self._ddp
         engine = "DDP, everything replicated"
