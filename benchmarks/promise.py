@@ -88,7 +88,7 @@ def main() -> int:
     text = markdown(rows)
     print(text)
     if args.write is not None:
-        replace_in(args.write, text)
+        replace_in(args.write, text, "promise")
     return 0 if all(row.fits for row in rows) else 1
 
 

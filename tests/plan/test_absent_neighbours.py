@@ -1,4 +1,4 @@
-"""A rank of one host is rehearsed with the peak that it has among real neighbours, to the byte."""
+"""A CPU rank is rehearsed with the peak that it has among real peers, on its host and on others, to the byte."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.plan.test_rehearse import (
     Zeros,
     config_of,
 )
+from zeroexp.comm import shared_memory
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import Config
 from zeroexp.measure.instruments import Instruments
@@ -44,8 +45,17 @@ MORE = [
 ]
 
 
-def real_peak(world: World, config: Config) -> int:
-    """Train among real neighbours; return the most bytes of a step."""
+def real_peak(world: World, config: Config, ranks_per_host: int = NUM_RANKS) -> int:
+    """Train among real peers of hosts that have names of their own; return the most bytes of a step."""
+    host = world.rank // ranks_per_host
+    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (str(host), 0)
+    try:
+        return _peak_of_a_step(world, config)
+    finally:
+        shared_memory.host_identity = same_host  # these processes run other tests too
+
+
+def _peak_of_a_step(world: World, config: Config) -> int:
     assert count_cpu_allocations() is None
     gc.collect()
     before = AllocationMeter(CPU).peak_bytes()
@@ -76,7 +86,33 @@ def test_the_peak_is_that_among_real_neighbours(ranks, stage, layout, unit, prec
         *(f"precision={precision}", f"train.activation_checkpointing={recomputes}"),
     )
     measured = ranks(real_peak, prepared(config, None), world_size=NUM_RANKS)
-    rehearsed = rehearse(config, ranks=range(NUM_RANKS), reads=False, share_host=True).ranks
+    rehearsed = rehearse(
+        config, ranks=range(NUM_RANKS), reads=False, ranks_per_host=NUM_RANKS
+    ).ranks
     kept = ELEMENT_BYTES + (RNG_STATE_BYTES * depth_of(config) if recomputes else 0)
     errors = [peak - each.peak_bytes for peak, each in zip(measured, rehearsed, strict=True)]
     assert all(0 <= error <= kept for error in errors), errors
+
+
+FEW = [("zero3", "buffer", 2), ("zero2", "tensor", 1)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "ranks_per_host"),
+    [
+        *FEW,
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(STAGES, LAYOUTS, (2, 1))
+            if each not in FEW
+        ),
+    ],
+)
+def test_the_peak_is_that_among_peers_of_several_hosts(ranks, stage, layout, ranks_per_host):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of(*LLAMA, f"strategy={stage}", f"strategy.implementation={layout}")
+    measured = ranks(real_peak, prepared(config, None), ranks_per_host, world_size=NUM_RANKS)
+    found = rehearse(config, reads=False, ranks_per_host=ranks_per_host)
+    errors = [measured[each.rank] - each.peak_bytes for each in found.ranks]
+    assert all(0 <= error <= ELEMENT_BYTES for error in errors), errors

@@ -1,7 +1,8 @@
-"""The direct transport of a rank whose neighbours do not exist: what it holds if all ranks are CPUs of one host.
+"""The direct transport of a CPU rank whose peers do not exist: some share its host, the others are far away.
 
-Buckets, reductions in flight, pools and the lives of gradients are those of the real transport, which is inherited.
-Only the memory that ranks share is different, since a rehearsal has no memory that could be mapped:
+Buckets, reductions in flight, pools, messages and the lives of gradients are those of the real transport, which is
+inherited. Messages go to a process group that moves nothing. Only the memory that ranks share is different, since a
+rehearsal has no memory that could be mapped:
 
     parameters at rest    tensors of their own
     slots, pages          one tensor as large as the rest of the arena
@@ -24,7 +25,8 @@ from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import TRANSPORTS as FACTS
 from zeroexp.comm.facts import Facts
-from zeroexp.comm.messages import Arrival
+from zeroexp.comm.messages import Arrival, GlooChannel
+from zeroexp.comm.missing_messages import Message, Watch, WatchedMessage
 from zeroexp.comm.paging import lies_on_pages, pages
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, mapped_bytes, num_slots
@@ -35,10 +37,10 @@ SLOTS = "shared slots"
 
 
 @contextmanager
-def absent_neighbours(storages: Storages) -> Generator[None]:
+def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None]:
     """Let engines that are built inside choose this transport if they are free to choose."""
     chosen = TRANSPORTS["auto"]
-    TRANSPORTS["auto"] = lambda world: DirectWithoutNeighbours(world, storages)
+    TRANSPORTS["auto"] = lambda world: DirectWithoutNeighbours(world, storages, ranks_per_host)
     try:
         yield
     finally:
@@ -46,22 +48,28 @@ def absent_neighbours(storages: Storages) -> Generator[None]:
 
 
 class DirectWithoutNeighbours(Direct):
-    """The transport of one rank of a host; nothing moves."""
+    """The transport of one rank; nothing moves. The ranks of a host follow one another."""
 
-    def __init__(self, world: World, storages: Storages) -> None:
+    def __init__(self, world: World, storages: Storages, ranks_per_host: int) -> None:
+        first = world.rank - world.rank % ranks_per_host
+        self._host = range(first, min(first + ranks_per_host, world.size))
         super().__init__(world, share_memory=True)
         self._storages = storages
         self._slots: Tensor | None = None
 
     def connect(self) -> None:
         channel = AbsentNeighbour(self._storages)
-        self._channels = dict.fromkeys(self._peers, channel)
+        self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
 
     def _find_facts(self, page_bytes: int) -> Facts:
-        return replace(FACTS["direct"], page_bytes=page_bytes)
+        name = "direct" if len(self._host) == len(self._ranks) else "gloo"
+        return replace(FACTS[name], page_bytes=page_bytes)
+
+    def _send_messages(self) -> None:
+        self._channels = {peer: FarPeer(peer, NobodyWaits()) for peer in self._peers}
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
-        if self._share_memory:
+        if len(self._host) > 1:
             size = arena_bytes(
                 resting, slot_bytes, num_slots(self._facts.name), self._facts.page_bytes
             )
@@ -70,9 +78,31 @@ class DirectWithoutNeighbours(Direct):
             self._storages.assign_kind(SLOTS, [self._slots])
 
     def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
-        if not self._share_memory:
+        if self._slots is None:
             return super().gather_memory(units, device)
         return NeverMapped(units, self._rank, self._facts.page_bytes, self._storages)
+
+
+class FarPeer(GlooChannel):
+    """The channel to a peer of another host: a work of gloo holds its tensor, which one that moves nothing does not."""
+
+    def _watched(
+        self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool
+    ) -> WatchedMessage:
+        return super()._watched((work, buffer), buffer, tag, what, given=given)
+
+
+class NobodyWaits(Watch):
+    """No message is waited for, since none arrives."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1, name="")
+
+    def sends(self, peer: int, tag: int) -> None:
+        pass
+
+    def wait(self, work: Any, message: Message) -> None:
+        pass
 
 
 class NeverMapped:

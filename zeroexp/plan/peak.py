@@ -1,10 +1,11 @@
 """The peak of a planned point with activations, logits and temporaries, by a rehearsal of a few of its ranks.
 
-Rehearsed are the first rank, the one whose closed form is the largest, and the last. Two microbatches are enough: the
-second finds the gradients of the first, and further ones find the same.
+Rehearsed are the first rank, the one whose closed form is the largest, and the last. Our engine needs two microbatches:
+the second finds the gradients of the first, and further ones find the same. FSDP2 frees what it gathered in the last
+one alone, so that one in the middle, which finds gradients too, holds most.
 
-CPU ranks of one host read each other's memory, and are rehearsed so (absent_neighbours.py). Others move messages as
-GPUs do.
+CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
+(absent_neighbours.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zeroexp.plan.speed import Speed, calibrated_speed, calibration_path, load, 
 from zeroexp.plan.timing import compute_seconds, step_seconds
 from zeroexp.plan.torch_closed_forms import DdpForm
 
-MOST_MICROBATCHES = 2
+MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 
 
@@ -93,8 +94,8 @@ def rehearse_spending(
     config: Config, machines: Machines, form: ClosedForm, speed: Speed
 ) -> dict[str, dict[str, float]]:
     """Return, by phase, on what rank 0 spends the seconds of a step of no more than two microbatches."""
-    shorter, share_host = _shortened(config, machines), _share_host(form)
-    found = rehearse(shorter, ranks=[0], reads=False, speeds=[speed], share_host=share_host)
+    shorter, per_host = _shortened(config, machines, form), _ranks_per_host(machines)
+    found = rehearse(shorter, ranks=[0], reads=False, speeds=[speed], ranks_per_host=per_host)
     phases = found.ranks[0].seconds[speed.label]
     return {phase: seconds.spent for phase, seconds in phases.items()}
 
@@ -113,8 +114,8 @@ def _rehearse_ranks(
     speeds: Sequence[Speed],
 ) -> list[RehearsedPeaks]:
     """Return what is rehearsed at each speed, or once without seconds where there is none."""
-    shorter, share_host = _shortened(config, machines), _share_host(form)
-    found = rehearse(shorter, ranks=ranks, reads=False, speeds=speeds, share_host=share_host)
+    shorter, per_host = _shortened(config, machines, form), _ranks_per_host(machines)
+    found = rehearse(shorter, ranks=ranks, reads=False, speeds=speeds, ranks_per_host=per_host)
     peaks = [_rank_peak(rank) for rank in found.ranks]
     without = RehearsedPeaks(peaks, found.device, found.depths)
     microbatches = config.data.global_batch_size / shorter.data.global_batch_size
@@ -133,17 +134,18 @@ def _rehearse_ranks(
     return timed or [without]
 
 
-def _share_host(form: ClosedForm) -> bool:
-    return isinstance(form, ShardedForm) and form.schedule.facts.shares_memory
+def _ranks_per_host(machines: Machines) -> int | None:
+    return machines.shape.ranks_per_node if machines.device == "cpu" else None
 
 
-def _shortened(config: Config, machines: Machines) -> Config:
+def _shortened(config: Config, machines: Machines, form: ClosedForm) -> Config:
     config = deepcopy(config)
     if machines.device == "cpu":
         config.cluster.device = "cpu"
     data = config.data
-    step = data.micro_batch_size * config.world_size
-    data.global_batch_size = min(data.global_batch_size, MOST_MICROBATCHES * step)
+    most = MOST_MICROBATCHES if isinstance(form, ShardedForm) else MOST_MICROBATCHES_OF_OTHERS
+    microbatch = data.micro_batch_size * config.world_size  # of all ranks
+    data.global_batch_size = min(data.global_batch_size, most * microbatch)
     return config
 
 

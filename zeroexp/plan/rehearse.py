@@ -42,6 +42,7 @@ from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
+from zeroexp.plan.gloo_copies import GlooCopies
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
@@ -102,14 +103,15 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     reads: bool = True,
     speeds: Sequence[Speed] = (),
-    share_host: bool = False,
+    ranks_per_host: int | None = None,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
     world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
     the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
     have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
-    share_host: whether the ranks are CPUs of one host, which read each other's memory; else they move as GPUs do.
+    ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts send
+    messages. None: all ranks move as GPUs do.
     Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
@@ -122,7 +124,9 @@ def rehearse(
 
     def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
         return [
-            rehearse_rank(at, rank, device, reads=reads, speeds=speeds, share_host=share_host)
+            rehearse_rank(
+                at, rank, device, reads=reads, speeds=speeds, ranks_per_host=ranks_per_host
+            )
             for rank in chosen
         ]
 
@@ -163,7 +167,7 @@ def rehearse_rank(
     *,
     reads: bool = True,
     speeds: Sequence[Speed] = (),
-    share_host: bool = False,
+    ranks_per_host: int | None = None,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
@@ -178,8 +182,9 @@ def rehearse_rank(
         buckets_in_python(),
         mode,
         storages,
+        nullcontext() if ranks_per_host is None else GlooCopies(storages),
         timeline,
-        absent_neighbours(storages) if share_host else nullcontext(),
+        nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),
     ):
         materialize(model.module, device)
         if config.train.activation_checkpointing:
