@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy bytes     model states and traffic of small models: closed form = rehearsal = run,
                                             number by number; and the rehearsed peak beside the measured one
     python -m benchmarks.accuracy seconds   this machine is calibrated; then points that the calibration never used are
-                                            run, in rounds, each once a round, and their median step stands beside what
+                                            run, in rounds, each once a round, and their fastest step stands beside what
                                             was predicted before. The machine must have nothing else to do
 
 --points N       the first N points of each table
@@ -26,7 +26,7 @@ from statistics import fmean, median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
-from benchmarks.real_runs import config_of, summary_of
+from benchmarks.real_runs import config_of, step_seconds_of, summary_of
 from benchmarks.table import machine, replace_in
 from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config import Config
@@ -58,7 +58,7 @@ ROWS = [
     *(("zero3", "buffer"), ("zero1", "buffer"), ("ddp", "buffer"), ("zero2", "buffer")),
     *(("zero3", "parameter"), ("zero2", "tensor"), ("zero1", "parameter")),
 ]
-STEPS = "train.warmup_steps=3 train.steps=12"
+STEPS = "train.warmup_steps=2 train.steps=8"
 
 SMALL = {
     "tiny": "model=tiny data=synthetic data.seq_len=32",
@@ -78,12 +78,18 @@ class Timed:
     name: str
     shape: str
     predicted: float
-    measured: float  # the median over rounds of the median step
+    measured: float  # the fastest step of all rounds
+    medians: Sequence[float]  # the median step of each round
 
     @property
     def error(self) -> float:
         """The error of the prediction, as a share of what was measured."""
         return self.predicted / self.measured - 1
+
+    @property
+    def spread(self) -> float:
+        """By how much the rounds differ, as a share of the fastest one."""
+        return max(self.medians) / min(self.medians) - 1
 
 
 @dataclass(frozen=True)
@@ -199,17 +205,18 @@ def time_points(
     configs = [_config(shape, row, STEPS) for shape, row in names]
     _tell("predicting")
     predicted = [predict(config, speed).step_seconds[1] for config in configs]
-    rounds: list[list[float]] = []
+    rounds: list[list[list[float]]] = []  # by point, the seconds of its steps
     took = 0.0
     while len(rounds) < num_rounds and time.monotonic() + took < began + within:
         _tell(f"round {len(rounds) + 1} of {num_rounds}")
         took = -time.monotonic()
-        rounds.append([summary_of(config).step_seconds_median for config in configs])
+        rounds.append([step_seconds_of(config) for config in configs])
         took += time.monotonic()
-    timed = [
-        Timed(f"{shape}, {' '.join(row)}", shape, seconds, median(each[index] for each in rounds))
-        for index, ((shape, row), seconds) in enumerate(zip(names, predicted, strict=True))
-    ]
+    timed: list[Timed] = []
+    for index, ((shape, row), seconds) in enumerate(zip(names, predicted, strict=True)):
+        steps = [each[index] for each in rounds]
+        fastest, medians = min(map(min, steps)), [median(each) for each in steps]
+        timed.append(Timed(f"{shape}, {' '.join(row)}", shape, seconds, fastest, medians))
     return timed, len(rounds)
 
 
@@ -271,12 +278,18 @@ def seconds_told(timed: Sequence[Timed], circumstances: str) -> str:
     told = (
         f"{len(timed)} points. Error: mean {fmean(errors):.1%} (aim {AIM_MEAN:.1%}), worst {max(errors):.1%} "
         f"(aim {AIM_WORST:.0%}). Of pairs that differ by more than {CLEAR:.0%}, the faster is named right in "
-        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}."
+        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}. The median step of a point "
+        f"differs between its rounds by {median(each.spread for each in timed):.0%} (median of the points), and by "
+        f"{max(each.spread for each in timed):.0%} at most."
     )
-    lines = ["| point | predicted, ms | measured, ms | error |", "| --- | ---: | ---: | ---: |"]
+    lines = [
+        "| point | predicted, ms | fastest step, ms | error | median steps of the rounds, ms |"
+    ]
+    lines.append("| --- | ---: | ---: | ---: | --- |")
     for each in timed:
-        seconds = (1e3 * each.predicted, 1e3 * each.measured)
-        lines.append(f"| {each.name} | {seconds[0]:.1f} | {seconds[1]:.1f} | {each.error:+.1%} |")
+        numbers = f"{1e3 * each.predicted:.1f} | {1e3 * each.measured:.1f} | {each.error:+.1%}"
+        medians = ", ".join(f"{1e3 * seconds:.0f}" for seconds in each.medians)
+        lines.append(f"| {each.name} | {numbers} | {medians} |")
     where = wrapped(f"{machine()} {circumstances}")
     return "\n\n".join([where, "### Seconds of a step", wrapped(told), "\n".join(lines)])
 

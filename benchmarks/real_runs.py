@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from zeroexp import config as configs
 from zeroexp import rank
@@ -16,7 +17,9 @@ from zeroexp.__main__ import compose
 from zeroexp.config import Config
 from zeroexp.measure.record import RunSummary
 from zeroexp.plan.points import Plans
-from zeroexp.tracking.files import read_summary
+from zeroexp.tracking.files import read_records, read_summary
+
+Found = TypeVar("Found")
 
 SECONDS = 120.0  # after which a run counts as hung
 
@@ -35,13 +38,23 @@ def config_of(words: str) -> Config:
 
 def summary_of(config: Config) -> RunSummary:
     """Train; return what the run says of itself. Raises RuntimeError if a rank died."""
+    return _trained(config, read_summary)
+
+
+def step_seconds_of(config: Config) -> list[float]:
+    """Train; return the seconds of each measured step. Raises RuntimeError if a rank died."""
+    records = _trained(config, read_records)
+    return [each.step_seconds for each in records if not each.warmup]
+
+
+def _trained(config: Config, read: Callable[[Path], Found | None]) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "sweep" / "run"
         ended_well = trains(config, run)
-        summary = read_summary(run)
-    if not ended_well or summary is None:
+        found = read(run)
+    if not ended_well or not found:
         raise RuntimeError(f"{config.strategy.name} of {config.model.name}: a rank died, see above")
-    return summary
+    return found
 
 
 def trains(config: Config, run: Path, prepare: Callable[[], None] = lambda: None) -> bool:

@@ -5,6 +5,8 @@ all-gather. torch allocates both; they live as long as the collective. A rehears
 torch's engines do not tell when they wait for it.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from typing import Any
