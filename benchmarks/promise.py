@@ -37,6 +37,7 @@ from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
+from zeroexp.report.markdown import wrapped
 
 MIB = 1 << 20
 MARGIN = 0.03
@@ -144,9 +145,12 @@ def markdown(rows: Sequence[Row]) -> str:
     """Return what the page says."""
     died = sum(not row.fits for row in rows)
     wasted = sum(not row.dies_below for row in rows)
+    told = (
+        f"{machine()} {len(rows)} points, {NUM_RANKS} ranks each, margin {MARGIN:.0%}. Of those that fit, {died} died. "
+        f"At {WASTE:.0%} less, {wasted} trained all the same."
+    )
     lines = [
-        f"{len(rows)} points, {NUM_RANKS} ranks each, margin {MARGIN:.0%}. {machine()} Of those that fit, {died} died. "
-        f"At {WASTE:.0%} less, {wasted} trained all the same.",
+        wrapped(told),
         "",
         "| point | planned, MiB | limit, MiB | trains at the limit | dies at 95 % of it |",
         "| --- | ---: | ---: | --- | --- |",

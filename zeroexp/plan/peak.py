@@ -55,13 +55,15 @@ def with_rehearsal(
 
     Seconds are those of this machine's calibration, where the point is for CPUs and there is one; else those of tables.
     """
-    found = None if machines.device == "cuda" else load(calibration_path(Path(OUTPUTS)))
     shape = machines.shape
-    speed = (
-        calibrated_speed(found, machines.transport)
-        if found
-        else prior_speed(shape.nodes, shape.ranks_per_node)
-    )
+    speed = prior_speed(shape.nodes, shape.ranks_per_node)
+    if machines.device == "cpu":
+        found = load(calibration_path(Path(OUTPUTS)))
+        speed = (
+            calibrated_speed(found, machines.transport)
+            if found
+            else replace(speed, label=f"{speed.label}: run python -m zeroexp.calibrate for a CPU's")
+        )
     try:
         return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
     except ConfigError as error:
