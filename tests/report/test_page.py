@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from html import unescape
 from itertools import product
@@ -59,6 +60,14 @@ def test_memory_and_traffic_stand_beside_the_closed_form_of_the_run(sweep: Path)
         assert list(older) == [point.name for point in others]
 
 
+def timed(folder: Path, seconds: float) -> Path:
+    """Give the run a median step time."""
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["step_seconds_median"] = seconds
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
 def test_the_first_numbers_compare_what_can_be_compared(sweep: Path) -> None:
     made = {card.label: card for card in headline_cards(points(sweep))}
     assert made["least memory"].value == f"{2 * P:.1f} MiB"
@@ -87,15 +96,36 @@ def test_intervals_of_the_verdicts_are_drawn(tmp_path: Path) -> None:
     for name, factor in (("ddp", 1.0), ("zero3", 0.5)):
         for repeat in range(3):
             folder = write_run(tmp_path / "sweep" / f"{name}-{repeat}", name)
-            summary = json.loads((folder / "summary.json").read_text())
-            summary["step_seconds_median"] = factor * (1 + 0.01 * repeat * (name == "ddp"))
-            (folder / "summary.json").write_text(json.dumps(summary))
+            timed(folder, factor * (1 + 0.01 * repeat * (name == "ddp")))
     text = page.render(points(tmp_path / "sweep"))
     (faster,) = charts(text)["forest"]["data"]
     assert faster["name"] == "faster" and faster["y"] == ["zero3 · buffer"]
     assert faster["x"][0] == pytest.approx(0.495, abs=1e-3)
     assert 0 < faster["error_x"]["arrayminus"][0] < 0.02
     assert "<strong>500.0 ms</strong><span>zero3 · buffer, 0.50 of ddp · buffer</span>" in text
+
+
+def test_an_interval_of_a_step_ends_within_its_axis_or_in_an_arrow(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    for (name, scatter), repeat in product(
+        {"ddp": 0.02, "zero2": 0.1, "zero3": 0.5}.items(), range(3)
+    ):
+        timed(write_run(folder / f"{name}-{repeat}", name), 1 + scatter * repeat)
+    told = charts(page.render(points(folder)))["times"]
+    drawn, end = bars(told), told["layout"]["xaxis"]["range"][1]
+    whole = next(trace for trace in told["data"] if trace["name"] == "whole step")
+    ends = [
+        middle + more for middle, more in zip(whole["x"], whole["error_x"]["array"], strict=True)
+    ]
+    # Student's ends: 4.303 × the scatter of the logs / √3 beyond their mean.
+    assert ends == pytest.approx([1070.8, 1375.9, 3425.6], abs=0.1)
+    assert drawn["interval goes on"] == {"zero3 · buffer": end} and end == 1.8 * 1500
+    assert "arrow" in told["words"]
+    for repeat in range(3):
+        shutil.rmtree(folder / f"zero3-{repeat}")
+    told = charts(page.render(points(folder)))["times"]
+    assert told["layout"]["xaxis"]["range"][1] > 1375.9
+    assert "interval goes on" not in bars(told) and "arrow" not in told["words"]
 
 
 def test_times_that_scatter_crown_nobody(tmp_path: Path) -> None:

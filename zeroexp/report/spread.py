@@ -55,7 +55,7 @@ def why_unsteady(point: Point) -> str | None:
 
 @cache
 def _interval_of_mean(seconds: tuple[float, ...]) -> Interval:
-    from zeroexp.report.verdict import log_interval  # scipy takes a second to import
+    from zeroexp.report.verdict import log_interval  # it needs scipy
 
     low, high = log_interval(seconds, 1 - LEVEL)
     return Interval(low, high, "runs")

@@ -16,7 +16,7 @@ LOOKS = {  # verdict -> (symbol, colour)
     Verdict.SAME: ("square", NAVY),
     Verdict.OPEN: ("circle-open", "INK"),
 }
-WIDEST = 8.0  # a ratio beyond this, or below its inverse, is cut off: such an interval says nothing
+WIDEST = 8.0  # an axis beyond this ratio, and below its inverse, would leave no room for what intervals say
 NO_DIFFERENCE = 1.02
 CLOSE = 1.6  # below this reach of the axis, ticks are close together
 TICKS = (0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.4), (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
@@ -24,6 +24,7 @@ WORDS = (
     "Step time over that of {reference}, from pairs of runs of one round; intervals hold with 95 % for all points "
     "together. Left of the line is faster; within the grey band, ±2 %, counts as no difference."
 )
+CUT = " An interval without an end in the chart goes on beyond it; the table has its end."
 TOO_FEW = (
     "Step time over that of {reference}. With fewer than three runs each nobody knows how much runs differ, so nothing "
     "is claimed; repeats=5 would tell."
@@ -43,6 +44,8 @@ def forest_chart(found: Conclusions) -> Chart:
     data = [trace for verdict in Verdict if (trace := _marks(verdict, compared))]
     ends = [end for _, c in compared for end in (c.low or c.ratio, c.high or c.ratio)]
     reach = min(WIDEST, 1.1 * max(max(end, 1 / end) for end in [*ends, 1.2]))
+    if max(*ends, 1 / min(ends)) > reach:
+        words += CUT
     ticks = TICKS[reach > CLOSE]
     layout = {
         "xaxis": {

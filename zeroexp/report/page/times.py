@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroexp.report.page.chart import Chart, bars_height, bars_layout, marks, stacked
+from zeroexp.report.page.chart import (
+    MANY,
+    NUMBERS,
+    Chart,
+    Trace,
+    bars_height,
+    bars_layout,
+    marks,
+    stacked,
+)
 from zeroexp.report.palette import part_colour
 from zeroexp.report.points import Point
 from zeroexp.report.spread import step_time_interval
 
-LONGEST = 1.8  # times the slowest median
+LONGEST = 1.8  # times the slowest median: a longer axis would leave bars too short to read
 WORDS = (
     "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is waited "
     "for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the median of the "
-    "whole step, and its "
-    "whiskers are the 95 % interval of that median."
+    "whole step, and its whiskers are the 95 % interval of that median."
 )
+CUT = (
+    " An arrow at the edge stands for an interval that goes on beyond it, to the number beside it."
+)
+CUT_OF_MANY = " An arrow at the edge stands for an interval that goes on beyond it."
 
 
 def step_time_chart(points: Sequence[Point]) -> Chart:
@@ -32,29 +44,58 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
         )
         for index, phase in enumerate(phases)
     ]
-    whole = marks(
-        "whole step", rows, [1e3 * s.step_seconds_median for _, s in done], "line-ns-open", "INK"
-    )
-    whole["error_x"] = _whiskers([point for point, _ in done])
+    medians = [1e3 * s.step_seconds_median for _, s in done]
+    intervals = [_interval(point, middle) for (point, _), middle in zip(done, medians, strict=True)]
+    longest = LONGEST * max(medians, default=1.0)
+    ends = [high for _, high in intervals]
+    whole = marks("whole step", rows, medians, "line-ns-open", "INK")
+    whole["error_x"] = _whiskers(medians, intervals)
+    cut = [(row, end) for row, end in zip(rows, ends, strict=True) if end > longest]
+    words, last = WORDS, 1.04 * max(ends, default=1.0)
+    if cut:
+        last = longest
+        data.append(_arrows(cut, last, named=len(rows) <= MANY))
+        words += CUT if len(rows) <= MANY else CUT_OF_MANY
     layout = bars_layout("ms per step")
-    layout["xaxis"]["range"] = [0, _axis_range([point for point, _ in done], whole["x"])]
-    return Chart("times", "Time of a step", WORDS, [*data, whole], layout, bars_height(len(rows)))
+    layout["xaxis"]["range"] = [0, last]
+    return Chart("times", "Time of a step", words, [*data, whole], layout, bars_height(len(rows)))
 
 
-def _axis_range(points: Sequence[Point], medians: Sequence[float]) -> float:
-    """Return where the axis ends: behind all whiskers, unless they are so long that bars would be too short to read."""
-    ends = [1e3 * found.high for point in points if (found := step_time_interval(point))]
-    longest = max(medians, default=1.0)
-    return 1.04 * min(max([*ends, longest]), LONGEST * longest)
+def _interval(point: Point, median: float) -> tuple[float, float]:
+    """Return the ends of the median's interval in milliseconds; the median itself where no interval is known."""
+    found = step_time_interval(point)
+    if found is None:
+        return median, median
+    # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
+    return min(1e3 * found.low, median), max(1e3 * found.high, median)
 
 
-def _whiskers(points: Sequence[Point]) -> dict[str, object]:
-    intervals = [(step_time_interval(point), point.step_seconds or 0.0) for point in points]
+def _arrows(cut: Sequence[tuple[str, float]], edge: float, *, named: bool) -> Trace:
+    """Return an arrow at the edge of the axis for each row whose interval ends behind it."""
+    ends = [f"to {end:,.0f}" for _, end in cut]
+    arrows = marks(
+        "interval goes on", [row for row, _ in cut], [edge] * len(cut), "triangle-right", "INK"
+    )
+    return {
+        **arrows,
+        "mode": "markers+text" if named else "markers",
+        "text": ends,
+        "textposition": "top left",
+        "textfont": NUMBERS,
+        "cliponaxis": False,
+        "hovertemplate": "%{text}",
+    }
+
+
+def _whiskers(
+    medians: Sequence[float], intervals: Sequence[tuple[float, float]]
+) -> dict[str, object]:
+    known = list(zip(medians, intervals, strict=True))
     return {
         "type": "data",
         "symmetric": False,
-        "array": [1e3 * (i.high - middle) if i else 0 for i, middle in intervals],
-        "arrayminus": [1e3 * (middle - i.low) if i else 0 for i, middle in intervals],
+        "array": [high - middle for middle, (_, high) in known],
+        "arrayminus": [middle - low for middle, (low, _) in known],
         "color": "INK",
         "thickness": 1.5,
         "width": 5,
