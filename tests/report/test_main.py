@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,43 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_run(tmp_path / "outputs/newer/b", "zero2", "tensor")
     os.utime(tmp_path / "outputs/older", (1, 1))
     return tmp_path / "outputs"
+
+
+# Reports and prints which of these libraries that took.
+IMPORTED = """
+import sys
+from zeroexp.report.__main__ import main
+code = main()
+print([name for name in {libraries} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+LIBRARIES = ("torch", "numpy", "pandas", "matplotlib", "mlflow", "scipy.special", "scipy.stats")
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "needed"),
+    [(1, []), (3, ["numpy", "scipy.special"])],
+    ids=["one run of each point", "three repeats"],
+)
+def test_a_page_imports_what_its_folders_need(
+    tmp_path: Path, num_runs: int, needed: list[str]
+) -> None:
+    for strategy, number in product(("ddp", "zero3"), range(num_runs)):
+        folder = write_run(tmp_path / f"sweep/{strategy}-{number}", strategy)
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["step_seconds_median"] *= 1 + 0.01 * number
+        (folder / "summary.json").write_text(json.dumps(summary))
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c", IMPORTED.format(libraries=LIBRARIES)),
+            *(str(tmp_path / "sweep"), "--html", str(tmp_path / "page.html")),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr == f"{needed}\n"
+    assert "zero3 · buffer" in (tmp_path / "page.html").read_text()
 
 
 def report(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

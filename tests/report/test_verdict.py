@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import fmean
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from zeroexp.report.verdict import (
     MARGIN,
+    NUM_RESAMPLES,
     Comparison,
     Verdict,
     compare_step_times,
@@ -74,6 +78,26 @@ def test_many_pairs_widen_the_interval() -> None:
 def test_equal_ratios_need_no_resamples() -> None:
     assert against_one(0.5, 0.5, 0.5).high == 0.5
     assert against_one(1.0, 1.0, 1.0).verdict is Verdict.SAME
+
+
+def test_a_bootstrap_that_reaches_further_than_student_widens_the_interval() -> None:
+    found = against_one(*[1.0] * 99, math.e)
+    # The logs: mean 0.01, deviation 0.1; Student's ends at 0.01 + 1.984 × 0.1 / √100 = 0.02984. In 97.5 % of resamples
+    # the one value is drawn three times at most.
+    assert found.high and math.log(found.high) == pytest.approx(0.03, abs=1e-6)
+
+
+def test_the_interval_is_the_wider_of_scipys_two() -> None:
+    draw = random.Random(5)
+    for number in (3, 4, 5, 6, 12) * 6:
+        logs = [draw.expovariate(5) for _ in range(number)]
+        t = stats.t.interval(0.95, number - 1, fmean(logs), stats.sem(logs))
+        resampled = stats.bootstrap(
+            (logs,), np.mean, n_resamples=NUM_RESAMPLES, method="percentile", rng=0
+        ).confidence_interval
+        found = against_one(*map(math.exp, logs))
+        assert found.low and math.log(found.low) == pytest.approx(min(t[0], resampled.low))
+        assert found.high and math.log(found.high) == pytest.approx(max(t[1], resampled.high))
 
 
 def test_it_says_how_many_repeats_would_tell() -> None:

@@ -99,7 +99,7 @@ def _write(
 ) -> None:
     pooled = [point.pooled_summary for point in points]
     if arguments.html:
-        from zeroexp.report import page  # plotly and scipy take a second to import
+        from zeroexp.report import page  # with plotly, which takes its time to import
 
         page.save(points, problems, arguments.html, found)
     if arguments.figure:

@@ -10,6 +10,7 @@ from zeroexp.report.points import OUTSIDE, Point
 from zeroexp.report.verdict import Comparison, compare_step_times
 
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise
+Work = frozenset[tuple[str, str]]  # the settings of a step, whoever computes it: model, data, batch
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def judge_points(
     if chosen is None:
         return None, []
     number = max(1, len(timed) - 1)
+    alone = _fastest_alone(timed)
     return chosen, [
         Judged(
             point,
@@ -39,27 +41,23 @@ def judge_points(
             else compare_step_times(
                 point.seconds_by_round, chosen.seconds_by_round, num_comparisons=number
             ),
-            why_impossible(point, timed),
+            why_impossible(point, alone.get(_work(point))),
         )
         for point in timed
     ]
 
 
-def why_impossible(point: Point, points: Sequence[Point]) -> str | None:
+def why_impossible(point: Point, alone: float | None) -> str | None:
     """Say why the point's time is below what N ranks could reach without a byte of communication, or None.
 
-    The bound is the fastest point of one rank on the same model and batch, divided by N: whatever engine, a step needs
-    that much compute. Caches that a smaller piece fits into may beat it by a little.
+    alone: the step seconds of the fastest point of one rank on the same model and batch; None if there is none.
+    The bound is an Nth of it: whatever engine, a step needs that much compute. Caches that a smaller piece fits into
+    may beat it by a little.
     """
-    alone = [
-        other.step_seconds
-        for other in points
-        if other.run.world_size == 1 and other.step_seconds and _same_work(other, point)
-    ]
     ranks, seconds = point.run.world_size, point.step_seconds
     if ranks == 1 or not alone or not seconds:
         return None
-    least = min(alone) / ranks
+    least = alone / ranks
     if seconds >= BELOW * least:
         return None
     return (
@@ -68,13 +66,16 @@ def why_impossible(point: Point, points: Sequence[Point]) -> str | None:
     )
 
 
-def _same_work(one: Point, other: Point) -> bool:
+def _fastest_alone(points: Sequence[Point]) -> dict[Work, float]:
+    """Return the least step seconds of one rank, by what it computes."""
+    alone = [(_work(point), point.step_seconds) for point in points if point.run.world_size == 1]
+    slowest_first = sorted(alone, key=lambda known: -(known[1] or 0.0))
+    return {work: seconds for work, seconds in slowest_first if seconds}
+
+
+def _work(point: Point) -> Work:
     free = (*OUTSIDE, "strategy.", "world_size", "cluster.")
-    works = [
-        {key: value for key, value in point.run.config.items() if not key.startswith(free)}
-        for point in (one, other)
-    ]
-    return works[0] == works[1]
+    return frozenset(item for item in point.run.config.items() if not item[0].startswith(free))
 
 
 def _named(points: Sequence[Point], name: str) -> Point:

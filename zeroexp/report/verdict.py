@@ -1,9 +1,11 @@
 """A verdict says whether one point is faster than another, from paired log ratios of their runs' step times. Pure.
 
 Runs of one round ran after one another, so that their ratio is free of what changed slowly between rounds. The mean of
-the log ratios gets two intervals, a bootstrap's (scipy) and Student's, and the verdict uses the wider end of both: a
-bootstrap of a few values is too sure of itself, and Student's trusts in a bell curve. Where many pairs are judged
-at once, each interval is widened (Bonferroni), so that the chance of any false claim among them stays ALPHA.
+the log ratios gets two intervals, a bootstrap's and Student's, and the verdict uses the wider end of both: a bootstrap
+of a few values is too sure of itself, and Student's trusts in a bell curve. Where many pairs are judged at once, each
+interval is widened (Bonferroni), so that the chance of any false claim among them stays ALPHA.
+
+Both are scipy's. It is imported where it is needed, since `scipy.stats`, which has the bootstrap, takes a second.
 """
 
 from __future__ import annotations
@@ -98,14 +100,10 @@ def num_needed(logs: Sequence[float], alpha: float) -> int | None:
 
     Student's interval must end before the nearest border: zero, or MARGIN where the mean lies within it.
     """
-    import numpy as np  # these two take a second, and most reports judge nothing
-    from scipy import stats
-
     mean, scatter = fmean(logs), stdev(logs)
     room = max(abs(mean), MARGIN - abs(mean))
-    numbers = np.arange(max(FEWEST, len(logs) + 1), MOST + 1)
-    halves = stats.t.ppf(1 - alpha / 2, numbers - 1) * scatter / np.sqrt(numbers)
-    return next((int(number) for number in numbers[halves < room]), None)
+    numbers = range(max(FEWEST, len(logs) + 1), MOST + 1)
+    return next((n for n in numbers if _reach_of_student(scatter, n, alpha) < room), None)
 
 
 def log_interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
@@ -118,10 +116,25 @@ def _interval(logs: Sequence[float], alpha: float) -> tuple[float, float]:
     mean, scatter = fmean(logs), stdev(logs)
     if scatter == 0:
         return mean, mean
+    reach = _reach_of_student(scatter, len(logs), alpha)
+    low, high = mean - reach, mean + reach
+    if low <= min(logs) and max(logs) <= high:
+        return low, high  # no mean of resamples lies outside of the values, so none widens this
+    lowest, highest = _bootstrap(logs, alpha)
+    return min(low, lowest), max(high, highest)
+
+
+def _reach_of_student(scatter: float, number: int, alpha: float) -> float:
+    """Return how far Student's interval of a mean reaches to each side."""
+    from scipy.special import stdtrit  # the quantile of Student's distribution
+
+    return float(stdtrit(number - 1, 1 - alpha / 2)) * scatter / math.sqrt(number)
+
+
+def _bootstrap(logs: Sequence[float], alpha: float) -> tuple[float, float]:
     import numpy as np
     from scipy import stats
 
-    half = float(stats.t.ppf(1 - alpha / 2, len(logs) - 1)) * scatter / math.sqrt(len(logs))
     found = stats.bootstrap(
         (logs,),
         np.mean,
@@ -130,4 +143,4 @@ def _interval(logs: Sequence[float], alpha: float) -> tuple[float, float]:
         method="percentile",
         rng=0,  # the same runs give the same verdict
     ).confidence_interval
-    return min(mean - half, float(found.low)), max(mean + half, float(found.high))
+    return float(found.low), float(found.high)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def read_run(folder: Path) -> Run:
     state = state_of(folder)
     return Run(
         folder=folder,
-        config=flatten(yaml.load((folder / "config.yaml").read_text(), LOADER)),
+        config=dict(_flat_config((folder / "config.yaml").read_text())),
         status=state["status"],
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
@@ -86,6 +87,12 @@ def state_of(folder: Path) -> dict[str, Any]:
     if state["status"] in UNFINISHED and not by_slurm and (reason := owner.is_abandoned(folder)):
         return {**state, "status": "cancelled", "reason": reason}
     return state
+
+
+@lru_cache(maxsize=256)
+def _flat_config(text: str) -> dict[str, str]:
+    """Parse a config; repeats of a point have the same, and parsing it is most of what reading a run takes."""
+    return flatten(yaml.load(text, LOADER))
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
