@@ -32,7 +32,13 @@ window.addEventListener("load", () => setTimeout(() => {{
       marks: inside.querySelectorAll("#memory .bars path").length,
       width: root.scrollWidth,
       requests: frame.contentWindow.performance.getEntriesByType("resource").map(entry => entry.name),
+      height: Number(inside.querySelector("#memory .main-svg").getAttribute("height")),
       ink: inside.defaultView.getComputedStyle(inside.querySelector("#memory .xtick text")).fill,
+      // The last, since the page is then as it is printed.
+      paper: frame.contentWindow.dispatchEvent(new Event("beforeprint")) && {{
+        height: Number(inside.querySelector("#memory .main-svg").getAttribute("height")),
+        ink: inside.defaultView.getComputedStyle(inside.querySelector("#memory .xtick text")).fill,
+      }},
     }};
   }}));
 }}, 3000));
@@ -81,6 +87,10 @@ def test_every_chart_is_drawn_at_any_width_and_nothing_is_asked_of_a_network(
 
 
 @pytest.mark.slow
-def test_in_dark_mode_words_are_light(shown: Path, tmp_path: Path) -> None:
+def test_in_dark_mode_words_are_light_and_on_paper_dark(shown: Path, tmp_path: Path) -> None:
     frames = looked_at(shown, tmp_path, "--blink-settings=preferredColorScheme=0")
     assert {frame["ink"] for frame in frames} == {"rgb(232, 232, 232)"}
+    assert {frame["paper"]["ink"] for frame in frames} == {"rgb(27, 27, 27)"}
+    # The page's style makes room for charts of this height on paper.
+    _, wide = frames
+    assert wide["paper"]["height"] == pytest.approx(0.92 * wide["height"])

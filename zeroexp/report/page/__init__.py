@@ -146,7 +146,7 @@ def _figure(chart: Chart) -> str:
     if not chart.data:
         return f"<figure>{caption}</figure>"
     label = escape(f"{chart.title}. {chart.words}", quote=True)
-    box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="min-height:{chart.height}px">'
+    box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="--height:{chart.height}px">'
     return f"<figure>{caption}{box}</div></figure>"
 
 
