@@ -55,6 +55,18 @@ def test_a_run_is_there_from_its_start_followed_and_closed(
     assert not sent.failed
 
 
+def test_runs_that_mlflow_does_not_list_at_first_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(uploads, "LISTED", 2)
+    sent = Uploads(TrackingConfig(), tmp_path, "sweep")
+    for name in ("a", "b", "c"):
+        sent.send(write_run(tmp_path / "sweep" / name))
+        sent.conclude(tmp_path / "sweep")
+        told = "charts begin with 2 of the 3 runs" in capsys.readouterr().out
+        assert told == (name == "c")
+
+
 def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

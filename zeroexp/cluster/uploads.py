@@ -25,6 +25,7 @@ STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for 
 END_SECONDS = 30.0  # the same, at the end of a sweep
 WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
+LISTED = 100  # runs that MLflow's page asks its server for at once; no view can say another number
 
 
 class Uploads:
@@ -75,6 +76,9 @@ class Uploads:
         print(f"\nMLflow: {self._tracker.store.ui_command()}")
         for title, url in self._views:
             print(f"  {title}: {url}")
+        if (number := len([*folder.glob("*/config.yaml")])) > LISTED:
+            print(f"  Lists and charts begin with {LISTED} of the {number} runs; Load more, at the")
+            print("  end of the list, brings the others. The report has all of them.")
 
     def _send_page(self, folder: Path) -> None:
         if (address := self._tracker.log_page(folder)) is not None:
