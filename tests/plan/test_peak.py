@@ -1,4 +1,4 @@
-"""A plan rehearses fewer microbatches than a step has, and finds the peak of all of them; gloo's copies are in it."""
+"""A plan rehearses a part of a step or of a model and finds the peak of all of it, with what libraries allocate."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from tests.plan.test_absent_neighbours import real_peak
 from tests.plan.test_rehearse import FSDP2_BYTES, config_of
 from zeroexp.config import Config
 from zeroexp.measure.memory import count_cpu_allocations
+from zeroexp.plan.depth import with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import RankPeak, outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
-from zeroexp.plan.rehearse import prepared, rehearse
+from zeroexp.plan.rehearse import prepared, rehearse, rehearse_rank
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 5
 # So many parameters for each token that states and gradients make the peak, and not activations.
@@ -20,7 +21,7 @@ WIDE = (
     *("model=tiny", "data=synthetic", "data.seq_len=8", f"world_size={NUM_RANKS}"),
     f"data.global_batch_size={NUM_MICROBATCHES * NUM_RANKS}",
 )
-SAMPLE_BYTES = 2 * 8 * 8  # tokens and labels of a microbatch, which are there before it begins
+SCRATCH_BYTES = 256  # of one product, by which its scratch is larger than its sums
 
 
 def planned(config: Config) -> RankPeak:
@@ -29,23 +30,49 @@ def planned(config: Config) -> RankPeak:
     return rehearse_fullest_rank(config, machines, form, outcome_of("", config, form, machines))
 
 
+VECTORS = (*("model=mlp_tiny", "data=vectors", "data.seq_len=256"), *WIDE[3:])
+
+
 @pytest.mark.parametrize(
-    ("stage", "implementation", "reduce_each"),
+    ("words", "stage", "implementation", "reduce_each"),
     [
-        ("ddp", "torch", None),
-        ("zero2", "torch", None),
-        ("zero3", "torch", None),
-        ("zero1", "buffer", "step"),
-        ("zero2", "buffer", "microbatch"),
-        ("zero3", "tensor", "step"),
+        (WIDE, "ddp", "torch", None),
+        (WIDE, "zero2", "torch", None),
+        (WIDE, "zero3", "torch", None),
+        (WIDE, "zero1", "buffer", "step"),
+        (WIDE, "zero2", "buffer", "microbatch"),
+        (WIDE, "zero3", "tensor", "step"),
+        # All gradients of a microbatch are one reduction, which is in flight while the next one makes its own.
+        ((*WIDE, "strategy.unit=model"), "zero2", "parameter", "microbatch"),
+        (VECTORS, "zero3", "buffer", "step"),  # whose samples are its largest tensors
     ],
 )
-def test_no_further_microbatch_holds_more(stage, implementation, reduce_each):
-    config = config_of(*WIDE, f"strategy={stage}", f"strategy.implementation={implementation}")
+def test_no_further_microbatch_holds_more(words, stage, implementation, reduce_each):
+    config = config_of(*words, f"strategy={stage}", f"strategy.implementation={implementation}")
     config.strategy.reduce_each = reduce_each
     fullest = planned(config)
     (whole,) = rehearse(config, ranks=[fullest.rank], reads=False, ranks_per_host=NUM_RANKS).ranks
-    assert 0 <= whole.peak_bytes - fullest.num_bytes <= NUM_MICROBATCHES * SAMPLE_BYTES
+    assert whole.peak_bytes == fullest.num_bytes
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_products_and_norms_of_bf16_have_their_scratch(ranks, max_grad_norm):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of(*WIDE, "precision=bf16", "strategy=zero3")
+    config.optimizer.max_grad_norm = max_grad_norm
+    measured = max(ranks(real_peak, prepared(config, None), world_size=NUM_RANKS))
+    assert 0 <= measured - planned(config).num_bytes <= SCRATCH_BYTES
+
+
+def test_a_model_of_which_some_blocks_are_frozen_is_rehearsed_at_its_own_depth():
+    words = ("model=mlp_tiny", "data=vectors", "model.freeze=[blocks.?.*]", "strategy=zero3")
+    config = with_depth(config_of(*words, "data.seq_len=8"), 20)
+    rehearsal = rehearse(config, ranks=[0], reads=False)
+    assert rehearsal.depths == (20,)
+    assert rehearsal.ranks == [rehearse_rank(prepared(config, None), 0, "cpu", reads=False)]
+    config.model.freeze = ["*bias"]  # of all blocks alike
+    assert len(rehearse(config, ranks=[0], reads=False).depths) == 3
 
 
 def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks):
@@ -58,5 +85,4 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
     copy = max(size for size, _, _ in plan.largest)
     assert plan.by_kind["messages"] == copy
     measured = max(ranks(real_peak, prepared(config, None), world_size=NUM_RANKS))
-    known = FSDP2_BYTES + NUM_MICROBATCHES * SAMPLE_BYTES
-    assert 0 <= measured - plan.num_bytes <= known + copy
+    assert 0 <= measured - plan.num_bytes <= FSDP2_BYTES + copy

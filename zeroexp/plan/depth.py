@@ -1,14 +1,15 @@
 """A deep model costs what a line says: its blocks are alike, so two depths tell what each further block adds.
 
 Whether it is a line is not assumed. A third depth is measured as well, and if a number misses the line (the owners of
-whole parameters, for one, change with the depth), the model is measured at its own depth.
+whole parameters, for one, change with the depth), the model is measured at its own depth. So is one of which some
+blocks are frozen, as blocks 20 to 29 are by `*layers.2?.*`: no other depth has as many of them.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ def measure_at_depth(
     turns = 1 + (1 if config.strategy.prefetch is None else config.strategy.prefetch)
     first = LEAST_DEPTH + (depth - LEAST_DEPTH) % turns
     near = (first, first + turns, first + 2 * turns)
-    if depth <= sum(near):
+    if depth <= sum(near) or _tells_blocks_apart(config.model.freeze):
         return measure(config), (depth,)
     one, two = (measure(with_depth(config, each)) for each in near[:2])
     three = (check or measure)(with_depth(config, near[2]))
@@ -45,6 +46,11 @@ def measure_at_depth(
         return measure(config), (*near, depth)
     times = (depth - first) // turns
     return [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)], near
+
+
+def _tells_blocks_apart(patterns: Sequence[str]) -> bool:
+    """Tell whether patterns of names may match one block and not another, which differ in a number alone."""
+    return any(letter.isdigit() or letter in "?[" for letter in "".join(patterns))
 
 
 def depth_of(config: Config) -> int:

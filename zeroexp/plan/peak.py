@@ -1,8 +1,9 @@
 """The peak of a planned point with activations, logits and temporaries, by a rehearsal of a few of its ranks.
 
-Rehearsed are the first rank, the one whose closed form is the largest, and the last. Our engine needs two microbatches:
-the second finds the gradients of the first, and further ones find the same. FSDP2 frees what it gathered in the last
-one alone, so that one in the middle, which finds gradients too, holds most.
+Rehearsed are the first rank, the one whose closed form is the largest, and the last, for a few microbatches of a step.
+Where our engine reduces once a step, the second finds the gradients of the first, and further ones find the same. Where
+it reduces in each, the later ones also find reductions in flight, each of which may be all of an earlier microbatch.
+FSDP2 frees what it gathered in the last one alone, so that one in the middle, which finds gradients too, holds most.
 
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
 (absent_neighbours.py).
@@ -20,12 +21,12 @@ from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
-from zeroexp.plan.rehearse import PHASES, RehearsedRank, rehearse
+from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
 from zeroexp.plan.speed import Speed, calibrated_speed, calibration_path, load, prior_speed
 from zeroexp.plan.timing import compute_seconds, step_seconds
 from zeroexp.plan.torch_closed_forms import DdpForm
 
-MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3
+MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 
 
@@ -95,9 +96,8 @@ def _fullest_rank(outcome: Outcome) -> int:
 def rehearse_spending(
     config: Config, machines: Machines, form: ClosedForm, speed: Speed
 ) -> dict[str, dict[str, float]]:
-    """Return, by phase, on what rank 0 spends the seconds of a step of no more than two microbatches."""
-    shorter, per_host = _shortened(config, machines, form), _ranks_per_host(machines)
-    found = rehearse(shorter, ranks=[0], reads=False, speeds=[speed], ranks_per_host=per_host)
+    """Return, by phase, on what rank 0 spends the seconds of a step of a few microbatches."""
+    found = _rehearse(config, machines, form, [0], [speed])
     phases = found.ranks[0].seconds[speed.label]
     return {phase: seconds.spent for phase, seconds in phases.items()}
 
@@ -116,11 +116,12 @@ def _rehearse_ranks(
     speeds: Sequence[Speed],
 ) -> list[RehearsedPeaks]:
     """Return what is rehearsed at each speed, or once without seconds where there is none."""
-    shorter, per_host = _shortened(config, machines, form), _ranks_per_host(machines)
-    found = rehearse(shorter, ranks=ranks, reads=False, speeds=speeds, ranks_per_host=per_host)
+    found = _rehearse(config, machines, form, ranks, speeds)
     peaks = [_rank_peak(rank) for rank in found.ranks]
     without = RehearsedPeaks(peaks, found.device, found.depths)
-    microbatches = config.data.global_batch_size / shorter.data.global_batch_size
+    data = config.data
+    num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
+    microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
     timed: list[RehearsedPeaks] = []
     for speed in speeds:
         untold = 0.0
@@ -136,19 +137,34 @@ def _rehearse_ranks(
     return timed or [without]
 
 
-def _ranks_per_host(machines: Machines) -> int | None:
-    return machines.shape.ranks_per_node if machines.device == "cpu" else None
-
-
-def _shortened(config: Config, machines: Machines, form: ClosedForm) -> Config:
-    config = deepcopy(config)
-    if machines.device == "cpu":
+def _rehearse(
+    config: Config,
+    machines: Machines,
+    form: ClosedForm,
+    ranks: list[int],
+    speeds: Sequence[Speed],
+) -> Rehearsal:
+    on_host = machines.device == "cpu"
+    if on_host:
+        config = deepcopy(config)
         config.cluster.device = "cpu"
-    data = config.data
-    most = MOST_MICROBATCHES if isinstance(form, ShardedForm) else MOST_MICROBATCHES_OF_OTHERS
-    microbatch = data.micro_batch_size * config.world_size  # of all ranks
-    data.global_batch_size = min(data.global_batch_size, most * microbatch)
-    return config
+    return rehearse(
+        config,
+        ranks=ranks,
+        reads=False,
+        speeds=speeds,
+        ranks_per_host=machines.shape.ranks_per_node if on_host else None,
+        most_microbatches=_most_microbatches(form),
+    )
+
+
+def _most_microbatches(form: ClosedForm) -> int:
+    """Return after how many microbatches further ones hold no more."""
+    if not isinstance(form, ShardedForm):
+        return MOST_MICROBATCHES_OF_OTHERS
+    schedule = form.schedule
+    waits = schedule.reduce_each == "step" or not schedule.overlap
+    return MOST_MICROBATCHES + (0 if waits else schedule.facts.reductions_in_flight)
 
 
 def _rank_peak(found: RehearsedRank) -> RankPeak:

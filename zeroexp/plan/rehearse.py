@@ -43,6 +43,7 @@ from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.gloo_copies import GlooCopies
+from zeroexp.plan.kernel_scratch import KernelScratch
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
@@ -104,6 +105,7 @@ def rehearse(
     reads: bool = True,
     speeds: Sequence[Speed] = (),
     ranks_per_host: int | None = None,
+    most_microbatches: int | None = None,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
@@ -111,7 +113,7 @@ def rehearse(
     the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
     have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
     ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts send
-    messages. None: all ranks move as GPUs do.
+    messages. None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all.
     Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
@@ -125,7 +127,11 @@ def rehearse(
     def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
         return [
             rehearse_rank(
-                at, rank, device, reads=reads, speeds=speeds, ranks_per_host=ranks_per_host
+                *(at, rank, device),
+                reads=reads,
+                speeds=speeds,
+                ranks_per_host=ranks_per_host,
+                most_microbatches=most_microbatches,
             )
             for rank in chosen
         ]
@@ -168,6 +174,7 @@ def rehearse_rank(
     reads: bool = True,
     speeds: Sequence[Speed] = (),
     ranks_per_host: int | None = None,
+    most_microbatches: int | None = None,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
@@ -183,6 +190,7 @@ def rehearse_rank(
         mode,
         storages,
         nullcontext() if ranks_per_host is None else GlooCopies(storages),
+        nullcontext() if ranks_per_host is None else KernelScratch(),
         timeline,
         nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),
     ):
@@ -192,7 +200,8 @@ def rehearse_rank(
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())
-        data = cast(Data, NoData(config))
+        on_host = ranks_per_host is not None
+        data = cast(Data, NoData(config, most_microbatches, holds_others=on_host))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)
         records = list(islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1))
         watched.end_undisturbed()
@@ -232,16 +241,25 @@ def num_words(module: nn.Module) -> int | None:
 
 
 class NoData:
-    """Samples of the configured shape, without values."""
+    """Samples of the configured shape, without values.
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    most: so many microbatches of a step are given out; None: all. holds_others: the samples of the others are in the
+    rank's memory all the same.
+    """
+
+    def __init__(
+        self, config: Config, most: int | None = None, *, holds_others: bool = False
+    ) -> None:
+        self._config, self._most, self._holds_others = config, most, holds_others
+        self._others: list[Microbatch] = []
 
     def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
         data = self._config.data
         num = data.global_batch_size // (data.micro_batch_size * world_size)
         num_tokens = data.global_batch_size * data.seq_len
-        return StepBatch([self._microbatch() for _ in range(num)], num_tokens, num_tokens)
+        most = num if self._most is None else min(num, self._most)
+        self._others = [self._microbatch() for _ in range(num - most) if self._holds_others]
+        return StepBatch([self._microbatch() for _ in range(most)], num_tokens, num_tokens)
 
     def _microbatch(self) -> Microbatch:
         model, data = self._config.model, self._config.data
