@@ -15,7 +15,7 @@ from zeroexp.plan.timing import Timeline
 
 SPEED = Speed(
     label="made up",
-    products_per_second={"float32": 1e9},
+    product_rates={"float32": {1: 1e9}},
     bytes_per_second=1e9,
     launch_seconds=1e-5,
     latency_seconds=1e-4,
@@ -56,6 +56,29 @@ def test_a_calibrated_operation_takes_its_launch_its_bytes_and_its_products():
         {"launches: forward": 1e-5, "products: bytes": 1.2e-4, "products: products": 2e-3}
     )
     assert seconds.compute == pytest.approx(2e-5 + 3.6e-4 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rate"), [(1, 1e9), (64, 1e9), (128, 2e9), (256, 4e9), (512, 4e9)]
+)
+def test_a_product_takes_the_rate_of_its_smallest_dimension_with_its_operands_in_memory(rows, rate):
+    rates = {"float32": {64: 1e9, 256: 4e9}}
+    speed = replace(SPEED, product_rates=rates, products_read_memory=True)
+    timeline = Timeline(speed)
+    with FakeTensorMode(), timeline:
+        for shapes in [(rows, 600, 700), (600, rows, 700), (600, 700, rows)]:
+            left, right = torch.empty(shapes[:2]), torch.empty(shapes[1:])
+            timeline.enter(str(shapes))
+            left @ right
+            timeline.enter("")
+    for phase, seconds in timeline.by_speed()["made up"].items():
+        if phase:
+            assert seconds.spent == pytest.approx(
+                {
+                    f"launches: {phase}": 1e-5,
+                    "products: products": 2 * 600 * 700 * rows / rate,
+                }
+            )
 
 
 def test_every_point_trains_and_names_what_it_spends():

@@ -28,7 +28,7 @@ from zeroexp.plan.timing import Seconds, Timeline, step_seconds
 
 SPEED = Speed(
     label="made up",
-    products_per_second={"float32": 1e6},
+    product_rates={"float32": {1: 1e6}},
     bytes_per_second=1e9,
     launch_seconds=0.0,
     latency_seconds=0.5,
@@ -134,7 +134,7 @@ def test_collectives_that_nobody_tells_widen_the_range():
 def test_the_prior_of_an_h100_leaves_sparsity_out():
     speed = prior_speed(1, 8)
     assert "not calibrated" in speed.label
-    assert speed.products_per_second["bfloat16"] < 989e12  # NVIDIA's dense figure
+    assert speed.product_rate(torch.bfloat16) < 989e12  # NVIDIA's dense figure
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):

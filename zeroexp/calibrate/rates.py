@@ -7,12 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from zeroexp import world as worlds
 from zeroexp.comm.tuning import measure_moves
 from zeroexp.world import World
 
-SIZES = (64, 256, 768)
+ROWS, WIDTH, NUM_MATRICES = (
+    (1, 16, 64, 128, 256, 1024),
+    768,
+    12,
+)  # the matrices are more than a cache holds
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_BYTES, NUM_LAUNCHES = 64 << 20, 2000
 NUM_TRIALS = 5
@@ -30,10 +36,16 @@ def measure_rates(world: World) -> dict[str, Any]:
 
 
 def _measure_products(dtype: torch.dtype) -> dict[str, float]:
+    matrices = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(NUM_MATRICES)]
     rates: dict[str, float] = {}
-    for size in SIZES:
-        left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        rates[str(size)] = 2 * size**3 / _least_seconds(lambda left=left, right=right: left @ right)
+    for rows in ROWS:
+        left = torch.ones(rows, WIDTH, dtype=dtype)
+
+        def multiply(left: Tensor = left) -> None:
+            for each in matrices:
+                functional.linear(left, each)
+
+        rates[str(rows)] = 2 * rows * WIDTH**2 * NUM_MATRICES / _least_seconds(multiply)
     return rates
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import log
 from pathlib import Path
 
 import torch
@@ -51,26 +52,42 @@ class Speed:
     """A speed is what one rank does in a second, and what a move costs it."""
 
     label: str
-    products_per_second: dict[str, float]  # dtype -> floating-point operations
+    # dtype -> smallest dimension of a product -> floating-point operations; between two along a line of logarithms
+    product_rates: dict[str, dict[int, float]]
     bytes_per_second: float  # of memory
     launch_seconds: float  # of one operation
     latency_seconds: float  # of one move
     link_bytes_per_second: float  # of what this rank sends
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
+    products_read_memory: bool = (
+        False  # the rates of products are those of operands that lie in memory
+    )
     overlaps_launch: bool = False  # the host of a GPU launches ahead of it
     unsure: float = UNSURE
     # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
     # operation's bytes and products takes longer hides the other.
     factors: dict[str, float] | None = None
 
-    def product_rate(self, dtype: torch.dtype) -> float:
-        name = str(dtype).removeprefix("torch.")
-        return self.products_per_second.get(name) or min(self.products_per_second.values())
+    def product_rate(self, dtype: torch.dtype, smallest: int | None = None) -> float:
+        """Return the operations of a product whose smallest dimension is `smallest`; None: of the best shape."""
+        rates = self.product_rates.get(str(dtype).removeprefix("torch."))
+        rates = rates or min(self.product_rates.values(), key=lambda each: max(each.values()))
+        return max(rates.values()) if smallest is None else _between(rates, smallest)
 
     def seconds_of(self, spent: Mapping[str, float]) -> float:
         """Return what work takes that takes `spent` by the tables."""
         factors = self.factors or {}
         return sum(factors.get(name, 1.0) * seconds for name, seconds in spent.items())
+
+
+def _between(rates: Mapping[int, float], size: int) -> float:
+    """Return the rate at `size`, on a line of logarithms between its two neighbours; outside it is that of the end."""
+    below = max((each for each in rates if each <= size), default=min(rates))
+    above = min((each for each in rates if each >= size), default=max(rates))
+    if below == above or not below < size < above:
+        return rates[below] if size >= below else rates[above]
+    share = log(size / below) / log(above / below)
+    return rates[below] ** (1 - share) * rates[above] ** share
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,7 @@ class Calibration:
 
     machine: str
     torch: str
-    # Dtype -> rows of a square matrix -> operations per second.
+    # Dtype -> rows that are multiplied by matrices from memory -> operations per second.
     products: dict[str, dict[str, float]]
     bytes_per_second: float
     launch_seconds: float
@@ -131,11 +148,15 @@ def load(path: Path) -> Calibration | None:
 
 def calibrated_speed(found: Calibration, transport: str) -> Speed:
     """Return this machine's speed for ranks on its CPU."""
-    products = {dtype: max(rates.values()) for dtype, rates in found.products.items()}
+    products = {
+        dtype: {int(rows): rate for rows, rate in rates.items()}
+        for dtype, rates in found.products.items()
+    }
     latency, rate = found.links.get(transport) or found.links["gloo"]
     return Speed(
         label=f"calibrated on {found.machine}",
-        products_per_second=products,
+        product_rates=products,
+        products_read_memory=True,
         bytes_per_second=found.bytes_per_second,
         launch_seconds=found.launch_seconds,
         latency_seconds=latency,
@@ -160,7 +181,7 @@ def prior_speed(num_nodes: int, ranks_per_node: int, network: Network | None = N
     rate = network.inside_bytes_per_second
     return Speed(
         label=f"{PRIOR_DEVICE}, {network.name}, {NOT_CALIBRATED}",
-        products_per_second={name: 1e12 * tops * PRODUCT_SHARE for name, tops in dense.items()},
+        product_rates={name: {1: 1e12 * tops * PRODUCT_SHARE} for name, tops in dense.items()},
         bytes_per_second=info.dram_bw_gbs * 1e9 * MEMORY_SHARE,
         launch_seconds=LAUNCH_SECONDS,
         latency_seconds=network.latency_seconds + network.hop_seconds * (num_nodes - 1),

@@ -48,6 +48,7 @@ SLOW = (
 )
 CACHE_BYTES = 1 << 20  # an operation on so much finds it in a core's cache
 VERBS = {"publish": "gather", "hand_over": "reduce"}  # which verbs cost alike
+PRODUCTS = "products"
 NO_KERNEL = "views"  # the kind of an operation that the host does alone
 # Operations that allocate, or show the same memory otherwise than as a view.
 WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"})
@@ -190,18 +191,19 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
     if func.is_view or packet.__name__ in WITHOUT_KERNEL or not tensors:
         return NO_KERNEL, 0.0, 0.0
     num_bytes = sum(each.numel() * each.element_size() for each in tensors)
-    moved = num_bytes / speed.bytes_per_second
     flops = _flops(packet, args, kwargs, result)
-    return (
-        _kind(packet.__name__, num_bytes, flops),
-        moved,
-        flops / speed.product_rate(tensors[0].dtype),
-    )
+    kind = _kind(packet.__name__, num_bytes, flops)
+    by_bytes, dtype = num_bytes / speed.bytes_per_second, tensors[0].dtype
+    if kind != PRODUCTS:
+        return kind, by_bytes, flops / speed.product_rate(dtype)
+    smallest = min(min(each.shape[-2:]) for each in tensors if each.dim() > 1)
+    by_products = flops / speed.product_rate(dtype, smallest)
+    return kind, 0.0 if speed.products_read_memory else by_bytes, by_products
 
 
 def _kind(name: str, num_bytes: int, flops: float) -> str:
     if flops:
-        return "attention" if name.startswith(CPU_ATTENTION) else "products"
+        return "attention" if name.startswith(CPU_ATTENTION) else PRODUCTS
     if name.startswith("_fused_"):
         return "optimizer"
     if any(part in name for part in SLOW):
