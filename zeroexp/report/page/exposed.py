@@ -36,7 +36,10 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
         waits = [1e3 * waits.get(verb, 0.0) for waits in by_verb]
         data.append(stacked(f"{verb}, exposed", rows, waits, part_colour(verb, index), index))
     hidden = [1e3 * _overlapped(s.times) for _, s in done]
-    data.append(marks("overlapped with compute", rows, hidden, "circle-open", "INK"))
+    circles = marks("overlapped with compute", rows, hidden, "circle", "#fff")
+    # White with a dark edge is seen on a light bar and beside it, in dark mode too.
+    circles["marker"]["line"] = {"width": 1.5, "color": "#1b1b1b"}
+    data.append(circles)
     words = f"{WORDS} {_who_waited(done)}".rstrip()
     layout = bars_layout("ms per step")
     return Chart("exposed", TITLE, words, data, layout, bars_height(len(rows)))
