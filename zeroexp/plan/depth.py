@@ -27,10 +27,12 @@ def measure_at_depth(
     config: Config,
     measure: Callable[[Config], list[Numbers]],
     check: Callable[[Config], list[Numbers]] | None = None,
+    choose: Callable[[Numbers, Numbers], Numbers] = lambda found, deep: found,
 ) -> tuple[list[Numbers], tuple[int, ...]]:
     """Return what `measure` finds for the config, and the depths at which it ran.
 
-    check: measures the third depth, and may return fewer: the first ones of `measure`. None: it measures all.
+    check: measures the third depth, and may return fewer: the first ones of `measure`. None: it measures all. choose:
+    takes from what was found at one depth those numbers that count at the config's own, which it is given extrapolated.
     """
     depth = depth_of(config)
     # The units of a model take turns in pools, so all depths leave the same rest.
@@ -39,12 +41,17 @@ def measure_at_depth(
     near = (first, first + turns, first + 2 * turns)
     if depth <= sum(near) or _tells_blocks_apart(config.model.freeze):
         return measure(config), (depth,)
+    times = (depth - first) // turns
     one, two = (measure(with_depth(config, each)) for each in near[:2])
     three = (check or measure)(with_depth(config, near[2]))
+    deep = [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)]
+    one, two, three = (
+        [choose(each, d) for each, d in zip(found, deep, strict=False)]
+        for found in (one, two, three)
+    )
     expected = [_extrapolate(a, b, 2) for a, b in zip(one, two, strict=True)]
     if not all(_agree(a, b) for a, b in zip(expected, three, strict=False)):
         return measure(config), (*near, depth)
-    times = (depth - first) // turns
     return [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)], near
 
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +53,7 @@ from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
+CLEARLY = 0.001  # halves that differ by less are one plateau
 PHASES = ("forward", "backward", "step")
 OURS, TORCH = (str(Path(module.__file__ or "").parent) for module in (zeroexp, torch))
 WATCHING = (TORCH, str(Path(__file__).parent))  # whose code runs below each operation
@@ -70,6 +71,10 @@ class RehearsedRank:
     traffic: Traffic  # of one step
     # The label of a speed -> phase -> what is estimated.
     seconds: dict[str, dict[str, Seconds]] = field(default_factory=dict[str, dict[str, Seconds]])
+    # Phase -> half -> its peak, see [Note: halves] in storages.py.
+    halves: dict[str, dict[str, Peak]] = field(
+        default_factory=dict[str, dict[str, Peak]], compare=False
+    )
 
     @property
     def peak_phase(self) -> str:
@@ -138,9 +143,20 @@ def rehearse(
 
     # One rank tells whether further blocks cost what a line says.
     found, depths = measure_at_depth(
-        config, lambda at: measure(at, ranks), lambda at: measure(at, ranks[:1])
+        config, lambda at: measure(at, ranks), lambda at: measure(at, ranks[:1]), _peaks_where
     )
     return Rehearsal(size, device, found, depths)
+
+
+def _peaks_where(rank: RehearsedRank, deep: RehearsedRank) -> RehearsedRank:
+    """Return the rank with the peaks of those halves that clearly hold more than its peaks in a `deep` model."""
+    peaks = dict(rank.peaks)
+    for phase in PHASES:
+        halves = deep.halves[phase]
+        half = max(halves, key=lambda each: halves[each].num_bytes)
+        if halves[half].num_bytes > (1 + CLEARLY) * deep.peaks[phase].num_bytes:
+            peaks[phase] = rank.halves[phase][half]
+    return replace(rank, peaks=peaks, halves={})
 
 
 def prepared(config: Config, world_size: int | None) -> Config:
@@ -207,7 +223,8 @@ def rehearse_rank(
         watched.end_undisturbed()
     held = records[-1].memory_bytes or {}
     traffic = records[UNDISTURBED_STEP].traffic
-    return RehearsedRank(rank, watched.peaks, held, traffic, watched.seconds)
+    peaks = {p: max(h.values(), key=lambda peak: peak.num_bytes) for p, h in watched.halves.items()}
+    return RehearsedRank(rank, peaks, held, traffic, watched.seconds, watched.halves)
 
 
 @contextmanager
@@ -280,7 +297,7 @@ class _Watched:
         self.seconds: dict[str, dict[str, Seconds]] = {}
         self._num_microbatches = 0  # of this step
         self._step = 0
-        self.peaks: dict[str, Peak] = {}
+        self.halves: dict[str, dict[str, Peak]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -300,8 +317,8 @@ class _Watched:
 
     def end_undisturbed(self) -> None:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
-        if not self.peaks:
-            self.peaks = self._storages.peaks()
+        if not self.halves:
+            self.halves = self._storages.peaks_of_halves()
             self.seconds = self._timeline.by_speed()
 
     def backward(self, loss: Tensor) -> None:

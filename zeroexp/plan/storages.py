@@ -5,6 +5,10 @@ the first time is born; it dies when no tensor has it any more. `UntypedStorage.
 watched by itself: engines free gathered parameters with `resize_(0)` while tensors still point at them. Views and
 aliases count once, since storages are counted and not tensors.
 
+[Note: halves] In a deep model another moment of a phase may hold most than in a shallow one: the start of backward with
+its activations and logits, or its end with the gradients. Each grows along a line with the depth, and the larger of the
+two does not. So the peak of each half of a phase is told.
+
 [Note: kinds] What a storage is becomes known later: an engine names its model states at some moments, and a storage
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
 `peaks` goes through them again once the phase is over.
@@ -149,13 +153,14 @@ class Storages(TorchDispatchMode):
         finally:
             self._counts = True
 
-    def peaks(self) -> dict[str, Peak]:
-        """Return the peak of each phase; one that came several times counts where it was highest."""
-        found: dict[str, Peak] = {}
+    def peaks_of_halves(self) -> dict[str, dict[str, Peak]]:
+        """Return the peaks of both halves of each phase; one that came several times counts where it was highest."""
+        found: dict[str, dict[str, Peak]] = {}
         for phase in self._phases:
-            peak = self._peak_of(phase)
-            if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
-                found[phase.name] = peak
+            halves = found.setdefault(phase.name, {})
+            for half, peak in self._peaks_of(phase).items():
+                if half not in halves or peak.num_bytes > halves[half].num_bytes:
+                    halves[half] = peak
         return found
 
     # -- how ---------------------------------------------------------------------------------------
@@ -193,22 +198,28 @@ class Storages(TorchDispatchMode):
             self._all[serial].num_bytes = num_bytes
             self._phase.changes.append((serial, num_bytes))
 
-    def _peak_of(self, phase: _Phase) -> Peak:
+    def _peaks_of(self, phase: _Phase) -> dict[str, Peak]:
         now = dict(phase.before)
-        total = most = sum(now.values())
-        when = 0
+        total = sum(now.values())
+        middle = len(phase.changes) // 2
+        # Half -> the most bytes, and after how many changes they were there.
+        most = {"first": (total, 0), "second": (0, 0)}
         for index, (serial, num_bytes) in enumerate(phase.changes):
             total += num_bytes - now.get(serial, 0)
             now[serial] = num_bytes
-            if total > most:
-                most, when = total, index + 1
+            half = "first" if index < middle else "second"
+            if total > most[half][0]:
+                most[half] = total, index + 1
+        return {half: self._peak_at(phase, *each) for half, each in most.items()}
+
+    def _peak_at(self, phase: _Phase, num_bytes: int, when: int) -> Peak:
         held = {**phase.before, **dict(phase.changes[:when])}
         by_kind: Counter[str] = Counter()
-        for serial, num_bytes in held.items():
-            by_kind[self._kind_of(serial)] += num_bytes
+        for serial, size in held.items():
+            by_kind[self._kind_of(serial)] += size
         largest = sorted(held.items(), key=lambda each: -each[1])[:10]
         told = [(size, self._kind_of(s), self._all[s].made_by) for s, size in largest if size]
-        return Peak(most, {kind: size for kind, size in by_kind.items() if size}, told)
+        return Peak(num_bytes, {kind: size for kind, size in by_kind.items() if size}, told)
 
     def _kind_of(self, serial: int) -> str:
         storage = self._all[serial]
