@@ -298,14 +298,17 @@ def test_gpu_benchmark_runs_its_code_on_a_cpu(engine, world_size):
 def test_accuracy_tells_errors_and_pairs():
     """Of three steps of 100, 102 and 200 ms two pairs differ by more than 3 %; one of them is named wrong."""
     timed = [
-        accuracy.Timed("a", "s", 0.11, 0.100),
-        accuracy.Timed("b", "s", 0.21, 0.102),
-        accuracy.Timed("c", "t", 0.20, 0.200),
+        accuracy.Timed("a", "s", 0.11, 0.100, [0.101, 0.111]),
+        accuracy.Timed("b", "s", 0.21, 0.102, [0.103, 0.206]),
+        accuracy.Timed("c", "t", 0.20, 0.200, [0.2, 0.2]),
     ]
     assert accuracy.named_right(timed) == (1, 2)
     text = accuracy.seconds_told(timed, "quiet")
     assert "worst 105.9%" in text and "1 of 2 (50%)" in text
-    assert "| a | 110.0 | 100.0 | +10.0% |" in text
+    assert "| a | 110.0 | 100.0 | +10.0% | 101, 111 |" in text
+    assert "by 10% (median" in " ".join(text.split()) and "by 100% at most" in " ".join(
+        text.split()
+    )
 
 
 def test_accuracy_tells_bytes_that_differ_and_peaks():
@@ -313,8 +316,8 @@ def test_accuracy_tells_bytes_that_differ_and_peaks():
     planned = RankPeak(0, "backward", 4 * mib, {"logits": 4 * mib}, {}, [])
     peak = accuracy.Peaked("a", planned, 5 * mib)
     assert peak.error == mib
-    text = accuracy.bytes_told([accuracy.Compared("m", 1, 3, 4, ["m: sent"])], [peak])
-    assert "* m: sent" in text and "| a | 4.0 | 5.0 | +1,024.0 | logits 4.0 |" in text
+    assert "| a | 4.0 | 5.0 | +1,024.0 | logits 4.0 |" in accuracy.peaks_told([peak])
+    assert "* m: sent" in accuracy.bytes_told([accuracy.Compared("m", 1, 3, 4, ["m: sent"])])
 
 
 def test_accuracy_compares_a_real_run_number_by_number():

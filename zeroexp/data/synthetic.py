@@ -70,8 +70,7 @@ class SyntheticVectors:
         return NUM_SAMPLES
 
     def read(self, indices: np.ndarray) -> Microbatch:
-        # torch makes the batch, so that its allocator counts it.
-        vectors = torch.stack([torch.from_numpy(self._row(int(index))) for index in indices])
+        vectors = torch.from_numpy(np.stack([self._row(int(index)) for index in indices]))
         return Microbatch({"vectors": vectors}, vectors.roll(1, dims=-1).tanh())
 
     def _row(self, index: int) -> np.ndarray:

@@ -88,7 +88,7 @@ def test_another_half_of_backward_may_hold_most_in_a_deep_model():
 
 
 def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks):
-    """A thread of gloo may let go of a copy late, so that one more is held than is planned."""
+    """Each of gloo's two threads may let go of a copy late, so that up to two more are held than are planned."""
     if reason := count_cpu_allocations():
         pytest.skip(reason)
     few_words = ("data.vocab_size=32", "model.hf_config.vocab_size=32")
@@ -97,4 +97,4 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
     copy = max(size for size, _, _ in plan.largest)
     assert plan.by_kind["messages"] == copy
     measured = max(ranks(real_peak, prepared(config, None), world_size=NUM_RANKS))
-    assert 0 <= measured - plan.num_bytes <= FSDP2_BYTES + copy
+    assert 0 <= measured - plan.num_bytes <= FSDP2_BYTES + 2 * copy
