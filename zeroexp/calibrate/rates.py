@@ -14,11 +14,8 @@ from zeroexp import world as worlds
 from zeroexp.comm.tuning import measure_moves
 from zeroexp.world import World
 
-ROWS, WIDTH, NUM_MATRICES = (
-    (1, 16, 64, 128, 256, 1024),
-    768,
-    12,
-)  # the matrices are more than a cache holds
+ROWS, WIDTH = (1, 16, 64, 128, 256, 1024), 768
+NUM_MATRICES = 12  # 28 MB in float32, so that a core's own cache does not hold them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_BYTES, NUM_LAUNCHES = 64 << 20, 2000
 NUM_TRIALS = 5

@@ -132,7 +132,9 @@ def rehearse(
     def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
         return [
             rehearse_rank(
-                *(at, rank, device),
+                at,
+                rank,
+                device,
                 reads=reads,
                 speeds=speeds,
                 ranks_per_host=ranks_per_host,
