@@ -4,11 +4,12 @@
                                             number by number
     python -m benchmarks.accuracy peaks     the peak of the fullest rehearsed rank beside the most that a rank held
     python -m benchmarks.accuracy seconds   this machine is calibrated; then points that the calibration never used are
-                                            run, in rounds, each once a round, and their fastest step stands beside what
-                                            was predicted before. The machine must have nothing else to do
+                                            run, in rounds, until their fastest step came again in another round, and it
+                                            stands beside what was predicted before. The machine must have nothing else
+                                            to do
 
 --points N       the first N points of each table
---rounds N       how often each point runs for its seconds
+--rounds N       how often each point runs for its seconds, at most
 --within N       begins no round that would end after N seconds
 --write FILE     the page whose tables are replaced
 """
@@ -19,7 +20,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -41,7 +42,10 @@ from zeroexp.plan.speed import Speed, calibrated_speed
 from zeroexp.report.markdown import wrapped
 
 MIB = 1 << 20
-NUM_RANKS, NUM_ROUNDS = 2, 5
+NUM_RANKS = 2
+LEAST_ROUNDS, MOST_ROUNDS = 4, 12
+SETTLED = 0.02  # a fastest step that is met again in another round, up to this share, is that of a quiet machine
+LEAST_SECONDS, LEAST_STEPS = 4.0, 8  # of a point in a round
 CLEAR = 0.03  # points whose steps differ by less are not compared
 AIM_MEAN, AIM_WORST, AIM_PAIRS = 0.035, 0.08, 0.95
 AIM_PEAK_MIB, AIM_PEAK_SHARE = 1.0, 0.001  # whichever is more
@@ -65,7 +69,6 @@ LARGE = {
     "135M, 1 x 64": "model=smollm2_135m data=synthetic data.vocab_size=49152 data.seq_len=64",
 }
 LARGE_ROWS = [("zero3", "buffer"), ("zero1", "parameter"), ("zero2", "torch")]
-STEPS = "train.warmup_steps=2 train.steps=8"
 
 SMALL = {
     "tiny": "model=tiny data=synthetic data.seq_len=32",
@@ -86,13 +89,32 @@ class Timed:
     name: str
     shape: str
     predicted: float
-    measured: float  # the fastest step of all rounds
-    medians: Sequence[float]  # the median step of each round
+    rounds: Sequence[Sequence[float]]  # the seconds of each step
+
+    @property
+    def fastest(self) -> list[float]:
+        """The fastest step of each round."""
+        return [min(each) for each in self.rounds]
+
+    @property
+    def medians(self) -> list[float]:
+        """The median step of each round."""
+        return [median(each) for each in self.rounds]
+
+    @property
+    def measured(self) -> float:
+        """The fastest step of all rounds."""
+        return min(self.fastest)
 
     @property
     def error(self) -> float:
         """The error of the prediction, as a share of what was measured."""
         return self.predicted / self.measured - 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether the fastest step was met again in another round."""
+        return is_settled(self.fastest)
 
     @property
     def spread(self) -> float:
@@ -143,10 +165,8 @@ def main() -> int:
         text = peaks_told(measure_peaks(peaked[: args.points]))
     else:
         names = list(product(SHAPES, ROWS))[: args.points]
-        timed, num_rounds = time_points(names, args.rounds, args.within)
-        told = (
-            f"{num_rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
-        )
+        timed = time_points(names, args.rounds, args.within)
+        told = f"Load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
         text = seconds_told(timed, told)
     print(text)
     if args.write is not None:
@@ -214,27 +234,45 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
 
 def time_points(
     names: Sequence[tuple[str, tuple[str, str]]], num_rounds: int, within: float
-) -> tuple[list[Timed], int]:
-    """Calibrate, predict every point, and then run all of them in rounds; return also how many rounds there were."""
+) -> list[Timed]:
+    """Calibrate, predict every point, and then run all of them in rounds, each until it is settled."""
     began = time.monotonic()
     _tell("calibrating")
     speed = calibrated_speed(calibrate(), "direct")
-    configs = [_config(shape, row, STEPS) for shape, row in names]
     _tell("predicting")
-    predicted = [predict(config, speed).step_seconds[1] for config in configs]
-    rounds: list[list[list[float]]] = []  # by point, the seconds of its steps
-    took = 0.0
-    while len(rounds) < num_rounds and time.monotonic() + took < began + within:
-        _tell(f"round {len(rounds) + 1} of {num_rounds}")
-        took = -time.monotonic()
-        rounds.append([step_seconds_of(config) for config in configs])
-        took += time.monotonic()
-    timed: list[Timed] = []
-    for index, ((shape, row), seconds) in enumerate(zip(names, predicted, strict=True)):
-        steps = [each[index] for each in rounds]
-        fastest, medians = min(map(min, steps)), [median(each) for each in steps]
-        timed.append(Timed(f"{shape}, {' '.join(row)}", shape, seconds, fastest, medians))
-    return timed, len(rounds)
+    predicted = [predict(_config(*name, FEW_STEPS), speed).step_seconds[1] for name in names]
+    configs = [
+        _config(*name, f"train.warmup_steps=2 train.steps={num_steps(seconds)}")
+        for name, seconds in zip(names, predicted, strict=True)
+    ]
+    rounds: list[list[list[float]]] = [[] for _ in names]  # by point, the steps of each round
+    took = [0.0 for _ in names]  # by point, in its last round
+    for number in range(num_rounds):
+        unsettled = [i for i, each in enumerate(rounds) if not is_settled(map(min, each))]
+        open_points = unsettled if number >= LEAST_ROUNDS else range(len(names))
+        expected = sum(took[index] for index in open_points)
+        if not open_points or time.monotonic() + expected > began + within:
+            break
+        _tell(f"round {number + 1}: {len(open_points)} points")
+        for index in open_points:
+            took[index] = -time.monotonic()
+            rounds[index].append(step_seconds_of(configs[index]))
+            took[index] += time.monotonic()
+    return [
+        Timed(f"{shape}, {' '.join(row)}", shape, seconds, steps)
+        for (shape, row), seconds, steps in zip(names, predicted, rounds, strict=True)
+    ]
+
+
+def num_steps(step_seconds: float) -> int:
+    """Return how many steps of a point are measured in a round, so that each is as likely to meet a quiet moment."""
+    return max(LEAST_STEPS, round(LEAST_SECONDS / step_seconds))
+
+
+def is_settled(fastest: Iterable[float]) -> bool:
+    """Return whether the fastest of these was met again in another round."""
+    found = sorted(fastest)
+    return len(found) > 1 and found[1] <= (1 + SETTLED) * found[0]
 
 
 def predict(config: Config, speed: Speed) -> RehearsedPeaks:
@@ -307,18 +345,19 @@ def seconds_told(timed: Sequence[Timed], circumstances: str) -> str:
     told = (
         f"{len(timed)} points. Error: mean {fmean(errors):.1%} (aim {AIM_MEAN:.1%}), worst {max(errors):.1%} "
         f"(aim {AIM_WORST:.0%}). Of pairs that differ by more than {CLEAR:.0%}, the faster is named right in "
-        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}. The median step of a point "
-        f"differs between its rounds by {median(each.spread for each in timed):.0%} (median of the points), and by "
-        f"{max(each.spread for each in timed):.0%} at most."
+        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}. The fastest step of "
+        f"{sum(each.settled for each in timed)} points came again in another round, up to {SETTLED:.0%}. The median "
+        f"step of a point differs between its rounds by {median(each.spread for each in timed):.0%} (median of the "
+        f"points), and by {max(each.spread for each in timed):.0%} at most."
     )
     lines = [
-        "| point | predicted, ms | fastest step, ms | error | median steps of the rounds, ms |"
+        "| point | predicted, ms | fastest step, ms | error | rounds | their median steps, ms |"
     ]
-    lines.append("| --- | ---: | ---: | ---: | --- |")
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for each in timed:
         numbers = f"{1e3 * each.predicted:.1f} | {1e3 * each.measured:.1f} | {each.error:+.1%}"
-        medians = ", ".join(f"{1e3 * seconds:.0f}" for seconds in each.medians)
-        lines.append(f"| {each.name} | {numbers} | {medians} |")
+        medians = f"{1e3 * min(each.medians):.0f}-{1e3 * max(each.medians):.0f}"
+        lines.append(f"| {each.name} | {numbers} | {len(each.rounds)} | {medians} |")
     where = wrapped(f"{machine()} {circumstances}")
     return "\n\n".join([where, "### Seconds of a step", wrapped(told), "\n".join(lines)])
 
@@ -342,7 +381,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("what", choices=("bytes", "peaks", "seconds"))
     parser.add_argument("--points", type=int)
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--rounds", type=int, default=MOST_ROUNDS)
     parser.add_argument("--within", type=float, default=float("inf"))
     parser.add_argument("--write", type=Path)
     return parser.parse_args()

@@ -298,14 +298,16 @@ def test_gpu_benchmark_runs_its_code_on_a_cpu(engine, world_size):
 def test_accuracy_tells_errors_and_pairs():
     """Of three steps of 100, 102 and 200 ms two pairs differ by more than 3 %; one of them is named wrong."""
     timed = [
-        accuracy.Timed("a", "s", 0.11, 0.100, [0.101, 0.111]),
-        accuracy.Timed("b", "s", 0.21, 0.102, [0.103, 0.206]),
-        accuracy.Timed("c", "t", 0.20, 0.200, [0.2, 0.2]),
+        accuracy.Timed("a", "s", 0.11, [[0.100, 0.101, 0.102], [0.101, 0.111, 0.112]]),
+        accuracy.Timed("b", "s", 0.21, [[0.103, 0.102, 0.104], [0.206, 0.205, 0.207]]),
+        accuracy.Timed("c", "t", 0.20, [[0.2], [0.2], [0.2]]),
     ]
     assert accuracy.named_right(timed) == (1, 2)
     text = accuracy.seconds_told(timed, "quiet")
     assert "worst 105.9%" in text and "1 of 2 (50%)" in text
-    assert "| a | 110.0 | 100.0 | +10.0% | 101, 111 |" in text
+    assert "| a | 110.0 | 100.0 | +10.0% | 2 | 101-111 |" in text
+    assert "fastest step of 2 points came again" in " ".join(text.split())
+    assert not accuracy.is_settled([]) and not accuracy.is_settled([0.1])
     assert "by 10% (median" in " ".join(text.split()) and "by 100% at most" in " ".join(
         text.split()
     )
