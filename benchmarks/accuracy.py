@@ -4,24 +4,25 @@
                                             number by number
     python -m benchmarks.accuracy peaks     the peak of the fullest rehearsed rank beside the most that a rank held
     python -m benchmarks.accuracy seconds   this machine is calibrated; then points that the calibration never used are
-                                            run, in rounds, until their fastest step came again in another round, and it
-                                            stands beside what was predicted before. The machine must have nothing else
-                                            to do
+                                            run, in rounds, and their fastest step stands beside what was predicted
+                                            before. The machine must have nothing else to do
 
 --points N       the first N points of each table
---rounds N       how often each point runs for its seconds, at most
+--rounds N       how often each point runs for its seconds
 --within N       begins no round that would end after N seconds
+--keep FILE      keeps predictions and rounds there, and goes on with those of an earlier run
 --write FILE     the page whose tables are replaced
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median
@@ -42,9 +43,7 @@ from zeroexp.plan.speed import Speed, calibrated_speed
 from zeroexp.report.markdown import wrapped
 
 MIB = 1 << 20
-NUM_RANKS = 2
-LEAST_ROUNDS, MOST_ROUNDS = 4, 12
-SETTLED = 0.02  # a fastest step that is met again in another round, up to this share, is that of a quiet machine
+NUM_RANKS, NUM_ROUNDS = 2, 8
 LEAST_SECONDS, LEAST_STEPS = 4.0, 8  # of a point in a round
 CLEAR = 0.03  # points whose steps differ by less are not compared
 AIM_MEAN, AIM_WORST, AIM_PAIRS = 0.035, 0.08, 0.95
@@ -89,12 +88,7 @@ class Timed:
     name: str
     shape: str
     predicted: float
-    rounds: Sequence[Sequence[float]]  # the seconds of each step
-
-    @property
-    def fastest(self) -> list[float]:
-        """The fastest step of each round."""
-        return [min(each) for each in self.rounds]
+    rounds: list[list[float]] = field(default_factory=list[list[float]])  # seconds of each step
 
     @property
     def medians(self) -> list[float]:
@@ -104,17 +98,12 @@ class Timed:
     @property
     def measured(self) -> float:
         """The fastest step of all rounds."""
-        return min(self.fastest)
+        return min(map(min, self.rounds))
 
     @property
     def error(self) -> float:
         """The error of the prediction, as a share of what was measured."""
         return self.predicted / self.measured - 1
-
-    @property
-    def settled(self) -> bool:
-        """Whether the fastest step was met again in another round."""
-        return is_settled(self.fastest)
 
     @property
     def spread(self) -> float:
@@ -154,7 +143,6 @@ class Compared:
 
 def main() -> int:
     args = _arguments()
-    load = os.getloadavg()[0]
     compared: list[Compared] = []
     if args.what == "bytes":
         points = list(product(SMALL, STAGES, LAYOUTS, PRECISIONS))[: args.points]
@@ -165,9 +153,8 @@ def main() -> int:
         text = peaks_told(measure_peaks(peaked[: args.points]))
     else:
         names = list(product(SHAPES, ROWS))[: args.points]
-        timed = time_points(names, args.rounds, args.within)
-        told = f"Load average {load:.1f} before, {os.getloadavg()[0]:.1f} after."
-        text = seconds_told(timed, told)
+        timed = time_points(names, args.rounds, args.within, args.keep)
+        text = seconds_told(timed)
     print(text)
     if args.write is not None:
         replace_in(args.write, text, args.what)
@@ -215,7 +202,7 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
     """Rehearse every point, and run it for a few steps."""
     found: list[Peaked] = []
     for shape, row in names:
-        name = f"{shape}, {' '.join(row)}"
+        name = name_of(shape, row)
         _tell(name)
         config = _config(shape, row, FEW_STEPS, PEAK_MICROBATCHES)
         machines = machines_of(config, "cpu")
@@ -233,46 +220,52 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
 
 
 def time_points(
-    names: Sequence[tuple[str, tuple[str, str]]], num_rounds: int, within: float
+    names: Sequence[tuple[str, tuple[str, str]]], num_rounds: int, within: float, kept: Path | None
 ) -> list[Timed]:
-    """Calibrate, predict every point, and then run all of them in rounds, each until it is settled."""
-    began = time.monotonic()
+    """Calibrate and predict every point, and then run all of them in rounds.
+
+    kept: where predictions and rounds are kept; what another run left there is gone on with.
+    """
+    began, took = time.monotonic(), 0.0
+    timed = _read(kept, names) if kept is not None and kept.exists() else _predicted(names)
+    for number in range(num_rounds):
+        if time.monotonic() + took > began + within:
+            break
+        _tell(f"round {number + 1} of {num_rounds}")
+        took = -time.monotonic()
+        for name, point in zip(names, timed, strict=True):
+            steps = f"train.warmup_steps=2 train.steps={num_steps(point.predicted)}"
+            point.rounds.append(step_seconds_of(_config(*name, steps)))
+        took += time.monotonic()
+        if kept is not None:
+            kept.write_text(json.dumps([asdict(point) for point in timed]))
+    return timed
+
+
+def _predicted(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
     _tell("calibrating")
     speed = calibrated_speed(calibrate(), "direct")
     _tell("predicting")
-    predicted = [predict(_config(*name, FEW_STEPS), speed).step_seconds[1] for name in names]
-    configs = [
-        _config(*name, f"train.warmup_steps=2 train.steps={num_steps(seconds)}")
-        for name, seconds in zip(names, predicted, strict=True)
-    ]
-    rounds: list[list[list[float]]] = [[] for _ in names]  # by point, the steps of each round
-    took = [0.0 for _ in names]  # by point, in its last round
-    for number in range(num_rounds):
-        unsettled = [i for i, each in enumerate(rounds) if not is_settled(map(min, each))]
-        open_points = unsettled if number >= LEAST_ROUNDS else range(len(names))
-        expected = sum(took[index] for index in open_points)
-        if not open_points or time.monotonic() + expected > began + within:
-            break
-        _tell(f"round {number + 1}: {len(open_points)} points")
-        for index in open_points:
-            took[index] = -time.monotonic()
-            rounds[index].append(step_seconds_of(configs[index]))
-            took[index] += time.monotonic()
     return [
-        Timed(f"{shape}, {' '.join(row)}", shape, seconds, steps)
-        for (shape, row), seconds, steps in zip(names, predicted, rounds, strict=True)
+        Timed(name_of(*name), name[0], predict(_config(*name, FEW_STEPS), speed).step_seconds[1])
+        for name in names
     ]
+
+
+def _read(kept: Path, names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
+    timed = [Timed(**point) for point in json.loads(kept.read_text())]
+    if [each.name for each in timed] != [name_of(*name) for name in names]:
+        raise SystemExit(f"--keep {kept}: has other points; name another file")
+    return timed
+
+
+def name_of(shape: str, row: tuple[str, str]) -> str:
+    return f"{shape}, {' '.join(row)}"
 
 
 def num_steps(step_seconds: float) -> int:
     """Return how many steps of a point are measured in a round, so that each is as likely to meet a quiet moment."""
     return max(LEAST_STEPS, round(LEAST_SECONDS / step_seconds))
-
-
-def is_settled(fastest: Iterable[float]) -> bool:
-    """Return whether the fastest of these was met again in another round."""
-    found = sorted(fastest)
-    return len(found) > 1 and found[1] <= (1 + SETTLED) * found[0]
 
 
 def predict(config: Config, speed: Speed) -> RehearsedPeaks:
@@ -336,7 +329,7 @@ def peaks_told(peaks: Sequence[Peaked]) -> str:
     return "\n\n".join([wrapped(told), "\n".join(lines)])
 
 
-def seconds_told(timed: Sequence[Timed], circumstances: str) -> str:
+def seconds_told(timed: Sequence[Timed]) -> str:
     """Return what the page says of seconds."""
     errors = [abs(each.error) for each in timed]
     by_shape = [[t for t in timed if t.shape == s] for s in dict.fromkeys(t.shape for t in timed)]
@@ -345,20 +338,19 @@ def seconds_told(timed: Sequence[Timed], circumstances: str) -> str:
     told = (
         f"{len(timed)} points. Error: mean {fmean(errors):.1%} (aim {AIM_MEAN:.1%}), worst {max(errors):.1%} "
         f"(aim {AIM_WORST:.0%}). Of pairs that differ by more than {CLEAR:.0%}, the faster is named right in "
-        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}. The fastest step of "
-        f"{sum(each.settled for each in timed)} points came again in another round, up to {SETTLED:.0%}. The median "
-        f"step of a point differs between its rounds by {median(each.spread for each in timed):.0%} (median of the "
-        f"points), and by {max(each.spread for each in timed):.0%} at most."
+        f"{_share(pairs)} (aim {AIM_PAIRS:.0%}); of pairs of one shape in {_share(same)}. The median step of a point "
+        f"differs between its rounds by {median(each.spread for each in timed):.0%} (median of the points), and by "
+        f"{max(each.spread for each in timed):.0%} at most."
     )
     lines = [
-        "| point | predicted, ms | fastest step, ms | error | rounds | their median steps, ms |"
+        "| point | predicted, ms | fastest step, ms | error | median steps of the rounds, ms |"
     ]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
     for each in timed:
         numbers = f"{1e3 * each.predicted:.1f} | {1e3 * each.measured:.1f} | {each.error:+.1%}"
         medians = f"{1e3 * min(each.medians):.0f}-{1e3 * max(each.medians):.0f}"
-        lines.append(f"| {each.name} | {numbers} | {len(each.rounds)} | {medians} |")
-    where = wrapped(f"{machine()} {circumstances}")
+        lines.append(f"| {each.name} | {numbers} | {medians} |")
+    where = wrapped(f"{machine()} {len(timed[0].rounds)} rounds.")
     return "\n\n".join([where, "### Seconds of a step", wrapped(told), "\n".join(lines)])
 
 
@@ -381,8 +373,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("what", choices=("bytes", "peaks", "seconds"))
     parser.add_argument("--points", type=int)
-    parser.add_argument("--rounds", type=int, default=MOST_ROUNDS)
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--within", type=float, default=float("inf"))
+    parser.add_argument("--keep", type=Path)
     parser.add_argument("--write", type=Path)
     return parser.parse_args()
 

@@ -303,11 +303,9 @@ def test_accuracy_tells_errors_and_pairs():
         accuracy.Timed("c", "t", 0.20, [[0.2], [0.2], [0.2]]),
     ]
     assert accuracy.named_right(timed) == (1, 2)
-    text = accuracy.seconds_told(timed, "quiet")
+    text = accuracy.seconds_told(timed)
     assert "worst 105.9%" in text and "1 of 2 (50%)" in text
-    assert "| a | 110.0 | 100.0 | +10.0% | 2 | 101-111 |" in text
-    assert "fastest step of 2 points came again" in " ".join(text.split())
-    assert not accuracy.is_settled([]) and not accuracy.is_settled([0.1])
+    assert "| a | 110.0 | 100.0 | +10.0% | 101-111 |" in text
     assert "by 10% (median" in " ".join(text.split()) and "by 100% at most" in " ".join(
         text.split()
     )
