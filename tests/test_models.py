@@ -14,6 +14,7 @@ from torch import nn
 from tests.composing import composed, options
 from zeroexp import hub
 from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.models.beforehand import check_model
 from zeroexp.models.build import build_model
 from zeroexp.models.loss import IGNORED, loss_sum
 from zeroexp.models.moe import Experts, allow_experts
@@ -143,6 +144,27 @@ def test_no_position_sees_a_later_token(name):
     after = values(module(**inputs))
     torch.testing.assert_close(before[:, :-1], after[:, :-1])
     assert not torch.allclose(before[:, -1], after[:, -1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden, inner", [(64, 72), (64, 68), (64, 69), (68, 64), (66, 64)])
+def test_experts_are_refused_where_torch_can_not_multiply(hidden, inner, dtype):
+    config = copy.deepcopy(composed("model=mixtral_tiny"))
+    config.precision.compute = dtype
+    keys = {"hidden_size": hidden, "intermediate_size": inner, "head_dim": 16}
+    config.model.hf_config.update(keys)
+    module = build_model(config.model, seed=0, dtype=getattr(torch, dtype)).module
+    problem = ""
+    try:
+        module(**batch("mixtral_tiny")).logits.float().square().mean().backward()
+    except RuntimeError as error:
+        problem = str(error)
+    if problem:
+        assert "multiple of 16 bytes" in problem
+        with pytest.raises(ConfigError, match=rf"_size={inner if hidden == 64 else hidden}: torch"):
+            check_model(config)
+    else:
+        check_model(config)
 
 
 def test_mlp_is_the_published_one():

@@ -294,6 +294,14 @@ WRONG = {
     "model.hf_config.num_attention_heads=512": ("model.hf_config.num_attention_heads=512:", ""),
     "model.hf_config.intermediate_size=0": ("model.hf_config.intermediate_size=0:", "above 0"),
     "+model.hf_config.pad_token_id=-1": ("model.hf_config.pad_token_id=-1:", "no word"),
+    "model=mixtral_tiny model.hf_config.intermediate_size=69": (
+        "model.hf_config.intermediate_size=69:",
+        "use a multiple of 4, 16 bytes of float32",
+    ),
+    "model=mixtral_tiny model.hf_config.hidden_size=72 model.hf_config.intermediate_size=68 precision=bf16": (
+        "model.hf_config.intermediate_size=68:",
+        "use a multiple of 8",
+    ),
     "model=mixtral_tiny model.hf_config.num_experts_per_tok=9": (
         "model.hf_config.num_experts_per_tok=9:",
         "at most",

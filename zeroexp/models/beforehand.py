@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
 from zeroexp import hub
 from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.models.build import build_model
 from zeroexp.models.families import MODELS
+from zeroexp.models.fused_experts import check_experts
+from zeroexp.sharding.dtypes import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
 RAISED = (*RAISED, TypeError, ValueError)
 
 # Checked models are remembered, since a sweep has many points and few models.
-_fine: list[tuple[ModelConfig, int | None]] = []
+_fine: list[tuple[ModelConfig, int | None, str]] = []
 
 
 def check_model(config: Config) -> None:
@@ -25,26 +29,27 @@ def check_model(config: Config) -> None:
 
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
-    model, words = config.model, config.data.vocab_size
-    if (model, words) in _fine:
+    model, words, dtype = config.model, config.data.vocab_size, config.precision.compute
+    if (model, words, dtype) in _fine:
         return
-    _build(model, words)
+    check_experts(_build(model, words), DTYPES[dtype])
     _look_at_weights(model, config.cluster.kind)
-    _fine.append((model, words))
+    _fine.append((model, words, dtype))
 
 
-def _build(model: ModelConfig, words: int | None) -> None:
+def _build(model: ModelConfig, words: int | None) -> nn.Module:
     key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
-        blocks = build_model(model, seed=0, device="meta", vocab_size=words).blocks
+        built = build_model(model, seed=0, device="meta", vocab_size=words)
     except ConfigError:
         raise
     except RAISED as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{named}: no model can be built of it ({reason}); change it") from error
-    if not blocks:
+    if not built.blocks:
         raise ConfigError(f"{named}: the model has no block; use one layer or more")
+    return built.module
 
 
 def _look_at_weights(model: ModelConfig, cluster: str) -> None:
