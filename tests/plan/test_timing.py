@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroexp.comm.base import Pending
 from zeroexp.config import ConfigError
 from zeroexp.measure.verbs import meter
+from zeroexp.plan import speed as speeds
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
     calibration_path,
+    cpu_prior_speed,
     load,
     prior_speed,
     save,
@@ -135,6 +137,19 @@ def test_the_prior_of_an_h100_leaves_sparsity_out():
     speed = prior_speed(1, 8)
     assert "not calibrated" in speed.label
     assert speed.product_rate(torch.bfloat16) < 989e12  # NVIDIA's dense figure
+
+
+def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch):
+    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: {"cpu MHz": ["1000.0", "2000.0"]}[key])
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    slow = cpu_prior_speed("direct")
+    assert slow.label.startswith("a core of 1.0 GHz with AVX2, not calibrated: run")
+    assert 0.1 * 32e9 < slow.product_rate(torch.float32) < 32e9  # two products of 8 numbers a cycle
+    assert slow.product_rate(torch.bfloat16) < slow.product_rate(torch.float32)
+    assert slow.product_rate(torch.float32, 1) < slow.product_rate(torch.float32, 64)
+    assert slow.moves_on_wait and not cpu_prior_speed("gloo").moves_on_wait
+    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: [])  # not Linux
+    assert cpu_prior_speed("direct").product_rate(torch.float32) > slow.product_rate(torch.float32)
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):

@@ -22,7 +22,14 @@ from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
 from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
-from zeroexp.plan.speed import Speed, calibrated_speed, calibration_path, load, prior_speed
+from zeroexp.plan.speed import (
+    Speed,
+    calibrated_speed,
+    calibration_path,
+    cpu_prior_speed,
+    load,
+    prior_speed,
+)
 from zeroexp.plan.timing import compute_seconds, step_seconds
 from zeroexp.plan.torch_closed_forms import DdpForm
 
@@ -54,21 +61,24 @@ def with_rehearsal(
 ) -> Outcome:
     """Return the outcome with its rehearsal, or with the reason why there is none.
 
-    Seconds are those of this machine's calibration, where the point is for CPUs and there is one; else those of tables.
+    Seconds are those of this machine's calibration, where the point is for CPUs and there is one; else a prior's.
     """
-    shape = machines.shape
-    speed = prior_speed(shape.nodes, shape.ranks_per_node)
-    if machines.device == "cpu":
-        found = load(calibration_path(Path(OUTPUTS)))
-        speed = (
-            calibrated_speed(found, machines.transport)
-            if found
-            else replace(speed, label=f"{speed.label}: run python -m zeroexp.calibrate for a CPU's")
-        )
+    speed = _speed_of(machines)
     try:
         return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
     except ConfigError as error:
         return replace(outcome, not_rehearsed=str(error))
+
+
+def _speed_of(machines: Machines) -> Speed:
+    if machines.device == "cuda":
+        return prior_speed(machines.shape.nodes, machines.shape.ranks_per_node)
+    found = load(calibration_path(Path(OUTPUTS)))
+    return (
+        calibrated_speed(found, machines.transport)
+        if found
+        else cpu_prior_speed(machines.transport)
+    )
 
 
 def rehearse_fullest_rank(

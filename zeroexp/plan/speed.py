@@ -1,8 +1,9 @@
 """A rank's speed and that of its links is measured by `python -m zeroexp.calibrate`, or is a prior from tables.
 
-A prior is labelled "not calibrated". Its numbers are torch's own tables of GPUs, times the shares below that large
-models usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not
-have, so it is divided by torch's own factor for that.
+A prior is labelled "not calibrated". That of GPUs is torch's own tables, times the shares below that large models
+usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not have,
+so it is divided by torch's own factor for that. That of CPUs is what a core of this machine's instructions and clock
+could compute, times the share that products reached on a Xeon of 2.5 GHz, with that machine's memory and links.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ NOT_CALIBRATED = "not calibrated"
 # The device of a prior, and the share of its tables that products of large matrices and copies reach.
 PRIOR_DEVICE, PRODUCT_SHARE, MEMORY_SHARE = "NVIDIA H100", 0.65, 0.85
 LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
+# Floating-point operations of one core in a cycle, by the instructions that torch uses: two products of vectors.
+FLOPS_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
+OTHER_FLOPS_PER_CYCLE, USUAL_HERTZ = 16, 2.5e9
+# The smallest dimension of a product, and the share of this that was reached.
+CPU_PRODUCT_SHARES = {1: 0.03, 16: 0.2, 64: 0.45, 128: 0.55}
+CPU_DTYPE_SHARES = {"float32": 1.0, "bfloat16": 0.25}  # without instructions for bf16
+CPU_BYTES_PER_SECOND, CPU_LAUNCH_SECONDS = 9e9, 20e-6  # of one core
+# Transport -> seconds of one move, bytes per second; gloo's are those between processes of one host.
+CPU_LINKS = {"direct": (5e-4, 1.9e9), "gloo": (7e-4, 0.9e9)}
 UNSURE, UNSURE_CALIBRATED = 0.35, 0.15  # half the width of a range
 
 
@@ -108,14 +118,17 @@ class Calibration:
 
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
+    models = _cpuinfo("model name") or [platform.machine()]
+    return f"{models[0]}, {os.cpu_count()} cores"
+
+
+def _cpuinfo(key: str) -> list[str]:
+    """Return what Linux says under this key, for each core; nothing where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        model = platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
+    except OSError:
+        return []
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
 
 
 def calibration_path(outputs: Path) -> Path:
@@ -165,6 +178,31 @@ def calibrated_speed(found: Calibration, transport: str) -> Speed:
         unsure=UNSURE_CALIBRATED,
         factors=found.factors or None,
     )
+
+
+def cpu_prior_speed(transport: str) -> Speed:
+    """Return what one core of this machine for each rank would do, by its instructions and its clock."""
+    instructions, hertz = torch.backends.cpu.get_cpu_capability(), _clock()
+    peak = hertz * FLOPS_PER_CYCLE.get(instructions, OTHER_FLOPS_PER_CYCLE)
+    latency, rate = CPU_LINKS[transport]
+    return Speed(
+        label=f"a core of {hertz / 1e9:.1f} GHz with {instructions}, {NOT_CALIBRATED}: run python -m zeroexp.calibrate",
+        product_rates={
+            dtype: {size: peak * each * share for size, share in CPU_PRODUCT_SHARES.items()}
+            for dtype, each in CPU_DTYPE_SHARES.items()
+        },
+        bytes_per_second=CPU_BYTES_PER_SECOND,
+        launch_seconds=CPU_LAUNCH_SECONDS,
+        latency_seconds=latency,
+        link_bytes_per_second=rate,
+        moves_on_wait=transport == "direct",
+    )
+
+
+def _clock() -> float:
+    """Return the cycles of a second, as Linux tells them."""
+    lines = _cpuinfo("cpu MHz")
+    return 1e6 * float(lines[0]) if lines else USUAL_HERTZ
 
 
 def prior_speed(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
