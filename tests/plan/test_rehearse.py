@@ -156,11 +156,13 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     assert 0 <= peak - before - rehearsed.peak_bytes <= kept
 
 
-def test_fused_experts_have_the_peak_of_the_same_step_with_memory():
-    """A rehearsal multiplies by the fallback of transformers, and the real step by torch's grouped product."""
+@pytest.mark.parametrize("frozen", [[], ["*experts*"]])
+def test_fused_experts_have_the_peak_of_the_same_step_with_memory(frozen):
+    """Frozen experts have no gradient, and keep no input for it."""
     if reason := count_cpu_allocations():
         pytest.skip(reason)
     config = config_of("model=mixtral_tiny", "data=synthetic", "data.seq_len=64", "strategy=zero3")
+    config.model.freeze = frozen
     records, before = train_with_memory(config, 1)
     (rehearsed,) = rehearse(config, ranks=[1]).ranks
     assert rehearsed.held_bytes == records[-1].memory_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, _meta_registrations, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -104,17 +104,24 @@ def samples_not_packed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def experts_on_fake_tensors() -> Iterator[None]:
-    """Let fused experts multiply by transformers' own fallback, whose shapes are known for every dtype.
+    """Let fused experts multiply by torch's grouped product in every dtype: it tells the shapes of bfloat16 alone.
 
-    Its products and what it keeps for backward are those of torch's grouped product, which tells the shapes of
-    bfloat16 alone. Every position goes to the same number of experts, so no size depends on which they are.
+    Every position goes to the same number of experts, so no size depends on which they are.
     """
-    asks = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda *_: False
+    asks, checks = moe._can_use_grouped_mm, _meta_registrations._meta_grouped_mm_common
+    moe._can_use_grouped_mm = lambda *_: True
+    _meta_registrations._meta_grouped_mm_common = _grouped_product
     try:
         yield
     finally:
         moe._can_use_grouped_mm = asks
+        _meta_registrations._meta_grouped_mm_common = checks
+
+
+def _grouped_product(first: Tensor, second: Tensor, *, offs: Tensor, **further: Any) -> Tensor:
+    """Return a tensor of the product's shape; torch's own function refuses other dtypes before that."""
+    made = _meta_registrations._create_grouped_mm_output_tensor
+    return made(first, second, offs, further["out_dtype"])
 
 
 def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:

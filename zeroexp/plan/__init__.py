@@ -12,6 +12,7 @@ depth.py                      a deep model, rehearsed at three small depths
 absent_neighbours.py          peers of a CPU rank that do not exist
 gloo_copies.py                what gloo copies
 ddp_buckets.py                DistributedDataParallel's buckets, and what ZeroRedundancyOptimizer gives each rank
+gradient_sums.py              which gradients autograd adds in place
 kernel_scratch.py             what kernels of a CPU allocate beside their results
 peak.py                       the peak of a planned point with activations, by a rehearsal
 speed.py, timing.py           how fast a rank and its links are; the seconds of a rehearsed step

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
+GROUPED_PRODUCT = "aten::_grouped_mm"
 SUM_BYTES = 4  # of one element of a product, while it is summed
 
 
@@ -45,7 +46,9 @@ class KernelScratch(TorchDispatchMode):
 
 def _scratch_bytes(name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if name in PRODUCTS:
-        return SUM_BYTES * result.numel() if result.itemsize < SUM_BYTES else 0
+        # Experts multiply one after another: one weight's gradient at a time, but all rows may be those of one expert.
+        turns = result.shape[0] if name == GROUPED_PRODUCT and result.dim() == 3 else 1
+        return SUM_BYTES * result.numel() // turns if result.itemsize < SUM_BYTES else 0
     if name == "aten::_foreach_norm":
         tensors: list[Tensor] = args[0]
         wider = kwargs.get("dtype")

@@ -43,6 +43,7 @@ from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.gloo_copies import GlooCopies
+from zeroexp.plan.gradient_sums import GradientSums
 from zeroexp.plan.kernel_scratch import KernelScratch
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
@@ -211,6 +212,7 @@ def rehearse_rank(
         nullcontext() if ranks_per_host is None else KernelScratch(),
         timeline,
         nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),
+        GradientSums(),
     ):
         materialize(model.module, device)
         if config.train.activation_checkpointing:

@@ -30,8 +30,7 @@ from zeroexp.plan.speed import Speed
 
 DEVICE = torch.ops.prim.device.default
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# Products of experts, each row with the weight of one: operations for each element of that weight.
-GROUPED = {"grouped_mm_fallback": 2, "grouped_mm_fallback_backward": 4}
+GROUPED_PRODUCT = "_grouped_mm"  # of experts: each row with the weight of one
 # Parts of names of operations that compute more than they read: exponentials, and sums over rows.
 SLOW = (
     "silu",
@@ -216,9 +215,8 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
         is_backward = packet.__name__.endswith("backward")
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
         return (10 if is_backward else 4) * prod(query.shape) * key.shape[-2]
-    if packet.__name__ in GROUPED:
-        rows, weight = args[0].shape[0], args[1]
-        return GROUPED[packet.__name__] * rows * prod(weight.shape[1:])
+    if packet.__name__ == GROUPED_PRODUCT:
+        return 2 * args[0].numel() * args[1].shape[-1]
     count = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
