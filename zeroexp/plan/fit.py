@@ -194,4 +194,4 @@ def _peak(config: Config, model: BuiltModel, device: str) -> int:
     form = form_of(config, model, machines.transport)
     return rehearse_fullest_rank(
         config, machines, form, outcome_of("", config, form, machines)
-    ).num_bytes
+    ).most_bytes

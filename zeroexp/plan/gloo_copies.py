@@ -3,29 +3,37 @@
 ProcessGroupGloo reduces a copy of the input of a reduce-scatter, and gathers into a copy of the output of an
 all-gather. torch allocates both; they live as long as the collective. A rehearsal has them when it is issued, since
 torch's engines do not tell when they wait for it.
+
+[Note: late] A thread of gloo first tells that a collective is done, and then lets go of it: of the copy that it
+reduced, of the output that it gathered. Where another process has its core, milliseconds pass in between, and the rank
+goes on. gloo has two threads, so a rank may hold the tensors of its last two collectives beside all that it needs.
 """
 
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.plan.storages import MESSAGES, Storages
 
-# Collective -> which of its arguments gloo copies.
-COPIED = {"c10d::_reduce_scatter_base_": 1, "c10d::_allgather_base_": 0}
+REDUCE, GATHER = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
+COPIED = {REDUCE: 1, GATHER: 0}  # collective -> which of its arguments gloo copies
+NUM_THREADS = 2  # of gloo, for each process group
 
 
 class GlooCopies(TorchDispatchMode):
-    """Lets `storages`, the mode outside of this one, see the copies."""
+    """Lets `storages`, the mode outside of this one, see the copies; `late`: as late as gloo may let go of them."""
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, *, late: bool = False) -> None:
         super().__init__()
         self._storages = storages
+        self._held: deque[Tensor] = deque(maxlen=NUM_THREADS if late else 0)  # [Note: late]
 
     def __torch_dispatch__(
         self,
@@ -34,7 +42,9 @@ class GlooCopies(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        index = COPIED.get(func._schema.name)
-        if index is not None:
-            self._storages.assign_kind(MESSAGES, [torch.empty_like(args[index])])
+        name = func._schema.name
+        if name in COPIED:
+            copy = torch.empty_like(args[COPIED[name]])
+            self._storages.assign_kind(MESSAGES, [copy])
+            self._held.append(copy if name == REDUCE else args[0])
         return func(*args, **(kwargs or {}))

@@ -6,7 +6,8 @@ it reduces in each, the later ones also find reductions in flight, each of which
 FSDP2 frees what it gathered in the last one alone, so that one in the middle, which finds gradients too, holds most.
 
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
-(absent_neighbours.py).
+(absent_neighbours.py). FSDP2's collectives are gloo's there, which may let go late: the fullest rank is rehearsed once
+more to tell what that adds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from zeroexp.plan.speed import (
     prior_speed,
 )
 from zeroexp.plan.timing import compute_seconds, step_seconds
-from zeroexp.plan.torch_closed_forms import DdpForm
+from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm
 
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 OUTPUTS = "outputs"  # where runs and calibrations are kept
@@ -128,6 +129,11 @@ def _rehearse_ranks(
     """Return what is rehearsed at each speed, or once without seconds where there is none."""
     found = _rehearse(config, machines, form, ranks, speeds)
     peaks = [_rank_peak(rank) for rank in found.ranks]
+    if machines.device == "cpu" and isinstance(form, FsdpForm):
+        fullest = max(peaks, key=lambda peak: peak.num_bytes)
+        (late,) = _rehearse(config, machines, form, [fullest.rank], [], late=True).ranks
+        added = late.peak_bytes - fullest.num_bytes
+        peaks = [replace(peak, late_bytes=added) for peak in peaks]
     without = RehearsedPeaks(peaks, found.device, found.depths)
     data = config.data
     num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
@@ -153,6 +159,8 @@ def _rehearse(
     form: ClosedForm,
     ranks: list[int],
     speeds: Sequence[Speed],
+    *,
+    late: bool = False,
 ) -> Rehearsal:
     on_host = machines.device == "cpu"
     if on_host:
@@ -165,6 +173,7 @@ def _rehearse(
         speeds=speeds,
         ranks_per_host=machines.shape.ranks_per_node if on_host else None,
         most_microbatches=_most_microbatches(form),
+        late=late,
     )
 
 

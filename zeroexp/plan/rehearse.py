@@ -112,6 +112,7 @@ def rehearse(
     speeds: Sequence[Speed] = (),
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
+    late: bool = False,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
@@ -119,7 +120,8 @@ def rehearse(
     the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
     have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
     ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts send
-    messages. None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all.
+    messages. None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late: gloo
+    lets go of what it copied as late as it may.
     Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
@@ -140,6 +142,7 @@ def rehearse(
                 speeds=speeds,
                 ranks_per_host=ranks_per_host,
                 most_microbatches=most_microbatches,
+                late=late,
             )
             for rank in chosen
         ]
@@ -194,6 +197,7 @@ def rehearse_rank(
     speeds: Sequence[Speed] = (),
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
+    late: bool = False,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = config.data.vocab_size
@@ -208,7 +212,7 @@ def rehearse_rank(
         buckets_in_python(),
         mode,
         storages,
-        nullcontext() if ranks_per_host is None else GlooCopies(storages),
+        nullcontext() if ranks_per_host is None else GlooCopies(storages, late=late),
         nullcontext() if ranks_per_host is None else KernelScratch(),
         timeline,
         nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),

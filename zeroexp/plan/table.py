@@ -117,7 +117,8 @@ def _row(planned: Planned) -> dict[str, object]:
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
-        row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}
+        row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_late_bytes": peak.late_bytes}
+        row |= {"rehearsed_phase": peak.phase}
         least, expected, most = outcome.rehearsed.step_seconds
         row |= {"step_seconds": expected, "step_seconds_least": least, "step_seconds_most": most}
         row |= {"speed": outcome.rehearsed.speed}
@@ -211,10 +212,12 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
         return []
     unit, size = _unit([_peak(o).num_bytes for o in outcomes])
     kinds = dict.fromkeys(kind for o in outcomes for kind in REHEARSED if _kind(o, kind))
+    late = any(_peak(o).late_bytes for o in outcomes)
     columns = [
         *point,
         *[Column(REHEARSED[k], lambda o, k=k: _amount(_kind(o, k), size)) for k in kinds],
         Column("peak", lambda o: _amount(_peak(o).num_bytes, size)),
+        *([Column("late", lambda o: _amount(_peak(o).late_bytes, size))] if late else []),
         Column("in", lambda o: _peak(o).phase),
         Column("rank", lambda o: str(_peak(o).rank)),
         Column("step ms", _milliseconds),
@@ -224,7 +227,12 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
     told = (
         f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
         "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools. "
-        f"Seconds are estimates, {'; '.join(speeds)}."
+        + (
+            "late: what gloo's threads may hold beside the peak for some milliseconds. "
+            if late
+            else ""
+        )
+        + f"Seconds are estimates, {'; '.join(speeds)}."
     )
     return [*_wrapped(told), "", *lines_of(columns, outcomes), ""]
 
