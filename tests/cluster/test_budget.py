@@ -33,6 +33,13 @@ def test_what_can_not_fit_is_refused(limit, verdict, capsys):
         assert "cluster.force=true" in point.refusal
 
 
+def test_the_refusal_names_the_memory_that_is_set_aside():
+    """3.4 MiB of model states would fit 5 MiB, of which 2 are set aside."""
+    words = ("cluster.device_memory_gib=0.005", "cluster.reserved_gib=0.002")
+    (point,) = plan_slurm_points(points("strategy=ddp", *words))
+    assert point.refusal and "of a rank beside cluster.reserved_gib=0.002; use" in point.refusal
+
+
 def test_force_submits_all_the_same(capsys):
     words = ("strategy=ddp", "cluster.device_memory_gib=0.001", "cluster.force=true")
     (point,) = plan_slurm_points(points(*words))

@@ -95,6 +95,7 @@ def test_what_does_not_fit_is_told_what_to_change(planned):
 WRONG = {
     "world_size=0": ("world_size=0:", "use 1 or more"),
     "world_size=-8": ("world_size=-8:", "use 1 or more"),
+    "world_size=65537": ("world_size=65537: every rank is planned", "use at most 65536"),
     "world_size=many": ("world_size=many:", "use 1 or more"),
     "cluster.device=tpu": ("cluster.device=tpu:", "auto, cpu, cuda"),
     "cluster.device_memory_gib=0": ("cluster.device_memory_gib=0", "use more than 0"),
@@ -108,6 +109,7 @@ WRONG = {
     ),
     "cluster.device_memory_gib=big": ("cluster.device_memory_gib=big:", "use a number"),
     "model=llama_8b": ("model=llama_8b:", "did you mean llama3_8b?"),
+    "model.hf_config.vocab_size=many": ("model.hf_config of model.name=small:", "expected int"),
     "model=tiny data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
     "model.hf_config.hidden_size=0": ("model.hf_config.hidden_size=0:", "use one"),
     "world_size=4 data.global_batch_size=6": ("data.global_batch_size=6:", "use 4 or 8"),
@@ -119,6 +121,7 @@ WRONG = {
     "--figure": ("--figure: no file", "name one that ends in .svg"),
     "--fit --figure x.png": ("--figure x.png: the picture is an SVG", "ends in .svg"),
     "--fit --figure nowhere/x.svg": ("--figure nowhere/x.svg: no folder nowhere", "that is there"),
+    "--fit --figure=x.svg --figure y.svg": ("--figure x.svg: one of two", "use one file"),
     "--figure=x.svg": ("--figure x.svg: only --fit draws a picture", "add it"),
     "hydra/sweeper=optuna": ("hydra/sweeper=optuna:", "leave it out"),
 }
@@ -168,6 +171,21 @@ def test_fit_finds_the_fewest_ranks_and_the_largest_batch(planned):
 
 
 @pytest.mark.slow
+def test_fit_finds_fewer_ranks_than_the_upper_bound_of_the_closed_forms(planned):
+    line = "model=mlp_tiny data=vectors data.seq_len=1 strategy=zero3 cluster.device=cuda"
+    line += " cluster.device_memory_gib=0.00065"
+    _, out, _ = planned(f"{line} world_size=2 --fit")
+    (answer,) = (text for text in out.splitlines() if text.startswith("mlp_tiny"))
+    ranks = int(answer.split()[3])
+    found = {}
+    for size in (ranks, ranks // 2):
+        _, out, _ = planned(f"{line} world_size={size} --rehearse --csv")
+        (found[size],) = csv.DictReader(io.StringIO(out))
+    assert (found[ranks]["fits"], found[ranks // 2]["fits"]) == ("yes", "no")
+    assert float(found[ranks]["peak_bytes"]) > 0.00065 * GIB
+
+
+@pytest.mark.slow
 def test_fit_tells_what_it_skips(planned):
     line = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 strategy.implementation=torch"
     line += " strategy=zero3,zero1_allreduce"
@@ -199,7 +217,7 @@ def test_explain_tells_milliseconds_of_what_was_rehearsed(planned):
     assert "nothing was rehearsed; add --rehearse" in " ".join(out.split())
     assert all(line.split()[2] == "-" for line in lever_lines(out))
     _, out, _ = planned(f"{point} strategy=zero3 --explain --rehearse")
-    found = {line.split()[-1]: line.split()[:3] for line in lever_lines(out)}
+    found = {line.split()[3]: line.split()[:3] for line in lever_lines(out)}
     recomputes = "train.activation_checkpointing=true"
     # Its products are done once more; on so small a model the phase of the peak has nothing that is freed.
     assert recomputes in found and float(found[recomputes][2]) > 0
@@ -212,7 +230,59 @@ def test_explain_tells_milliseconds_of_what_was_rehearsed(planned):
 
 
 def lever_lines(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.split()[-1:] and "=" in line.split()[-1]]
+    """The lines of levers, each with the words that follow in further lines."""
+    found: list[str] = []
+    for line in out.splitlines():
+        words = line.split()
+        if words and all("=" in word for word in words) and found:
+            found[-1] += f" {' '.join(words)}"
+        elif len(words) > 3 and words[0][0] in "+-" and "=" in words[3]:
+            found.append(line)
+    return found
+
+
+# Points with settings that mean nothing, or something else, under some levers.
+SETTLED = {
+    "ours, settled": "strategy=zero3 strategy.keep=all strategy.prefetch=2 cluster.device=cuda",
+    "owners": "strategy=zero2 strategy.implementation=parameter strategy.owners=contiguous",
+    "every microbatch": "strategy=zero2 strategy.reduce_each=microbatch data.global_batch_size=4",
+    "a batch that is named": "strategy=ddp data.global_batch_size=6",
+    "DDP": "strategy=ddp strategy.implementation=torch strategy.gradient_as_bucket_view=false",
+    "FSDP2": "strategy=zero3 strategy.implementation=torch strategy.unit=block",
+    "no overlap": "strategy=zero3 strategy.overlap=false strategy.reduce_each=step",
+}
+
+
+FAST = ("every microbatch", "FSDP2")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in SETTLED],
+)
+def test_every_lever_is_accepted_and_changes_what_it_says(settings, planned):
+    """The point is planned again with the words of a lever in place of its own: of those that change most words."""
+    line = f"model=mlp_1b data=vectors world_size=2 {SETTLED[settings]}"
+    line += "" if "cluster" in line else " cluster.device=cpu"
+
+    def numbers(words: str) -> tuple[float, float]:
+        code, out, err = planned(f"{words} --json")
+        assert code == 0, err
+        (entry,) = json.loads(out)
+        assert "skipped" not in entry, entry
+        return entry["peak"]["fullest"] / 2**20, entry["sent"]["fullest"] / 2**20
+
+    _, out, _ = planned(f"{line} --explain")
+    now, levers = numbers(line), lever_lines(out)
+    replanned = [one for one in levers if one.count("=") > 1 or " strategy=" in one]
+    assert any(" strategy=zero1 " in f"{lever} " for lever in replanned)
+    for lever in replanned:
+        peak, sent, _, *changed = lever.split()
+        keys = {word.partition("=")[0] for word in changed}
+        kept = [word for word in line.split() if word.partition("=")[0] not in keys]
+        then = numbers(" ".join([*kept, *changed]))
+        told = tuple(float(number.replace(",", "")) for number in (peak, sent))
+        assert told == pytest.approx([t - n for t, n in zip(then, now, strict=True)], abs=0.051)
 
 
 @pytest.mark.slow
@@ -242,6 +312,21 @@ def test_fit_shows_the_frontier_and_draws_it(planned, tmp_path):
     assert f"{len(beaten)} more are beaten" in " ".join(frontier.split())
     text = picture.read_text()
     assert all(name in text for name in costs) and "limit, 1 GiB" in text
+
+
+def test_a_strategy_of_a_name_of_its_own_has_remedies(planned):
+    line = "model=tiny strategy=ddp strategy.name=mine world_size=2 cluster.device=cpu --json"
+    code, out, _ = planned(f"{line} cluster.device_memory_gib=0.003")
+    assert code == 0 and json.loads(out)[0]["remedies"][0] == "strategy=zero1"
+
+
+def test_json_and_csv_tell_the_batch_that_is_planned(planned):
+    line = "model=tiny world_size=8 strategy=zero3 cluster.device=cuda"
+    for form in ("--json", "--csv"):
+        _, out, err = planned(f"{line} {form}")
+        row = json.loads(out)[0] if form == "--json" else next(csv.DictReader(io.StringIO(out)))
+        assert [str(row[key]) for key in ("global_batch_size", "seq_len")] == ["8", "128"]
+        assert err == "data.global_batch_size=12 is not divisible by 8 ranks: planned with 8\n"
 
 
 def test_two_numbers_tell_a_tight_point(planned):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.composing import composed
 from zeroexp.config import ConfigError
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.frontier import Dot, frontier
+from zeroexp.plan.frontier import Dot, Work, frontier
 from zeroexp.plan.frontier_figure import save_frontier
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
@@ -17,14 +18,14 @@ from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
 GIB = 2**30
 
 
-def dot(name: str, seconds: float, gib: int, ranks: int = 8) -> Dot:
+def dot(name: str, seconds: float, gib: int, ranks: int = 8, **more: Any) -> Dot:
     config = composed("model=mlp_tiny", "data=vectors", "world_size=2", "cluster.device=cpu")
     machines = machines_of(config, "cpu")
     form = form_of(config, build_on_meta(config), machines.transport)
     outcome = replace(outcome_of(name, config, form, machines), memory_gib=5.0)
     peak = RankPeak(0, "backward", gib * GIB, {}, {}, [])
     rehearsed = RehearsedPeaks([peak], "cpu", (2,), (seconds, seconds, seconds))
-    return Dot(outcome, rehearsed, ("mlp_tiny", ranks, 16))
+    return Dot(outcome, rehearsed, Work("mlp_tiny", ranks, 16, 16, "")._replace(**more))
 
 
 def test_no_point_makes_no_picture(tmp_path):
@@ -40,9 +41,12 @@ def test_a_point_is_beaten_by_one_that_is_as_fast_and_holds_less(tmp_path):
         dot("middle", 2.0, 2),
         dot("slower-larger", 2.5, 3),
         dot("other-work", 9.0, 9, ranks=4),
+        dot("longer", 9.0, 9, seq_len=32),
+        dot("of-another-shape", 9.0, 9, shape="of two layers"),
     ]
     best = [each.outcome.name for each in frontier(dots)]
-    assert best == ["other-work", "fast-large", "middle", "slow-small"]
+    others = ["other-work", "of-another-shape", "longer"]
+    assert sorted(best) == sorted([*others, "fast-large", "middle", "slow-small"])
     picture = tmp_path / "frontier.svg"
     save_frontier(dots, picture)
     text = picture.read_text()

@@ -69,7 +69,7 @@ def check_vocabulary(config: Config) -> None:
     if data.task == "regression":
         refuse_without_effect(config, "data.vocab_size", "vectors have no words")
     words = asked or (SHIPPED_WORDS if tokenizes else None)
-    if words and known is not None and config.model.weights is None and words > known:
+    if words and isinstance(known, int) and config.model.weights is None and words > known:
         problem = f"model={config.model.name} knows {known} words of the data's {words}"
         refuse_combination(
             config, "data.vocab_size", problem, "use a model with a larger vocabulary"

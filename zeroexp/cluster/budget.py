@@ -48,7 +48,11 @@ def _plan_point(point: Point) -> Point:
 
 
 def _refusal(config: Config, states: float) -> str:
+    cluster = config.cluster
+    beside = (
+        f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
+    )
     return (
-        f"cluster.device_memory_gib={config.cluster.device_memory_gib:g}: model states take {states:.2f} GiB of a "
-        "rank; use more ranks or a later stage (python -m zeroexp.plan), or cluster.force=true"
+        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: model states take {states:.2f} GiB of a "
+        f"rank{beside}; use more ranks or a later stage (python -m zeroexp.plan), or cluster.force=true"
     )

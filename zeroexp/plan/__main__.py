@@ -77,9 +77,12 @@ def _answer(arguments: Sequence[str]) -> str:
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with tempfile.TemporaryDirectory() as folder:
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    if figure is not None:
-        return _fit(plans, figure)
-    return FORMS[flags[0]](plans) if flags else render(plans.planned, plans.notes)
+    if not flags:
+        return render(plans.planned, plans.notes)
+    told = FORMS[flags[0]](plans) if figure is None else _fit(plans, figure)
+    for note in plans.notes:  # no part of CSV or JSON
+        print(note, file=sys.stderr)
+    return told
 
 
 def _fit(plans: Plans, figure: Path | None) -> str:
@@ -105,7 +108,10 @@ def _figure(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
         raise ConfigError(f"{FIGURE} {path}: the picture is an SVG; use a name that ends in .svg")
     if not path.parent.is_dir():
         raise ConfigError(f"{FIGURE} {path}: no folder {path.parent}; use one that is there")
-    return flat[:at] + flat[at + 2 :], path
+    left = flat[:at] + flat[at + 2 :]
+    if FIGURE in left:
+        raise ConfigError(f"{FIGURE} {path}: one of two; use one file")
+    return left, path
 
 
 def _explain(plans: Plans) -> str:
@@ -116,7 +122,8 @@ def _explain(plans: Plans) -> str:
         )
     (each,) = defined
     assert each.outcome is not None
-    return explain_point(each.point.config, plans.model_of(each), each.device, each.outcome)
+    config, model = each.point.config, plans.model_of(each)
+    return explain_point(config, model, each.device, each.outcome, plans.named)
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

@@ -23,19 +23,19 @@ from zeroexp.plan.outcome import Outcome, RehearsedPeaks, outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.plan.points import Planned, Plans
 from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
-from zeroexp.plan.table import Column, lines_of, point_columns, settings_of
+from zeroexp.plan.table import Column, amount, lines_of, point_columns, settings_of, unit_of
 
 GIB, WIDTH = 2**30, 80
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
 MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
-MOST_TRIES = 12
 HEAD = (
-    "The fewest ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest micro-batch and "
-    "the longest sequence, each alone. Rehearsed: peak and left are GiB of the fullest rank, with activations."
+    "The fewest {device} ranks, among powers of two, at which a step fits {limit:g} GiB, and there the largest "
+    "micro-batch (one in a step) and the longest sequence, each alone. Rehearsed: peak and left are {unit} of the "
+    "fullest rank, with activations."
 )
 FRONTIER = (
-    "The frontier: points of this line, at their own ranks and batch, that no other of the same model, ranks and batch "
-    "beats in both peak (GiB) and time. {beaten} more are beaten. Predicted; seconds are {speed}."
+    "The frontier: points of this line, at their own ranks and batch, that no other of the same model, ranks, batch "
+    "and sequence beats in both peak ({unit}) and time. {beaten} more are beaten. Predicted; seconds are {speed}."
 )
 
 
@@ -50,17 +50,20 @@ def fit(plans: Plans, figure: Path | None = None) -> str:
             outcome = each.outcome
             names = (outcome.model, outcome.strategy, outcome.implementation)
             asked.setdefault((*names, settings_of(outcome)), each)
-    limits = {each.outcome.memory_gib for each in asked.values() if each.outcome}
+    limits = dict.fromkeys(each.outcome.memory_gib for each in asked.values() if each.outcome)
     if None in limits:
         remedy = "set it to the memory of one device"
         raise ConfigError(f"cluster.device_memory_gib=null: --fit needs a limit; {remedy}")
-    lines = [line for limit in limits if limit for line in wrap(HEAD.format(limit=limit), WIDTH)]
+    unit, size = unit_of([GIB * (limit or 0.0) for limit in limits])
+    devices = " or ".join(dict.fromkeys(each.device for each in asked.values()))
+    heads = (HEAD.format(device=devices, limit=limit, unit=unit) for limit in limits if limit)
+    lines = [line for head in heads for line in wrap(head, WIDTH)]
     names = f"{'model':14}{'strategy':16}{'layout':10}"
     lines += ["", f"{names}{'ranks':>6}{'peak':>8}{'left':>8}{'batch':>7}{'seq_len':>9}"]
     notes: dict[str, None] = {}
     for (model, strategy, layout, settings), each in asked.items():
         print(f"{strategy} {layout}: rehearsing", file=sys.stderr, flush=True)
-        told, note = _answer(plans, each)
+        told, note = _answer(plans, each, size)
         lines.append(f"{model:14.13}{strategy:16}{layout:10}{told}")
         lines += wrap(settings, WIDTH, initial_indent="  ", subsequent_indent="  ")
         if note:
@@ -82,10 +85,11 @@ def _frontier(planned: Sequence[Planned], figure: Path | None) -> list[str]:
         save_frontier(dots, figure)
     best = [dot.outcome for dot in frontier(dots)]
     speeds = "; ".join(dict.fromkeys(dot.rehearsed.speed for dot in dots))
-    told = FRONTIER.format(beaten=len(dots) - len(best), speed=speeds)
+    unit, size = unit_of([dot.peak_bytes for dot in dots])
+    told = FRONTIER.format(unit=unit, beaten=len(dots) - len(best), speed=speeds)
     columns = [
         *point_columns(planned)[0],
-        Column("peak", lambda o: f"{_rehearsal(o).fullest.num_bytes / GIB:,.2f}"),
+        Column("peak", lambda o: amount(_rehearsal(o).fullest.num_bytes, size)),
         Column("step ms", lambda o: f"{1e3 * _rehearsal(o).step_seconds[1]:,.1f}"),
     ]
     lines = [*wrap(told, WIDTH), "", *lines_of(columns, best)] if best else []
@@ -100,28 +104,30 @@ def _rehearsal(outcome: Outcome) -> RehearsedPeaks:
     return outcome.rehearsed
 
 
-def _answer(plans: Plans, each: Planned) -> tuple[str, str]:
-    """Return the cells of one line, and a sentence where they need one."""
+def _answer(plans: Plans, each: Planned, unit: int) -> tuple[str, str]:
+    """Return the cells of one line, in `unit` bytes, and a sentence where they need one."""
     config, model = each.point.config, plans.model_of(each)
     assert each.outcome is not None
     limit = int((each.outcome.memory_gib or 0.0) * GIB)
-    size = smallest_world(config, model, each.device)
+    none = f"  not up to {most_ranks(each.device)}"
+    size = smallest_world(config, model, each.device, states_alone=True)
     try:
         while size is not None and size <= most_ranks(each.device):
             at = with_world(config, size)
             peak = _peak(at, model, each.device)
             if peak <= limit:
-                return _largest_of(at, model, each.device, limit, peak), ""
+                cells = _cells(size, peak, limit, unit)
+                return cells + _largest_cells(at, model, each.device, limit), ""
             size *= 2
     except ConfigError as refusal:
-        assert size is not None
-        outcome = plan_point(with_world(config, size), model, each.device)
-        assert outcome is not None
-        return _cells(size, outcome.peak.fullest, limit), f"Without activations: {refusal}."
-    return f"  not up to {most_ranks(each.device)}", ""
+        note = f"Without activations: {refusal}."
+        size = smallest_world(config, model, each.device)
+        outcome = plan_point(with_world(config, size), model, each.device) if size else None
+        return (_cells(size, outcome.peak.fullest, limit, unit) if size and outcome else none), note
+    return none, ""
 
 
-def _largest_of(config: Config, model: BuiltModel, device: str, limit: int, peak: int) -> str:
+def _largest_cells(config: Config, model: BuiltModel, device: str, limit: int) -> str:
     def with_batch(samples: int) -> int:
         data = replace(config.data, micro_batch_size=samples)
         data.global_batch_size = samples * config.world_size
@@ -135,53 +141,49 @@ def _largest_of(config: Config, model: BuiltModel, device: str, limit: int, peak
     tokens = largest(
         with_length, limit, step=min(TOKENS, config.data.seq_len), most=_longest(model)
     )
-    return f"{_cells(config.world_size, peak, limit)}{samples or '-':>7}{tokens or '-':>9}"
+    return f"{samples or '-':>7}{tokens or '-':>9}"
 
 
-def _cells(size: int, peak: float, limit: int) -> str:
-    return f"{size:>6}{peak / GIB:>8.2f}{(limit - peak) / GIB:>8.2f}"
+def _cells(size: int, peak: float, limit: int, unit: int) -> str:
+    cells = (amount(num_bytes, unit).replace(",", "") for num_bytes in (peak, limit - peak))
+    return f"{size:>6}" + "".join(f"{cell:>8}" for cell in cells)
 
 
 def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> int | None:
-    """Return the largest multiple of `step`, at most `most`, whose peak is within the limit; None if none is.
+    """Return the largest multiple of `step`, or `most`, whose peak is within the limit; None if not even one step is.
 
-    The next multiple has been seen to exceed the limit, unless MOST_TRIES were not enough. Peaks are nearly on a line,
-    so the line through the last two known ones tells where to look.
+    The next multiple has been seen to exceed the limit. Peaks are nearly on a line, so the line through two known ones
+    tells where to look; where that does not halve what is left, the middle does.
     """
-    fits: tuple[int, int] | None = None
-    exceeds: tuple[int, int] | None = None
-    guess = min(step, most)
-    for _ in range(MOST_TRIES):
-        found = peak(guess)
-        if found <= limit:
-            fits = max(fits or (0, 0), (guess, found))
+    known: dict[int, int] = {}  # steps -> peak
+    fits, exceeds = 0, -(-most // step) + 1
+    guess = 1
+    while fits < guess < exceeds:
+        left = exceeds - fits
+        known[guess] = peak(min(guess * step, most))
+        if known[guess] <= limit:
+            fits = guess
         else:
-            exceeds = min(exceeds or (guess, found), (guess, found))
-        if fits is None or fits[0] >= most:
-            break
-        if exceeds is not None and exceeds[0] - fits[0] <= step:
-            break
-        guess = _next(fits, exceeds, (guess, found), limit, step, most)
-    return None if fits is None else fits[0]
+            exceeds = guess
+        if not fits:
+            return None
+        is_slow = exceeds in known and 2 * (exceeds - fits) > left
+        guess = (fits + exceeds) // 2 if is_slow else _next(known, fits, exceeds, limit)
+    return min(fits * step, most)
 
 
-def _next(
-    fits: tuple[int, int],
-    exceeds: tuple[int, int] | None,
-    last: tuple[int, int],
-    limit: int,
-    step: int,
-    most: int,
-) -> int:
-    if exceeds is None and last[0] <= step:
-        return min(2 * step, most)
-    other = exceeds or (fits[0] // 2 // step * step or step, 0)
-    if exceeds is None:  # no line yet that leads beyond: go as far as proportion allows
-        guess = fits[0] * limit // max(fits[1], 1)
-        return min(max(guess // step * step, 2 * fits[0]), most)
-    slope = (other[1] - fits[1]) / (other[0] - fits[0])
-    guess = fits[0] + int((limit - fits[1]) / max(slope, 1e-9)) // step * step
-    return min(max(guess, fits[0] + step), other[0] - step)
+def _next(known: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
+    """Return where the line through `fits` and another known number meets the limit; `fits` if nothing is left."""
+    smaller = max((steps for steps in known if steps < fits), default=None)
+    undershot = list(known)[-1] == fits
+    other = exceeds if exceeds in known and (undershot or smaller is None) else smaller
+    if other is None:
+        return min(2 * fits, exceeds - 1)
+    rise = (known[other] - known[fits]) / (other - fits)
+    further = int((limit - known[fits]) / rise) if rise > 0 else 16 * fits
+    if exceeds not in known:
+        further = max(further, fits)
+    return max(fits, min(fits + max(further, 1), exceeds - 1))
 
 
 def _longest(model: BuiltModel) -> int:

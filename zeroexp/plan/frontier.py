@@ -7,8 +7,8 @@
      |        o
      +----------- ms of a step
 
-Each point is rehearsed at its own world size and batch. Only points of one model, world size and global batch do the
-same work in a step, so only these are compared.
+Each point is rehearsed at its own world size and batch. Only points of one model, world size, global batch and sequence
+length do the same work in a step, so only these are compared.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zeroexp.plan.outcome import Outcome, RehearsedPeaks
 from zeroexp.plan.points import Planned, rehearse_planned
 
-Work = tuple[str, int, int]  # model, world size, global batch size
+
+class Work(NamedTuple):
+    """What a step trains; a model's name does not tell all of its shape."""
+
+    model: str
+    world_size: int
+    global_batch_size: int
+    seq_len: int
+    shape: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,10 @@ def dots_of(planned: Sequence[Planned]) -> tuple[list[Dot], list[str]]:
             reasons[str(outcome.not_rehearsed)] = None
             continue
         config = each.point.config
-        work = (outcome.model, outcome.world_size, config.data.global_batch_size)
+        data, size = config.data, outcome.world_size
+        work = Work(
+            outcome.model, size, data.global_batch_size, data.seq_len, shape=repr(config.model)
+        )
         dots.append(Dot(outcome, outcome.rehearsed, work))
     return dots, list(reasons)
 

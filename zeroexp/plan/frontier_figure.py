@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from zeroexp.config import ConfigError
-from zeroexp.plan.frontier import Dot, frontier
+from zeroexp.plan.frontier import Dot, Work, frontier
 from zeroexp.report.figure import write_figure
 from zeroexp.report.palette import SERIES
 
@@ -51,9 +51,9 @@ def draw_frontier(dots: Sequence[Dot]) -> Figure:
     return figure
 
 
-def _name(work: tuple[str, int, int]) -> str:
-    model, ranks, batch = work
-    return f"{model}, {ranks} ranks, {batch} samples a step"
+def _name(work: Work) -> str:
+    samples = f"{work.global_batch_size} samples of {work.seq_len} a step"
+    return f"{work.model}, {work.world_size} ranks, {samples}"
 
 
 def _milliseconds(dots: Sequence[Dot]) -> list[float]:

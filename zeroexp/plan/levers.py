@@ -6,15 +6,15 @@ the point was rehearsed, so is each lever: its peak then has activations, and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from textwrap import wrap
 
 from zeroexp.config import Config, PrecisionConfig, resolve
 from zeroexp.models.build import BuiltModel
-from zeroexp.plan.outcome import Outcome
-from zeroexp.plan.remedy import plan_point_with_form, with_stage, with_world
+from zeroexp.plan.outcome import Outcome, RehearsedPeaks
+from zeroexp.plan.remedy import complete_words, plan_point_with_form, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import STAGES
@@ -53,8 +53,14 @@ class Lever:
     seconds: float | None = None  # of a step; None: nothing was rehearsed
 
 
-def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> str:
-    """Return the breakdown of one point as text."""
+def explain(
+    config: Config,
+    model: BuiltModel,
+    device: str,
+    outcome: Outcome,
+    named: Collection[str] = (),
+) -> str:
+    """Return the breakdown of one point as text. `named` are the keys that its line sets."""
     largest = list(outcome.peak_terms.items())[:NUM_LARGEST]
     lines = [
         f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, without activations.",
@@ -65,25 +71,46 @@ def explain(config: Config, model: BuiltModel, device: str, outcome: Outcome) ->
         "The largest terms:",
         *[f"  {term}: {MEANS.get(term, term)}." for term, _ in largest],
         "",
+        *(_rehearsed_lines(outcome.rehearsed) if outcome.rehearsed else []),
         *_unit_lines(config, model),
         "",
-        *_lever_lines(config, model, device, outcome),
+        *_lever_lines(compute_levers(config, model, device, outcome, named), outcome),
     ]
     return "\n".join(
         part for line in lines for part in (wrap(line, WIDTH) if len(line) > WIDTH else [line])
     )
 
 
-def compute_levers(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[Lever]:
+def _rehearsed_lines(rehearsed: RehearsedPeaks) -> list[str]:
+    """Return what is held at the rehearsed peak, by kind, and its largest storages."""
+    peak = rehearsed.fullest
+    return [
+        f"Rehearsed, with activations: rank {peak.rank} holds {_mib(peak.num_bytes)} MiB at most, in {peak.phase}:",
+        *[f"{_mib(num_bytes):>14}  {kind}" for kind, num_bytes in peak.by_kind.items()],
+        "",
+        "The largest storages there, and the operation that made each:",
+        *[f"{_mib(size):>14}  {kind}, {made}" for size, kind, made in peak.largest[:NUM_LARGEST]],
+        "",
+    ]
+
+
+def compute_levers(
+    config: Config,
+    model: BuiltModel,
+    device: str,
+    outcome: Outcome,
+    named: Collection[str] = (),
+) -> list[Lever]:
     """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
     found: list[Lever] = []
     changes = (
         _changed_configs(config) if outcome.rehearsed is None else _all_changed_configs(config)
     )
-    for words, changed in changes:
+    for changing, changed in changes:
         other = _plan_alike(changed, model, device, outcome)
         if other is None:
             continue
+        words = complete_words(changing, config, changed, device, named)
         sent = other.sent.fullest - outcome.sent.fullest
         if other.rehearsed is None or outcome.rehearsed is None:
             found.append(Lever(words, other.peak.fullest - outcome.peak.fullest, sent))
@@ -109,6 +136,7 @@ def _plan_alike(config: Config, model: BuiltModel, device: str, outcome: Outcome
 def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the words of each lever and the point with it."""
     strategy = config.strategy
+    gathers = strategy.parameters.placement == "shard"
     for stage in STAGES:
         if stage != strategy.name:
             yield f"strategy={stage}", with_stage(config, stage)
@@ -117,8 +145,8 @@ def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
         return
     settings = {
         "unit": ("model", "block", "module"),
-        "keep": ("none", "last", "all") if strategy.parameters.placement == "shard" else (),
-        "prefetch": (0, 1, 2) if strategy.parameters.placement == "shard" else (),
+        "keep": ("none", "last", "all") if gathers else (),
+        "prefetch": (0, 1, 2) if gathers and strategy.overlap else (),
         "bucket_mb": (1, 25, 100),
         "overlap": (True, False),
         "reduce_each": ("microbatch", "step"),
@@ -159,11 +187,12 @@ def _with_dtypes(config: Config, name: str, compute: str, reduce: str, master: s
 
 def _with_value(config: Config, key: str, value: object) -> Config:
     config = deepcopy(config)
-    setattr(config.strategy, key, value)
-    if key == "implementation":
-        config.strategy.owners = None
-    if key == "overlap":
-        config.strategy.prefetch = None
+    strategy = config.strategy
+    setattr(strategy, key, value)
+    if not LAYOUTS[strategy.implementation].has_owners:
+        strategy.owners = None
+    if not strategy.overlap:
+        strategy.prefetch = None
     return resolve(config)
 
 
@@ -186,18 +215,22 @@ def _unit_lines(config: Config, model: BuiltModel) -> list[str]:
     return lines
 
 
-def _lever_lines(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> list[str]:
-    rows = compute_levers(config, model, device, outcome)
+def _lever_lines(rows: Sequence[Lever], outcome: Outcome) -> list[str]:
     told = "MiB of the fullest rank, and ms of a step"
     lines = [f"What each lever would change, in {told}:", _basis(outcome), ""]
     lines.append(f"{'peak':>12} {'sent/step':>12} {'ms':>10}  lever")
     for lever in rows:
-        if round(lever.peak_bytes) or round(lever.sent_bytes) or lever.seconds:
-            peak, sent = (
-                f"{num_bytes / MIB:+,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
+        peak, sent = (
+            f"{num_bytes / MIB:+,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
+        )
+        ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+,.1f}"
+        if any(cell.strip("+-0.,") for cell in (peak, sent, ms)):
+            lines += wrap(
+                f"{peak:>12} {sent:>12} {ms:>10}  {lever.words}",
+                WIDTH,
+                subsequent_indent=" " * 39,
+                break_on_hyphens=False,
             )
-            ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+,.1f}"
-            lines.append(f"{peak:>12} {sent:>12} {ms:>10}  {lever.words}")
     return lines
 
 

@@ -22,6 +22,7 @@ from zeroexp.strategies.beforehand import check_strategy
 
 on_paper = partial(check, on_paper=True)
 BATCH = "data.global_batch_size"
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Plans:
         rehearses: whether each point is rehearsed too.
         """
         self._rehearses = rehearses
-        self._keeps_batch = any(w.lstrip("+").partition("=")[0] == BATCH for w in words)
+        self.named = _keys_of(words)  # the keys that the line or its study sets
+        self._keeps_batch = BATCH in self.named
         self.planned: list[Planned] = []
         self.notes: list[str] = []
         self._models: list[tuple[Config, BuiltModel]] = []
@@ -58,6 +60,8 @@ class Plans:
         """Plan (overrides, composed config) pairs. Raises ConfigError if a word is wrong or nothing is left to plan."""
         if not batch:
             raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
+        for words, *_ in batch:
+            self.named |= _keys_of(words)
         points = [p for words, values, _ in batch for p in self._points(words, values)]
         if not points:
             study = batch[0][1]["study"]["name"]
@@ -86,6 +90,9 @@ class Plans:
         """Let the global batch grow to whole microbatches of every rank, unless the words name it."""
         data, ranks = values["data"], values["world_size"]
         micro, batch = data["micro_batch_size"], data["global_batch_size"]
+        if isinstance(ranks, int) and ranks > MOST_RANKS:
+            problem = "every rank is planned, so that this takes minutes and memory"
+            raise ConfigError(f"world_size={ranks}: {problem}; use at most {MOST_RANKS}")
         if self._keeps_batch or not (isinstance(ranks, int) and ranks > 0 and micro > 0):
             return values
         if batch % (micro * ranks) == 0:
@@ -111,7 +118,7 @@ class Plans:
         if self._rehearses:
             outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
         if outcome.fits is False and outcome.rehearsed is None:
-            outcome = replace(outcome, remedies=remedies(point.config, model, device))
+            outcome = replace(outcome, remedies=remedies(point.config, model, device, self.named))
         return replace(planned, outcome=outcome, form=form)
 
     def model_of(self, planned: Planned) -> BuiltModel:
@@ -125,6 +132,10 @@ class Plans:
                 return model
         self._models.append((config, build_on_meta(config)))
         return self._models[-1][1]
+
+
+def _keys_of(words: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in words}
 
 
 def _tried(point: Point) -> Point:

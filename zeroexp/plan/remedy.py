@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 
 from zeroexp.check import check
-from zeroexp.config import Config, ConfigError, resolve
+from zeroexp.config import ENGINE_SETTINGS, Config, ConfigError, resolve
 from zeroexp.models.build import BuiltModel
 from zeroexp.plan.form_of_config import ClosedForm, form_of
 from zeroexp.plan.machines import Machines, machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
-from zeroexp.sharding.placement import STAGES
+from zeroexp.sharding.placement import STAGES, Placement
+from zeroexp.strategies.beforehand import check_strategy
 
-LATER = ("zero1", "zero2", "zero3")
+LATER, OF_TORCHS_DDP = ("zero1", "zero2", "zero3"), ("ddp", "zero1")
+SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
 MOST_RANKS, MOST_CPU_RANKS = 4096, 64
 
 
-def remedies(config: Config, model: BuiltModel, device: str) -> list[str]:
+def remedies(
+    config: Config, model: BuiltModel, device: str, named: Collection[str] = ()
+) -> list[str]:
     """Return the words after which the point fits: the earliest stage, and the fewest ranks (doubled each time)."""
     found: list[str] = []
-    stage = next((s for s in _later(config) if _fits(with_stage(config, s), model, device)), None)
-    if stage is not None:
-        found.append(f"strategy={stage}")
+    staged = ((f"strategy={stage}", with_stage(config, stage)) for stage in _later(config))
+    for words, changed in staged:
+        if _fits(changed, model, device):
+            found.append(complete_words(words, config, changed, device, named))
+            break
     for name in dict.fromkeys((config.strategy.name, "zero3")):
-        size = smallest_world(with_stage(config, name), model, device, above=config.world_size)
+        changed = with_stage(config, name)
+        size = smallest_world(changed, model, device, above=config.world_size)
         if size is not None:
             words = f"world_size={size}"
-            found.append(words if name == config.strategy.name else f"strategy={name} {words}")
+            words = words if name == config.strategy.name else f"strategy={name} {words}"
+            changed = with_world(changed, size)
+            found.append(complete_words(words, config, changed, device, named))
             break
     return found
 
@@ -37,11 +46,18 @@ def most_ranks(device: str) -> int:
     return MOST_RANKS if device == "cuda" else MOST_CPU_RANKS
 
 
-def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int = 0) -> int | None:
-    """Return the least power of two, or double of `above`, at which the point fits; None up to `most_ranks`."""
+def smallest_world(
+    config: Config, model: BuiltModel, device: str, *, above: int = 0, states_alone: bool = False
+) -> int | None:
+    """Return the least power of two, or double of `above`, at which the point fits; None up to `most_ranks`.
+
+    states_alone: it is enough that model states fit. The peak of closed forms is an upper bound, which a rehearsal
+    often finds lower.
+    """
     size = 2 * above or 1
     while size <= most_ranks(device):
-        if _fits(with_world(config, size), model, device):
+        outcome = plan_point(with_world(config, size), model, device)
+        if outcome and (outcome.fits or (states_alone and outcome.verdict == "tight")):
             return size
         size *= 2
     return None
@@ -56,26 +72,36 @@ def plan_point(config: Config, model: BuiltModel, device: str) -> Outcome | None
 def plan_point_with_form(
     config: Config, model: BuiltModel, device: str
 ) -> tuple[Machines, ClosedForm, Outcome] | None:
+    machines = machines_of(config, device)
     try:
         check(config, on_paper=True)
+        check_strategy(config)
+        form = form_of(config, model, machines.transport)
     except ConfigError:
         return None
-    machines = machines_of(config, device)
-    form = form_of(config, model, machines.transport)
     return machines, form, outcome_of("", config, form, machines)
 
 
 def with_stage(config: Config, stage: str) -> Config:
-    """Return the config under another stage, with that stage's defaults."""
-    config = deepcopy(config)
+    """Return the config under another stage, with those of its settings that have a meaning there."""
+    if stage == config.strategy.name:
+        return config
+    config = _with_open_settings(config)
     strategy, row = config.strategy, STAGES[stage]
-    if stage != strategy.name:
-        strategy.name = stage
-        strategy.parameters.placement = row.parameters.value
-        strategy.gradients.placement = row.gradients.value
-        strategy.optimizer.placement = row.optimizer.value
-        strategy.keep = strategy.owners = strategy.prefetch = strategy.reduce_each = None
+    strategy.name = stage
+    strategy.parameters.placement = row.parameters.value
+    strategy.gradients.placement = row.gradients.value
+    strategy.optimizer.placement = row.optimizer.value
+    if row.parameters is not Placement.SHARD:
+        strategy.keep = strategy.prefetch = None
+    if row.optimizer is not Placement.SHARD:
+        strategy.owners = None
+    if row.gradients is Placement.PARTIAL and strategy.reduce_each == "microbatch":
+        strategy.reduce_each = None
+    if stage not in OF_TORCHS_DDP:
         strategy.gradient_as_bucket_view = None
+    elif strategy.implementation == "torch":
+        strategy.unit = None
     return resolve(config)
 
 
@@ -85,6 +111,46 @@ def with_world(config: Config, world_size: int) -> Config:
     config.world_size = world_size
     step = config.data.micro_batch_size * world_size
     config.data.global_batch_size = max(1, config.data.global_batch_size // step) * step
+    return config
+
+
+def complete_words(
+    words: str, config: Config, changed: Config, device: str, named: Collection[str] = ()
+) -> str:
+    """Return the words of a change with all that a command line needs beside them.
+
+    These take back settings that have no meaning any more, name the batch if it has changed, and name the device where
+    cluster.device=auto may mean another one for more ranks. `named` are the keys that the line sets: one that repeats a
+    default is not seen otherwise.
+    """
+    before, after = (_with_open_settings(each).strategy for each in (config, changed))
+    needed = [
+        f"strategy.{key}=null"
+        for key in SETTINGS
+        if getattr(changed.strategy, key) != getattr(config.strategy, key)
+        and (getattr(before, key) is not None or f"strategy.{key}" in named)
+        and getattr(after, key) is None
+        and f"strategy.{key}=" not in words
+    ]
+    batch = changed.data.global_batch_size
+    if batch != config.data.global_batch_size:
+        needed.append(f"data.global_batch_size={batch}")
+    if (config.cluster.device, device) == (
+        "auto",
+        "cpu",
+    ) and changed.world_size != config.world_size:
+        needed.append("cluster.device=cpu")
+    return " ".join([words, *needed])
+
+
+def _with_open_settings(config: Config) -> Config:
+    """Return a copy in which settings are open that hold what `resolve` gives an open one."""
+    config = deepcopy(config)
+    for key in SETTINGS:
+        value = getattr(config.strategy, key)
+        setattr(config.strategy, key, None)
+        if getattr(resolve(config).strategy, key) != value:
+            setattr(config.strategy, key, value)
     return config
 
 

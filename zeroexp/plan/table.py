@@ -53,7 +53,7 @@ class Column:
 def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
     outcomes = [each.outcome for each in planned if each.outcome]
-    unit, size = _unit([o.peak.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
+    unit, size = unit_of([o.peak.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
     point, caption = point_columns(planned)
     memory = [*point, *_memory_columns(outcomes, size)]
     traffic = [*point, *_traffic_columns(outcomes, size)]
@@ -93,7 +93,13 @@ def _entry(planned: Planned) -> dict[str, object]:
     if outcome is None:
         return {"name": planned.point.name, "skipped": planned.point.refusal}
     more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.verdict}
-    return {**asdict(outcome), **more}
+    return {**asdict(outcome), **_batch(planned), **more}
+
+
+def _batch(planned: Planned) -> dict[str, object]:
+    """Return the samples that are planned, which may be more than the line says: see Plans."""
+    data = planned.point.config.data
+    return {key: getattr(data, key) for key in ("global_batch_size", "micro_batch_size", "seq_len")}
 
 
 def _row(planned: Planned) -> dict[str, object]:
@@ -108,6 +114,7 @@ def _row(planned: Planned) -> dict[str, object]:
     }
     if outcome is None:
         return row
+    row |= _batch(planned)
     for kind, spread in {**outcome.by_kind, "total": outcome.total, "peak": outcome.peak}.items():
         row |= {f"{kind}_bytes": spread.fullest, f"{kind}_bytes_mean": spread.mean}
     row |= {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks}
@@ -118,11 +125,13 @@ def _row(planned: Planned) -> dict[str, object]:
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
         row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_late_bytes": peak.late_bytes}
-        row |= {"rehearsed_phase": peak.phase}
+        row |= {"rehearsed_phase": peak.phase, "rehearsed_rank": peak.rank}
         least, expected, most = outcome.rehearsed.step_seconds
         row |= {"step_seconds": expected, "step_seconds_least": least, "step_seconds_most": most}
         row |= {"speed": outcome.rehearsed.speed}
         row |= {f"rehearsed_{kind}_bytes": size for kind, size in peak.by_kind.items()}
+    if outcome.not_rehearsed:
+        row |= {"not_rehearsed": outcome.not_rehearsed}
     return {**row, "fits": outcome.verdict or ""}
 
 
@@ -150,14 +159,14 @@ def settings_of(outcome: Outcome) -> str:
 
 def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
     def kind(name: str) -> Column:
-        return Column(KIND_NAMES[name], lambda o: _amount(o.by_kind[name].fullest, size))
+        return Column(KIND_NAMES[name], lambda o: amount(o.by_kind[name].fullest, size))
 
     kinds = [kind(name) for name in KINDS if any(o.by_kind[name].fullest for o in outcomes)]
     columns = [
         *kinds,
-        Column("total", lambda o: _amount(o.total.fullest, size)),
-        Column("mean", lambda o: _amount(o.total.mean, size)),
-        Column("peak", lambda o: _amount(o.peak.fullest, size)),
+        Column("total", lambda o: amount(o.total.fullest, size)),
+        Column("mean", lambda o: amount(o.total.mean, size)),
+        Column("peak", lambda o: amount(o.peak.fullest, size)),
     ]
     if any(o.fits is not None for o in outcomes):
         columns.append(Column("fits", lambda o: o.verdict or ""))
@@ -168,16 +177,16 @@ def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
     kinds = [k for k in MOVES if any(k in o.sent_by_kind for o in outcomes)]
 
     def kind(name: str) -> Column:
-        return Column(name, lambda o: _amount(o.sent_by_kind.get(name, 0), size))
+        return Column(name, lambda o: amount(o.sent_by_kind.get(name, 0), size))
 
     return [
-        Column("sent", lambda o: _amount(o.sent.fullest, size)),
+        Column("sent", lambda o: amount(o.sent.fullest, size)),
         *[kind(name) for name in kinds],
-        Column("inside", lambda o: _amount(o.sent_inside, size)),
-        Column("between", lambda o: _amount(o.sent_between, size)),
+        Column("inside", lambda o: amount(o.sent_inside, size)),
+        Column("between", lambda o: amount(o.sent_between, size)),
         Column("skew", lambda o: f"{o.skew:.2f}"),
         Column("idle", lambda o: str(o.num_idle_ranks)),
-        Column("padding", lambda o: _amount(o.padding_bytes.fullest, size)),
+        Column("padding", lambda o: amount(o.padding_bytes.fullest, size)),
     ]
 
 
@@ -210,14 +219,14 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
     """Return the table of peaks with activations."""
     if not outcomes:
         return []
-    unit, size = _unit([_peak(o).num_bytes for o in outcomes])
+    unit, size = unit_of([_peak(o).num_bytes for o in outcomes])
     kinds = dict.fromkeys(kind for o in outcomes for kind in REHEARSED if _kind(o, kind))
     late = any(_peak(o).late_bytes for o in outcomes)
     columns = [
         *point,
-        *[Column(REHEARSED[k], lambda o, k=k: _amount(_kind(o, k), size)) for k in kinds],
-        Column("peak", lambda o: _amount(_peak(o).num_bytes, size)),
-        *([Column("late", lambda o: _amount(_peak(o).late_bytes, size))] if late else []),
+        *[Column(REHEARSED[k], lambda o, k=k: amount(_kind(o, k), size)) for k in kinds],
+        Column("peak", lambda o: amount(_peak(o).num_bytes, size)),
+        *([Column("late", lambda o: amount(_peak(o).late_bytes, size))] if late else []),
         Column("in", lambda o: _peak(o).phase),
         Column("rank", lambda o: str(_peak(o).rank)),
         Column("step ms", _milliseconds),
@@ -308,12 +317,12 @@ def _remedy(outcome: Outcome) -> str:
     return f"it would with {', or with '.join(outcome.remedies)}"
 
 
-def _unit(amounts: Sequence[float]) -> tuple[str, int]:
+def unit_of(amounts: Sequence[float]) -> tuple[str, int]:
     """Return the unit in which the largest amount has few digits."""
     return ("GiB", GIB) if max(amounts, default=0) >= 10 * GIB else ("MiB", MIB)
 
 
-def _amount(num_bytes: float, size: int) -> str:
+def amount(num_bytes: float, size: int) -> str:
     return f"{num_bytes / size:,.2f}" if size == GIB else f"{num_bytes / size:,.1f}"
 
 
