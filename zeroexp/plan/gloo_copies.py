@@ -5,15 +5,14 @@ all-gather. torch allocates both; they live as long as the collective. A rehears
 torch's engines do not tell when they wait for it.
 
 [Note: late] A thread of gloo first tells that a collective is done, and then lets go of it: of the copy that it
-reduced, of the output that it gathered. Where another process has its core, milliseconds pass in between, and the rank
-goes on. gloo has two threads, so a rank may hold the tensors of its last two collectives beside all that it needs.
+reduced, of the output that it gathered. Where other processes have the cores, the rank goes on meanwhile, as far as
+through a microbatch. gloo has two threads: one may still hold the largest collective so far, and the other the last.
 """
 
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from zeroexp.plan.storages import MESSAGES, Storages
 
 REDUCE, GATHER = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
 COPIED = {REDUCE: 1, GATHER: 0}  # collective -> which of its arguments gloo copies
-NUM_THREADS = 2  # of gloo, for each process group
 
 
 class GlooCopies(TorchDispatchMode):
@@ -33,7 +31,8 @@ class GlooCopies(TorchDispatchMode):
     def __init__(self, storages: Storages, *, late: bool = False) -> None:
         super().__init__()
         self._storages = storages
-        self._held: deque[Tensor] = deque(maxlen=NUM_THREADS if late else 0)  # [Note: late]
+        self._late = late
+        self._held: list[Tensor] = []  # by each of gloo's threads, see [Note: late]
 
     def __torch_dispatch__(
         self,
@@ -46,5 +45,7 @@ class GlooCopies(TorchDispatchMode):
         if name in COPIED:
             copy = torch.empty_like(args[COPIED[name]])
             self._storages.assign_kind(MESSAGES, [copy])
-            self._held.append(copy if name == REDUCE else args[0])
+            if self._late:
+                largest = sorted(self._held, key=lambda tensor: tensor.nbytes)[-1:]
+                self._held = [*largest, copy if name == REDUCE else args[0]]
         return func(*args, **(kwargs or {}))
