@@ -32,6 +32,7 @@ MEANINGS = (
     "peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. sent: per step, "
     "of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
+LATE = "late: what gloo's threads may hold beside the peak on busy cores; fits is tight where there is no room for it. "
 # Kinds at a rehearsed peak, and the names of their columns.
 REHEARSED = {
     "states": "states",
@@ -236,11 +237,7 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
     told = (
         f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
         "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools. "
-        + (
-            "late: what gloo's threads may hold beside the peak for some milliseconds. "
-            if late
-            else ""
-        )
+        + (LATE if late else "")
         + f"Seconds are estimates, {'; '.join(speeds)}."
     )
     return [*_wrapped(told), "", *lines_of(columns, outcomes), ""]
