@@ -54,12 +54,17 @@ def config_of(*words: str) -> Config:
     return composed(*batch, "data.micro_batch_size=1", *words)
 
 
-def agree(rehearsed: RehearsedRank, expected: ShardedForm) -> None:
+def agree(rehearsed: RehearsedRank, expected: ShardedForm, *, gathered: bool = True) -> None:
+    """gathered: whether the bytes of gathers have to agree, too."""
     for moment, held in rehearsed.held_bytes.items():
         assert held == expected.held_bytes(moment, rehearsed.rank), moment
-    sent = dict(rehearsed.traffic.bytes_by_kind)
-    sent.pop("loss")
-    assert sent == expected.traffic(rehearsed.rank).bytes_by_kind
+    of_form = expected.traffic(rehearsed.rank)
+    sent, calls = dict(rehearsed.traffic.bytes_by_kind), dict(rehearsed.traffic.calls_by_kind)
+    del sent["loss"], calls["loss"]
+    assert calls == of_form.calls_by_kind
+    if not gathered:
+        sent["gather"] = of_form.bytes_by_kind["gather"]
+    assert sent == of_form.bytes_by_kind
 
 
 def points() -> list[object]:
@@ -80,8 +85,10 @@ def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, 
     assert isinstance(expected, ShardedForm)
     rehearsal = rehearse(config)
     assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
+    # LLaMA's modules run in another order than they are listed in, see [Note: one step] in closed_forms.py.
+    in_order = (words, stage, unit) != (LLAMA, "zero3", "module")
     for each in rehearsal.ranks:
-        agree(each, expected)
+        agree(each, expected, gathered=in_order)
 
 
 class Zeros(NoData):

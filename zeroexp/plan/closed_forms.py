@@ -11,7 +11,9 @@ those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_all
 and multiply; a thousand ranks of 7B take a tenth of a second.
 
 [Note: one step] The forms describe a step in the middle of a run: it gathers ahead as much for the next step as the
-step before gathered for it. Units run in the given order in forward and in the opposite order in backward.
+step before gathered for it. Units run in the given order in forward and in the opposite order in backward. Modules of
+one block may run in another (LLaMA runs its norms first and lists them last): with strategy.unit=module other units
+are still there then, as many as here but not of the same size.
 
 [Note: what is still there] With keep=last a unit needs no gather if no other unit has used its pool since. Units take
 turns in pools in order. So in every pool the values of the last unit survive from forward to backward, and those of the
