@@ -139,8 +139,9 @@ def test_the_prior_of_an_h100_leaves_sparsity_out():
     assert speed.product_rate(torch.bfloat16) < 989e12  # NVIDIA's dense figure
 
 
-def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch):
-    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: {"cpu MHz": ["1000.0", "2000.0"]}[key])
+def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch, tmp_path):
+    monkeypatch.setattr(speeds, "MOST_KILOHERTZ", str(tmp_path / "khz"))
+    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: {"cpu MHz": ["800.0", "1000.0"]}[key])
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     slow = cpu_prior_speed("direct")
     assert slow.label.startswith("a core of 1.0 GHz with AVX2, not calibrated: run")
@@ -150,6 +151,8 @@ def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch):
     assert slow.moves_on_wait and not cpu_prior_speed("gloo").moves_on_wait
     monkeypatch.setattr(speeds, "_cpuinfo", lambda key: [])  # not Linux
     assert cpu_prior_speed("direct").product_rate(torch.float32) > slow.product_rate(torch.float32)
+    (tmp_path / "khz").write_text("3000000\n")
+    assert cpu_prior_speed("direct").label.startswith("a core of 3.0 GHz")
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
