@@ -24,7 +24,7 @@ def points(*words: str):
 def test_what_can_not_fit_is_refused(limit, verdict, capsys):
     (point,) = plan_slurm_points(points("strategy=ddp", f"cluster.device_memory_gib={limit}"))
     told = capsys.readouterr().out
-    assert told.startswith("plan of ddp-buffer-n4: 0.00 GiB of model states")
+    assert told.startswith("plan of ddp-buffer-n4: 3.4 MiB of model states")
     assert told.rstrip().endswith(f"fits {limit} GiB: {verdict}")
     if verdict == "yes":
         assert point.refusal is None

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from zeroexp.cluster.points import Point
 from zeroexp.config import Config, UndefinedCombination
-
-GIB = 2**30
+from zeroexp.tracking.out_of_memory import gib
 
 
 def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
@@ -37,22 +36,22 @@ def _plan_point(point: Point) -> Point:
         print(f"no plan of {point.name}: {error}")
         return point
     outcome = outcome_of(point.name, config, form, machines)
-    states, peak = outcome.total.fullest / GIB, outcome.peak.fullest / GIB
+    states, peak = gib(outcome.total.fullest), gib(outcome.peak.fullest)
     verdict = (
         "" if outcome.verdict is None else f"; fits {outcome.memory_gib:g} GiB: {outcome.verdict}"
     )
-    print(f"plan of {point.name}: {states:.2f} GiB of model states, peak {peak:.2f}{verdict}")
+    print(f"plan of {point.name}: {states} of model states, peak {peak}{verdict}")
     if outcome.verdict != "no" or config.cluster.force:
         return point
     return replace(point, refusal=_refusal(config, states))
 
 
-def _refusal(config: Config, states: float) -> str:
+def _refusal(config: Config, states: str) -> str:
     cluster = config.cluster
     beside = (
         f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
     )
     return (
-        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: model states take {states:.2f} GiB of a "
+        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: model states take {states} of a "
         f"rank{beside}; use more ranks or a later stage (python -m zeroexp.plan), or cluster.force=true"
     )

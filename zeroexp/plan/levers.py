@@ -221,9 +221,9 @@ def _lever_lines(rows: Sequence[Lever], outcome: Outcome) -> list[str]:
     lines.append(f"{'peak':>12} {'sent/step':>12} {'ms':>10}  lever")
     for lever in rows:
         peak, sent = (
-            f"{num_bytes / MIB:+,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
+            f"{num_bytes / MIB:+z,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
         )
-        ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+,.1f}"
+        ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+z,.1f}"
         if any(cell.strip("+-0.,") for cell in (peak, sent, ms)):
             lines += wrap(
                 f"{peak:>12} {sent:>12} {ms:>10}  {lever.words}",
