@@ -161,7 +161,7 @@ def as_a_dry_run(words: list[str]) -> list[str]:
         kept.append("tracking=files")
     if not any(word.startswith(("outputs=", "resume=")) for word in kept):
         kept.append("outputs=dry")  # the sweep that was trained stays the newest
-    return [*kept, "cluster.dry_run=true"]
+    return [*kept, "cluster.dry_run=true", "cluster.rehearse_s=0"]
 
 
 @pytest.mark.parametrize("command", CASES)

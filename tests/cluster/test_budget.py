@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from tests.composing import composed
+from zeroexp.cluster import budget
 from zeroexp.cluster.budget import plan_slurm_points
 from zeroexp.cluster.points import points_of
+from zeroexp.plan.outcome import RehearsedPeaks
 
 
 def points(*words: str):
-    config = composed("cluster=slurm", "model=tiny", "world_size=4", *words)
+    config = composed("cluster=slurm", "model=tiny", "world_size=4", "cluster.rehearse_s=0", *words)
     return points_of([], asdict(config))
 
 
@@ -24,7 +26,7 @@ def points(*words: str):
 def test_what_can_not_fit_is_refused(limit, verdict, capsys):
     (point,) = plan_slurm_points(points("strategy=ddp", f"cluster.device_memory_gib={limit}"))
     told = capsys.readouterr().out
-    assert told.startswith("plan of ddp-buffer-n4: 3.4 MiB of model states")
+    assert told.startswith("plan of ddp-buffer-n4: model states 3.4 MiB, peak ")
     assert told.rstrip().endswith(f"fits {limit} GiB: {verdict}")
     if verdict == "yes":
         assert point.refusal is None
@@ -49,3 +51,32 @@ def test_force_submits_all_the_same(capsys):
 def test_points_of_this_machine_are_left_alone(capsys):
     local = points_of([], asdict(composed("cluster.device_memory_gib=0.001")))
     assert plan_slurm_points(local) == local and capsys.readouterr().out == ""
+
+
+def test_a_rehearsal_adds_activations_and_node_hours(capsys):
+    """Model states of 1.7 MiB would fit 4.1 MiB; with the activations of a step they do not."""
+    words = ("strategy=zero3", "cluster.device_memory_gib=0.004")
+    (point,) = plan_slurm_points(points(*words))
+    assert point.refusal is None and "without activations" in capsys.readouterr().out
+    (point,) = plan_slurm_points(points(*words, "cluster.rehearse_s=60"))
+    told = capsys.readouterr().out
+    assert "MiB with activations; " in told and "fits 0.004 GiB: no" in told
+    assert "node-hours (" in told and "; timeout_s allows 1 node-hours" in told
+    assert point.refusal and "a rank holds" in point.refusal and "use more ranks" in point.refusal
+
+
+def test_node_hours_are_those_of_all_nodes_steps_and_repeats():
+    """Four ranks, two to a node, train 3 + 20 steps of 1 to 4 seconds, three times."""
+    (point,) = points("strategy=zero3", "repeats=3", "cluster.slurm.ranks_per_node=2")
+    outcome, machines = budget._plan(point, rehearses=False)
+    outcome = replace(outcome, rehearsed=RehearsedPeaks([], "cuda", (), (1.0, 2.0, 4.0)))
+    hours = budget._node_hours(point.config, outcome, machines)
+    assert hours == pytest.approx([2 * 3 * 23 * seconds / 3600 for seconds in (1, 2, 4)])
+    assert budget._hours_told(hours) == "0.077 node-hours (0.038 to 0.15)"
+
+
+def test_what_can_not_be_rehearsed_is_submitted_all_the_same(capsys):
+    words = ("model=moe_tiny", "data=synthetic", "strategy=zero3", "cluster.rehearse_s=60")
+    (point,) = plan_slurm_points(points(*words))
+    told = capsys.readouterr().out
+    assert point.refusal is None and "without activations" in told and "not rehearsed: " in told

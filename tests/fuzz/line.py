@@ -33,7 +33,7 @@ BASE = (
     *("train.steps=1", "train.warmup_steps=0", "tracking=files", "cluster.device=cpu"),
 )
 # Keys of Slurm have a meaning only there; a dry run needs none.
-ON_SLURM = ("cluster=slurm", "cluster.dry_run=true")
+ON_SLURM = ("cluster=slurm", "cluster.dry_run=true", "cluster.rehearse_s=0")
 PATIENCE_SECONDS = 300.0  # of a machine with much other work
 ACCEPTED, TRACEBACK = 77, 99
 

@@ -66,6 +66,7 @@ AT_LEAST = {
     "cluster.threads_per_rank": 1,
     "cluster.timeout_s": 1,
     "cluster.heartbeat_s": 1,
+    "cluster.rehearse_s": 0,
     "cluster.start_s": 1,
     "cluster.hang_s": 1,
     "tracking.system_s": 0.1,  # a sample takes milliseconds
@@ -102,6 +103,7 @@ AT_MOST = {
     "cluster.threads_per_rank": 1024,
     "cluster.timeout_s": YEAR_S,
     "cluster.heartbeat_s": YEAR_S,
+    "cluster.rehearse_s": YEAR_S,
     "cluster.hang_s": YEAR_S,
     "cluster.device_memory_gib": 10**6,
     "cluster.reserved_gib": 10**6,

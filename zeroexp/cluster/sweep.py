@@ -77,14 +77,12 @@ class Sweep:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
         points = [
-            [
-                replace(point, hydra=files)
-                for point in plan_slurm_points(points_of(overrides, values))
-            ]
+            [replace(point, hydra=files) for point in points_of(overrides, values)]
             for overrides, values, files in batch
         ]
         self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
-        points = [[_tried(point) for point in one] for one in points]
+        planned = iter(plan_slurm_points([_tried(point) for one in points for point in one]))
+        points = [[next(planned) for _ in one] for one in points]
         self._refuse_all_skipped([point for one in points for point in one])
         jobs: list[list[Job]] = [[] for _ in points]
         for repeat in range(max(point.config.repeats for one in points for point in one)):
