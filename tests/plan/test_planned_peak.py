@@ -16,12 +16,14 @@ from tests.plan.test_absent_neighbours import real_peak
 from tests.plan.test_rehearse import FSDP2_BYTES, config_of
 from zeroexp.config import Config
 from zeroexp.measure.memory import count_cpu_allocations
-from zeroexp.plan.depth import with_depth
+from zeroexp.measure.record import Traffic
+from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
-from zeroexp.plan.rehearse import prepared, rehearse, rehearse_rank
+from zeroexp.plan.rehearse import PHASES, RehearsedRank, prepared, rehearse, rehearse_rank
+from zeroexp.plan.storages import Peak
 from zeroexp.world import World
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 5
@@ -39,25 +41,27 @@ def planned(config: Config) -> RankPeak:
     return rehearse_fullest_rank(config, machines, form, outcome_of("", config, form, machines))
 
 
-VECTORS = (*("model=mlp_tiny", "data=vectors", "data.seq_len=256"), *WIDE[3:])
+# Few operations, each of which takes a rehearsal half a millisecond.
+VECTORS = ("model=mlp_tiny", "data=vectors", "data.seq_len=8", *WIDE[3:])
 
 
 @pytest.mark.parametrize(
     ("words", "stage", "implementation", "reduce_each"),
     [
-        (WIDE, "ddp", "torch", None),
-        (WIDE, "zero2", "torch", None),
-        (WIDE, "zero3", "torch", None),
-        (WIDE, "zero1", "buffer", "step"),
-        (WIDE, "zero2", "buffer", "microbatch"),
-        (WIDE, "zero3", "tensor", "step"),
+        ((), "ddp", "torch", None),
+        ((), "zero2", "torch", None),
+        ((), "zero3", "torch", None),
+        ((), "zero1", "buffer", "step"),
+        ((), "zero2", "buffer", "microbatch"),
+        ((), "zero3", "tensor", "step"),
         # All gradients of a microbatch are one reduction, which is in flight while the next one makes its own.
-        ((*WIDE, "strategy.unit=model"), "zero2", "parameter", "microbatch"),
-        (VECTORS, "zero3", "buffer", "step"),  # whose samples are its largest tensors
+        (("strategy.unit=model",), "zero2", "parameter", "microbatch"),
+        (("data.seq_len=256",), "zero3", "buffer", "step"),  # whose samples are its largest tensors
     ],
 )
 def test_no_further_microbatch_holds_more(words, stage, implementation, reduce_each):
-    config = config_of(*words, f"strategy={stage}", f"strategy.implementation={implementation}")
+    engine = (f"strategy={stage}", f"strategy.implementation={implementation}")
+    config = config_of(*VECTORS, *words, *engine)
     config.strategy.reduce_each = reduce_each
     fullest = planned(config)
     (whole,) = rehearse(config, ranks=[fullest.rank], reads=False, ranks_per_host=NUM_RANKS).ranks
@@ -68,22 +72,40 @@ def test_no_further_microbatch_holds_more(words, stage, implementation, reduce_e
 def test_products_and_norms_of_bf16_have_their_scratch(ranks, max_grad_norm):
     if reason := count_cpu_allocations():
         pytest.skip(reason)
-    config = config_of(*WIDE, "precision=bf16", "strategy=zero3")
+    small = ("model.hf_config.num_hidden_layers=1", f"data.global_batch_size={NUM_RANKS}")
+    config = config_of(*WIDE, *small, "precision=bf16", "strategy=zero3")
     config.optimizer.max_grad_norm = max_grad_norm
     measured = max(ranks(real_peak, prepared(config, None), world_size=NUM_RANKS))
     assert 0 <= measured - planned(config).num_bytes <= SCRATCH_BYTES
 
 
-def test_a_model_of_which_some_blocks_are_frozen_is_rehearsed_at_its_own_depth():
-    words = ("model=mlp_tiny", "data=vectors", "model.freeze=[blocks.?.*]", "strategy=zero3")
-    config = with_depth(config_of(*words, "data.seq_len=8"), 20)
-    rehearsal = rehearse(config, ranks=[0], reads=False)
-    assert rehearsal.depths == (20,)
-    assert rehearsal.ranks == [rehearse_rank(prepared(config, None), 0, "cpu", reads=False)]
+def test_a_model_of_which_some_blocks_are_frozen_is_measured_at_its_own_depth():
+    def measure(at: Config) -> list[dict[str, int]]:
+        return [{"num_blocks": depth_of(at)}]
+
+    config = with_depth(config_of("model=mlp_tiny", "data=vectors"), 20)
+    config.model.freeze = ["blocks.?.*"]
+    assert measure_at_depth(config, measure) == ([{"num_blocks": 20}], (20,))
     config.model.freeze = ["*bias"]  # of all blocks alike
-    assert rehearse(config, ranks=[0], reads=False).depths != (20,)
+    found, depths = measure_at_depth(config, measure)
+    assert found == [{"num_blocks": 20}] and len(depths) == 3 and max(depths) < 20
 
 
+def test_the_half_that_holds_most_in_a_deep_model_is_told(monkeypatch):
+    """At 4, 6 and 8 blocks the first half holds more, at 20 the second."""
+
+    def made_up(at: Config, rank: int, *_: Any, **__: Any) -> RehearsedRank:
+        first, second = (Peak(b, {}, []) for b in (1000 + 10 * depth_of(at), 100 * depth_of(at)))
+        halves = {phase: {"first": first, "second": second} for phase in PHASES}
+        return RehearsedRank(rank, dict.fromkeys(PHASES, first), {}, Traffic({}, {}), {}, halves)
+
+    monkeypatch.setattr("zeroexp.plan.rehearse.rehearse_rank", made_up)
+    rehearsal = rehearse(with_depth(config_of(*VECTORS), 20), ranks=[0])
+    assert rehearsal.depths == (4, 6, 8)
+    assert rehearsal.ranks[0].peaks["backward"].num_bytes == 100 * 20
+
+
+@pytest.mark.slow
 def test_another_half_of_backward_may_hold_most_in_a_deep_model():
     """Logits make the peak at few blocks, and the gradients that backward leaves at many."""
     words = (*WIDE[:2], "data.seq_len=32", "world_size=1", "data.global_batch_size=1")

@@ -27,8 +27,9 @@ from zeroexp.plan.speed import NETWORKS
 from zeroexp.report.markdown import LINE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+ONE_BLOCK = ("model=tiny", "model.hf_config.num_hidden_layers=1")
 TINY = [
-    Scaled("tiny", ("model=tiny", "data.seq_len=64"), (16,), ("zero1", "zero3")),
+    Scaled("tiny", (*ONE_BLOCK, "data.seq_len=16"), (16,), ("zero1", "zero3")),
     Scaled("experts", ("model=mixtral_tiny", "data.seq_len=16"), (16,), ("zero3",)),
 ]
 
