@@ -11,13 +11,7 @@ those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_all
 and multiply; a thousand ranks of 7B take a tenth of a second.
 
 [Note: one step] The forms describe a step in the middle of a run: it gathers ahead as much for the next step as the
-step before gathered for it. Units run in the given order in forward and in the opposite order in backward. Modules of
-one block may run in another (LLaMA runs its norms first and lists them last): with strategy.unit=module other units
-are still there then, as many as here but not of the same size.
-
-[Note: what is still there] With keep=last a unit needs no gather if no other unit has used its pool since. Units take
-turns in pools in order. So in every pool the values of the last unit survive from forward to backward, and those of the
-first survive from one microbatch to the next. After the optimizer's step all values are out of date.
+step before gathered for it. How often it gathers each unit is counted in gather_counts.py.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.paging import aligned
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.measure.record import MOMENTS, Traffic
+from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.chunk import Chunk
 from zeroexp.sharding.placement import Move, Placement, Stage
@@ -111,7 +106,8 @@ class UnitsOfOneShape(NamedTuple):
 class ShardedForm:
     """The traffic and memory of one model, stage and world size.
 
-    units: the root first, then the others in the order they run. stage: the row as `world_size` ranks carry it out.
+    units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
+    uses: of units in one microbatch; None: units run in the order in which they are listed.
     """
 
     units: Sequence[UnitForm]
@@ -120,6 +116,7 @@ class ShardedForm:
     schedule: ScheduleForm = ScheduleForm()
     precision: PrecisionForm = PrecisionForm()
     optimizer: OptimizerForm = OptimizerForm()
+    uses: Sequence[Use] | None = None
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -192,19 +189,13 @@ class ShardedForm:
 
     @cached_property
     def _num_gathers(self) -> list[int]:
-        """Gathers of each unit: forward and backward of every microbatch, less those of [Note: what is still there]."""
+        """Gathers of each unit in one step."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
-        times = self.schedule.accumulation
-        counts = [2 * times if self.schedule.keep != "all" else times] * len(self.units)
-        if self.schedule.keep == "last":
-            counts[0] = times  # the root stays from forward to backward
-            for pool in self._units_of_pools:
-                for index in pool[:1]:
-                    counts[index] -= times - 1
-                for index in pool[-1:]:
-                    counts[index] -= times
-        return [n if unit.chunks else 0 for n, unit in zip(counts, self.units, strict=True)]
+        uses = listed_order(len(self.units)) if self.uses is None else self.uses
+        keep, accumulation = self.schedule.keep, self.schedule.accumulation
+        counts = gathers_of_step(uses, self._units_of_pools, keep=keep, accumulation=accumulation)
+        return [counts[index] if unit.chunks else 0 for index, unit in enumerate(self.units)]
 
     @property
     def _units_of_pools(self) -> list[list[int]]:

@@ -19,9 +19,11 @@ from zeroexp.plan.closed_forms import (
 )
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.plan.transient import transient_bytes
+from zeroexp.plan.uses import uses_of
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.layout import LAYOUTS, lay_out
 from zeroexp.sharding.options import settle_options
+from zeroexp.sharding.placement import Move
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.sharding.refusals.layouts import refuse_layout
 from zeroexp.strategies.build import options_of, stage_of
@@ -79,7 +81,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         rounding=TRANSPORTS[transport].rounding,
     )
     refuse_layout(options.family, specs, layout, world_size)
-    private = private_units([group.name for group in groups], options.keep)
+    names = [group.name for group in groups]
+    private = private_units(names, options.keep)
     units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
@@ -92,7 +95,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))
-    return ShardedForm(units, stage, world_size, schedule, precision, _optimizer(config))
+    gathers = stage.gather is Move.ALL_GATHER
+    uses = uses_of(config, model, options.unit, names) if gathers else None
+    return ShardedForm(units, stage, world_size, schedule, precision, _optimizer(config), uses)
 
 
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:

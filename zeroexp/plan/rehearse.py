@@ -33,8 +33,6 @@ from torch._subclasses.fake_tensor import (
 
 import zeroexp
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
-from zeroexp.data import Microbatch, StepBatch
-from zeroexp.data.synthetic import width_of
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, Traffic
 from zeroexp.models.build import allow_fake_tensors, build_model, materialize
@@ -45,6 +43,7 @@ from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.gloo_copies import GlooCopies
 from zeroexp.plan.gradient_sums import GradientSums
 from zeroexp.plan.kernel_scratch import KernelScratch
+from zeroexp.plan.no_data import NoData
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
@@ -263,38 +262,6 @@ def num_words(module: nn.Module) -> int | None:
     """Return the number of words that the model chooses from at each position; None where it chooses none."""
     rows = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
     return max(rows, default=None)
-
-
-class NoData:
-    """Samples of the configured shape, without values.
-
-    most: so many microbatches of a step are given out; None: all. holds_others: the samples of the others are in the
-    rank's memory all the same.
-    """
-
-    def __init__(
-        self, config: Config, most: int | None = None, *, holds_others: bool = False
-    ) -> None:
-        self._config, self._most, self._holds_others = config, most, holds_others
-        self._others: list[Microbatch] = []
-
-    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
-        data = self._config.data
-        num = data.global_batch_size // (data.micro_batch_size * world_size)
-        num_tokens = data.global_batch_size * data.seq_len
-        most = num if self._most is None else min(num, self._most)
-        self._others = [self._microbatch() for _ in range(num - most) if self._holds_others]
-        return StepBatch([self._microbatch() for _ in range(most)], num_tokens, num_tokens)
-
-    def _microbatch(self) -> Microbatch:
-        model, data = self._config.model, self._config.data
-        shape = (data.micro_batch_size, data.seq_len)
-        if data.task == "regression":
-            vectors = torch.empty(*shape, width_of(model))
-            return Microbatch({"vectors": vectors}, torch.empty_like(vectors))
-        tokens = torch.empty(shape, dtype=torch.int64)
-        labels = shape[:1] if data.task == "classification" else shape
-        return Microbatch({"input_ids": tokens}, torch.empty(labels, dtype=torch.int64))
 
 
 class _Watched:

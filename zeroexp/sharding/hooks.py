@@ -6,7 +6,7 @@ hook on an output tensor    backward reaches the module (module backward hooks d
                             no tuple of tensors, as at the root of a Hugging Face model)
 post-accumulate hook        a parameter's gradient is complete
 
-`_tensors_in` looks for tensors in outputs. For a tensor that it does not find the gather starts later, when autograd
+`tensors_in` looks for tensors in outputs. For a tensor that it does not find the gather starts later, when autograd
 asks for what it saved (saved.py).
 """
 
@@ -43,7 +43,7 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
         if called is not module:
             return
         ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if is_view_of_freed(tensor, unit):
                 raise RuntimeError(
                     f"{unit} returns a view of its parameters (shape {list(tensor.shape)}), which are freed when "
@@ -93,11 +93,11 @@ def _somebody_took_gradient(parameter: nn.Parameter) -> bool:
         return parameter.grad is None and hooks is not None and len(hooks) > 1
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
         elif isinstance(leaf, Mapping):
-            yield from _tensors_in(list(leaf.values()))
+            yield from tensors_in(list(leaf.values()))

@@ -8,7 +8,7 @@ A wrong guess costs a gather and never a wrong result: the unit is freed when an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from zeroexp.comm.base import Pending
@@ -38,7 +38,7 @@ class Prefetch(Gathers):
         super().publish(unit)
         if unit in self._arriving:
             unit.await_on_use(partial(self._wait_gathered, unit))
-        elif self.depth and unit in self.sharded and unit in self.order.first_units(1 + self.depth):
+        elif self.depth and unit in self.sharded and unit in self._first_units():
             self._gather(unit)  # the next step begins with it
 
     def await_published(self) -> None:
@@ -57,6 +57,11 @@ class Prefetch(Gathers):
         for unit in self.sharded:
             self._wait_gathered(unit)
         super().abandon_microbatch()
+
+    def _first_units(self) -> Collection[Unit]:
+        """Return the units that the next step begins with, of those in one pool the first."""
+        first = self.order.first_units(1 + self.depth)
+        return {unit.store: unit for unit in reversed(first)}.values()
 
     def _gather(self, unit: Unit) -> None:
         if unit.residence is Residence.FREED:  # else it was gathered ahead

@@ -1,0 +1,180 @@
+"""Closed forms follow the order in which a model really uses its units: they, a rehearsal and two ranks agree.
+
+Every point compares the bytes and calls of one step, by kind, and the bytes held at every named moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from tests.composing import composed
+from tests.plan.test_rehearse import Zeros, agree
+from zeroexp.comm import shared_memory
+from zeroexp.config import Config
+from zeroexp.measure.instruments import Instruments
+from zeroexp.models.build import build_model
+from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.depth import with_depth
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.gather_counts import Event, Use, gathers_of_step, listed_order
+from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared, rehearse
+from zeroexp.plan.uses import _run, uses_of
+from zeroexp.sharding.grouping import group_parameters
+from zeroexp.strategies.build import build_strategy
+from zeroexp.train import Data, train
+from zeroexp.world import World, barrier
+
+NUM_RANKS = 2
+MODELS = ("tiny", "gpt2_tiny", "mixtral_tiny")
+KEEPS = ("none", "last", "all")
+# LLaMA's first layer and all before it: no gradient goes there.
+BELOW_GRADIENTS = ("*embed*", "*layers.0.*")
+
+
+def config_of(model: str, *words: str, accumulation: int = 2) -> Config:
+    batch = f"data.global_batch_size={NUM_RANKS * accumulation}"
+    size = (f"world_size={NUM_RANKS}", batch, "data.micro_batch_size=1", "data.seq_len=8")
+    return composed(f"model={model}", "data=synthetic", "strategy=zero3", *size, *words)
+
+
+def by_module(model: str, keep: str, prefetch: int, accumulation: int, *words: str) -> Config:
+    strategy = ("strategy.unit=module", f"strategy.keep={keep}", f"strategy.prefetch={prefetch}")
+    return config_of(model, *strategy, *words, accumulation=accumulation)
+
+
+def trained_rank(world: World, config: Config, ranks_per_host: int) -> RehearsedRank:
+    """Train among real peers and return what the rank sent and held."""
+    host = world.rank // ranks_per_host
+    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (str(host), 0)
+    try:
+        model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
+        if config.train.activation_checkpointing:
+            checkpoint_blocks(model.module, model.blocks)
+        strategy = build_strategy(config, model, world)
+        instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
+        records = [*train(strategy, data, config=config, world=world, instruments=instruments)]
+        barrier()  # no rank closes its connections while another still reads
+    finally:
+        shared_memory.host_identity = same_host  # these processes run other tests too
+    held = records[-1].memory_bytes
+    assert held is not None
+    return RehearsedRank(world.rank, {}, held, records[UNDISTURBED_STEP].traffic)
+
+
+def check(ranks, config: Config, transport: str) -> None:
+    """native: a rehearsal as GPUs move. gloo: a rehearsal and ranks of two hosts. direct: ranks of one host."""
+    expected = form_of(config, build_on_meta(config), transport)
+    assert isinstance(expected, ShardedForm)
+    if transport != "direct":  # shared memory is in a rehearsal's peaks alone
+        per_host = 1 if transport == "gloo" else None
+        (rehearsed,) = rehearse(config, ranks=[NUM_RANKS - 1], ranks_per_host=per_host).ranks
+        agree(rehearsed, expected)
+    if transport != "native":
+        per_host = 1 if transport == "gloo" else NUM_RANKS
+        for rank in ranks(trained_rank, prepared(config, None), per_host, world_size=NUM_RANKS):
+            agree(rank, expected)
+
+
+QUICK = [
+    ("tiny", "last", 1, 2, "gloo"),
+    ("tiny", "last", 6, 1, "direct"),  # a norm shares its pool with a unit that a step begins with
+    ("gpt2_tiny", "none", 2, 1, "direct"),
+    ("mixtral_tiny", "last", 1, 2, "direct"),
+]
+MATRIX = itertools.product(MODELS, KEEPS, (0, 1, 2, 6), (1, 3), ("gloo", "direct", "native"))
+
+
+@pytest.mark.parametrize(
+    ("model", "keep", "prefetch", "accumulation", "transport"),
+    [
+        *QUICK,
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in MATRIX if each not in QUICK),
+    ],
+)
+def test_modules_in_the_order_in_which_they_run(
+    ranks, model, keep, prefetch, accumulation, transport
+):
+    check(ranks, by_module(model, keep, prefetch, accumulation), transport)
+
+
+BY_BLOCK = [("block", "last"), *(pytest.param("module", k, marks=pytest.mark.slow) for k in KEEPS)]
+
+
+@pytest.mark.parametrize(("unit", "keep"), BY_BLOCK)
+def test_units_below_all_gradients_have_no_backward(ranks, unit, keep):
+    config = config_of("tiny", f"strategy.unit={unit}", f"strategy.keep={keep}")
+    config.model.freeze = [*BELOW_GRADIENTS]
+    check(ranks, config, "direct" if unit == "block" else "gloo")
+
+
+@pytest.mark.parametrize(
+    ("keep", "prefetch", "transport"),
+    [
+        ("last", 1, "direct"),
+        *(pytest.param("none", n, "gloo", marks=pytest.mark.slow) for n in (0, 1, 2, 4)),
+    ],
+)
+def test_modules_of_recomputed_blocks_are_gathered_a_third_time(ranks, keep, prefetch, transport):
+    words = "train.activation_checkpointing=true"
+    check(ranks, by_module("tiny", keep, prefetch, 2, words), transport)
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_one_block_tells_of_all_between_the_first_and_the_last(model, recomputes):
+    config = with_depth(config_of(model, f"train.activation_checkpointing={recomputes}"), 6)
+    config.model.freeze = ["*ln_1*" if model == "gpt2_tiny" else "*norm*"]
+    assert _run(config, "module", leaves_out=True) == _run(config, "module", leaves_out=False)
+
+
+def test_blocks_that_differ_all_run():
+    config = with_depth(config_of("tiny"), 6)
+    config.model.freeze = ["*embed*", "*layers.[0-2].*"]
+    model = build_on_meta(config)
+    names = [group.name for group in group_parameters(model.module, model.blocks, "block")]
+    uses = uses_of(config, model, "block", names)
+    assert names[1:] == [f"model.layers.{i}" for i in range(6)]
+    begun = [unit for event, unit in uses if event is Event.MAKE_READY]
+    assert begun == [0, 1, 2, 3, 4, 5, 6, 0, 6, 5, 4]  # 1 to 3 are frozen, and so is all below
+
+
+def test_a_model_that_asks_for_values_runs_as_it_is_listed():
+    config = config_of("moe_tiny")
+    model = build_on_meta(config)
+    names = [group.name for group in group_parameters(model.module, model.blocks, "module")]
+    assert uses_of(config, model, "module", names) == listed_order(len(names))
+
+
+# -- how often -------------------------------------------------------------------------------------
+
+
+def passes(*units: int) -> list[Use]:
+    """The uses of a microbatch in which units run in this order and back."""
+    forward = [Use(event, u) for u in units for event in (Event.MAKE_READY, Event.AFTER_FORWARD)]
+    events = (Event.MAKE_READY, Event.AFTER_BACKWARD)
+    return [*forward, *(Use(event, u) for u in reversed(units) for event in events)]
+
+
+def test_what_a_pool_still_holds_needs_no_gather():
+    """Of units 1, 2, 3 in one pool 3 is still there for its backward, and 1 for the next microbatch."""
+    counts = gathers_of_step(passes(1, 2, 3), [[1, 2, 3]], keep="last", accumulation=3)
+    assert counts == {1: 2 + 1 + 1, 2: 6, 3: 3}
+    counts = gathers_of_step(passes(3, 1, 2), [[1, 2, 3]], keep="last", accumulation=3)
+    assert counts == {3: 2 + 1 + 1, 1: 6, 2: 3}
+
+
+def test_a_unit_that_finds_its_pool_in_use_keeps_nothing_there():
+    """2 runs inside 1, in the same pool: it has its own memory, which it gives back after each use."""
+    inside = [*passes(2)[:2]]
+    uses = [Use(Event.MAKE_READY, 1), *inside, Use(Event.AFTER_FORWARD, 1)]
+    uses += [Use(Event.MAKE_READY, 1), *passes(2)[2:], Use(Event.AFTER_BACKWARD, 1)]
+    assert gathers_of_step(uses, [[1, 2]], keep="last", accumulation=1) == {1: 1, 2: 2}
+    assert gathers_of_step(uses, [[1], [2]], keep="last", accumulation=1) == {1: 1, 2: 1}
