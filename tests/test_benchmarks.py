@@ -329,7 +329,7 @@ def test_accuracy_compares_a_real_run_number_by_number():
 @pytest.mark.parametrize(
     ("shape", "row"),
     [
-        ("7M, 4 x 64", ("zero3", "buffer")),
+        pytest.param("7M, 4 x 64", ("zero3", "buffer"), marks=pytest.mark.slow),
         # The rank whose closed form is the largest is not the fullest.
         ("14M, 1 x 64", ("zero3", "parameter")),
     ],

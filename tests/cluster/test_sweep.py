@@ -280,7 +280,7 @@ def test_the_whole_matrix_trains_alike(tmp_path):
 def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     """One seed fails in the ranks alone; the points before and after it run."""
     (tmp_path / "sitecustomize.py").write_text(THIRTEEN_FAILS)
-    done = in_new_processes(tmp_path, "-m", "train.seed=0,13,0", "world_size=1", *QUICK)
+    done = in_new_processes(tmp_path, "-m", "train.seed=0,13,0", *ONE)
     assert done.returncode == 1
     found = jobs(tmp_path)
     (failed,) = [job for job in found.values() if job.state["status"] == "failed"]

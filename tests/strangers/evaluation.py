@@ -36,7 +36,7 @@ def look(t: Any, lab: Lab, mode: str) -> None:
         lab.note(t.model(torch.ones(2, WIDTH)))
 
 
-@variants([*MODES], EVERY_WAY)
+@variants([*MODES], EVERY_WAY, quick=["no_grad", "inference_mode"])
 def evaluated_before_the_first_step_in(lab: Lab, mode: str) -> None:
     t = lab.wrap(Net())
     for _ in range(3):
@@ -55,7 +55,7 @@ def evaluated_between_steps_in(lab: Lab, mode: str) -> None:
         t.model.train()
 
 
-@variants([*MODES])
+@variants([*MODES], quick=["no_grad", "inference_mode"])
 def evaluated_between_microbatches_in(lab: Lab, mode: str) -> None:
     t = lab.wrap(Net())
     for step in range(2):
@@ -68,7 +68,7 @@ def evaluated_between_microbatches_in(lab: Lab, mode: str) -> None:
         t.zero_grad()
 
 
-@variants([*MODES])
+@variants([*MODES], quick=["no_grad", "inference_mode"])
 def evaluated_inside_a_microbatch_in(lab: Lab, mode: str) -> None:
     """Before the forward, between forward and backward, after backward."""
     t = lab.wrap(Net())

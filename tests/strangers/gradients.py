@@ -83,7 +83,7 @@ def gradients_touched_by(lab: Lab, way: str) -> None:
     t.step()
 
 
-@variants([*TOUCHES], refused=TAKEN)
+@variants([*TOUCHES], quick=["clip_grad_norm", "noise", "a_look"], refused=TAKEN)
 def gradients_touched_inside_the_microbatch_by(lab: Lab, way: str) -> None:
     t = lab.wrap(Net())
     for batch in lab.batches(0):

@@ -388,9 +388,14 @@ def scenario(
 
 
 def variants(
-    names: Sequence[str], settings: Sequence[Setting] = BY_STAGE, **words: Any
+    names: Sequence[str],
+    settings: Sequence[Setting] = BY_STAGE,
+    *,
+    quick: Sequence[str] | None = None,
+    **words: Any,
 ) -> Callable[[Callable[[Lab, str], None]], None]:
-    """The same scenario once for each name."""
+    """The same scenario once for each name. quick: the engine meets nothing new in the others, which are slow."""
+    assert quick is None or set(quick) <= set(names)
 
     def put(function: Callable[[Lab, str], None]) -> None:
         for name in names:
@@ -399,7 +404,8 @@ def variants(
                 function(lab, name)
 
             one.__name__ = f"{function.__name__}_{name}"
-            scenario(settings, **words)(one)
+            slow = quick is not None and name not in quick
+            scenario(settings, **{"slow": slow, **words})(one)
 
     return put
 

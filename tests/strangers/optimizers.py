@@ -46,7 +46,12 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@variants([*ELEMENTWISE], [*BY_STAGE, Setting("zero3", family="parameter")], tolerance=5e-6)
+@variants(
+    [*ELEMENTWISE],
+    [*BY_STAGE, Setting("zero3", family="parameter")],
+    quick=["sgd_nesterov", "adam_amsgrad", "adamw_foreach", "adam_tensor_lr", "rprop"],
+    tolerance=5e-6,
+)
 def stepping_with(lab: Lab, name: str) -> None:
     """Element by element: right on every cut, two groups, four steps."""
     model = Net()

@@ -90,7 +90,7 @@ def packed_in(lab: Lab, kind: str) -> None:
     lab.train(lab.wrap(PackingNet(kind)), loss_and_aux, num_microbatches=2)
 
 
-@variants([*PACK])
+@variants([*PACK], quick=["tuple", "object", "closure"])
 def packed_by_frozen_blocks_in(lab: Lab, kind: str) -> None:
     """Backward goes through the blocks on the way to `inp`, and no parameter of theirs tells of it."""
     model = PackingNet(kind)
@@ -98,7 +98,7 @@ def packed_by_frozen_blocks_in(lab: Lab, kind: str) -> None:
     lab.train(lab.wrap(model), loss_and_aux)
 
 
-@variants([*PACK])
+@variants([*PACK], quick=["tuple", "object", "closure"])
 def packed_with_only_the_auxiliary_used_in(lab: Lab, kind: str) -> None:
     """The last block's state goes nowhere."""
 
@@ -306,7 +306,7 @@ def block_of_kind(lab: Lab, kind: str) -> None:
     lab.train(lab.wrap(Net(BLOCKS[kind])), num_microbatches=2)
 
 
-@variants([*BLOCKS])
+@variants([*BLOCKS], quick=["in_place", "view", "twice"])
 def frozen_block_of_kind(lab: Lab, kind: str) -> None:
     model = Net(BLOCKS[kind])
     model.layers.requires_grad_(False)

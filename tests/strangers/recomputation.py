@@ -75,7 +75,7 @@ def checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=False)), num_microbatches=2)
 
 
-@variants(PLACES, EVERY_WAY)
+@variants(PLACES, EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one"])
 def reentrant_checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=True)), num_microbatches=2)
 

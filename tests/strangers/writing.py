@@ -105,7 +105,7 @@ def written_without_saying_so_by(lab: Lab, way: str) -> None:
         WRITES[way](t.model.layers[1].up.weight)
 
 
-@variants([*WRITES], may_refuse=r"gathered\(")
+@variants([*WRITES], quick=["copy", "data", "foreach", "set"], may_refuse=r"gathered\(")
 def written_outside_by(lab: Lab, way: str) -> None:
     """A write between steps, without a context: kept, or refused at the latest at the next microbatch."""
     t = lab.wrap(Net())

@@ -82,7 +82,13 @@ def activations(ranks) -> int:
     return ranks(activation_bytes, world_size=1)[0]
 
 
-@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
+# The other two are there to the byte in tests/plan/test_absent_neighbours.py.
+FEW = ("zero1", "zero3")
+
+
+@pytest.mark.parametrize(
+    "stage", [*FEW, *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "zero2"))]
+)
 def test_nothing_but_states_and_activations(ranks, activations, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):
         beside = peak - states
