@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from tests.test_rank import make_job, run
+from zeroexp.plan.speed import calibrated_gpu_speed, calibration_path, load
 from zeroexp.tracking.files import read_records
 
 pytestmark = [
@@ -29,3 +33,15 @@ def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(local, tmp_path):
         assert min(record.phase_seconds.values()) > 0
         assert record.peak_bytes is not None and record.peak_bytes > 0
         assert record.wire_bytes is None  # what NCCL sends passes no socket
+
+
+def test_gpus_are_calibrated_and_a_plan_takes_their_rates(tmp_path):
+    """In a process of its own: one that forks ranks must not have started CUDA."""
+    line = [sys.executable, "-m", "zeroexp.calibrate", "--device", "cuda", "--outputs"]
+    subprocess.run([*line, str(tmp_path)], check=True, timeout=600)
+    found = load(calibration_path(tmp_path, "cuda"))
+    assert found is not None and torch.cuda.get_device_name() in found.machine
+    assert set(found.products) == {"float32", "bfloat16", "float16"}
+    assert ("native" in found.links) == (torch.cuda.device_count() > 1)
+    speed = calibrated_gpu_speed(found, 1, torch.cuda.device_count())
+    assert speed.product_rate(torch.bfloat16, 4096) > speed.product_rate(torch.float32, 4096)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeroexp.calibrate import __main__ as command
+from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
-from zeroexp.plan.speed import Speed
+from zeroexp.plan.speed import Speed, this_machine
 from zeroexp.plan.timing import Timeline
 
 SPEED = Speed(
@@ -90,6 +93,29 @@ def test_every_point_trains_and_names_what_it_spends():
     assert {"gather: sent", "products: products"} <= set(spent["forward"])
     assert {"reduce: sent", "launches: backward"} <= set(spent["backward"])
     assert "optimizer: bytes" in spent["step"]
+
+
+def test_rates_are_those_of_every_dtype_shape_and_transport(monkeypatch):
+    """On real ranks, with little to multiply and copy."""
+    few = replace(rates.SIZES["cpu"], rows=(1, 8), width=16, num_matrices=2, num_bytes=1 << 12)
+    monkeypatch.setitem(rates.SIZES, "cpu", few)
+    found = command.rates()
+    assert found.device == "cpu" and found.machine == this_machine() and not found.factors
+    assert {name: set(each) for name, each in found.product_rates.items()} == {
+        "float32": {1, 8},
+        "bfloat16": {1, 8},
+    }
+    assert set(found.links) == set(found.moves) == {"direct", "gloo"}
+    assert min(found.bytes_per_second, found.launch_seconds) > 0
+
+
+def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--device", "cuda", "--outputs", str(tmp_path)])
+    assert command.main() == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and "--device cuda: torch" in told.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_points_differ_in_every_respect():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroexp.comm.base import Pending
 from zeroexp.config import ConfigError
 from zeroexp.measure.verbs import meter
+from zeroexp.plan import peak
 from zeroexp.plan import speed as speeds
+from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
@@ -159,7 +162,7 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
     path = calibration_path(tmp_path)
     assert load(path) is None
     here = Calibration(
-        this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e6, 1e-5, {"gloo": [1e-3, 1e9]}
+        this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e-5, {"gloo": [1e-3, 1e9]}
     )
     save(here, path)
     assert load(path) == here
@@ -167,3 +170,30 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
     with pytest.raises(ConfigError, match="of another machine \\(an abacus, 1 cores") as refused:
         load(path)
     assert "\n" not in str(refused.value) and "zeroexp.calibrate" in str(refused.value)
+
+
+GPUS = Calibration(
+    machine="8 x Abacus",
+    torch="2",
+    products={"float32": {"16": 1e12, "4096": 4e12}},
+    bytes_per_second=1e12,
+    launch_seconds=1e-6,
+    links={"native": [1e-5, 1e11]},
+    device="cuda",
+)
+
+
+def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypatch):
+    """Plans of GPUs take its rates, and its links inside a node; those between nodes stay the prior's."""
+    monkeypatch.chdir(tmp_path)
+    one, two = (Machines("cuda", JobShape(nodes, 8)) for nodes in (1, 2))
+    assert peak._speed_of(one) == prior_speed(1, 8)
+    save(GPUS, calibration_path(Path("outputs"), "cuda"))
+    inside, between, prior = peak._speed_of(one), peak._speed_of(two), prior_speed(2, 8)
+    assert inside.label == "calibrated on 8 x Abacus"
+    assert inside.product_rate(torch.float32, 4096) == 4e12 and inside.overlaps_launch
+    assert (inside.latency_seconds, inside.link_bytes_per_second) == (1e-5, 1e11)
+    assert between.label == "calibrated on 8 x Abacus; links of nvlink-infiniband, not calibrated"
+    assert between.product_rates == inside.product_rates
+    assert between.link_bytes_per_second == prior.link_bytes_per_second
+    assert peak._speed_of(Machines("cpu", JobShape(1, 2))) == cpu_prior_speed("direct")

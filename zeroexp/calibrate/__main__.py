@@ -1,10 +1,13 @@
 """`python -m zeroexp.calibrate`: measure this machine once, for the seconds that plans estimate.
 
 Measured are the rate of products by dtype and size, of memory, the host's time for an operation, and what a reduction
-costs between two ranks of this machine, by transport and size. Then small models train for a few steps, and what the
-rates miss of their seconds becomes a factor for each thing that seconds are spent on. All this takes about a minute
-and is kept in outputs/links/calibration.json, beside what runs have measured of links. It is of this machine's CPU: a
-plan for GPUs uses tables and says "not calibrated".
+costs between ranks of this machine, by transport and size. On CPUs these are two ranks; then small models train for a
+few steps, and what the rates miss of their seconds becomes a factor for each thing that seconds are spent on. All this
+takes about a minute and is kept in outputs/links/calibration.json, beside what runs have measured of links.
+
+--device cuda measures all GPUs of this machine, one rank on each: their rates and, of two or more, their links through
+NCCL, without factors. It is kept in outputs/links/calibration-cuda.json, from which any machine may plan for such GPUs:
+copy it there. Links between nodes are not measured; those of a plan are a named network's.
 
 --outputs FOLDER   instead of outputs/
 """
@@ -23,8 +26,16 @@ from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
 from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
+from zeroexp.check.fit import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
-from zeroexp.plan.speed import Calibration, calibrated_speed, calibration_path, save, this_machine
+from zeroexp.plan.speed import (
+    Calibration,
+    calibrated_speed,
+    calibration_path,
+    save,
+    these_gpus,
+    this_machine,
+)
 
 
 def main() -> int:
@@ -32,11 +43,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--outputs", type=Path, default=Path("outputs"))
-    outputs: Path = parser.parse_args().outputs
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
+    outputs: Path = args.outputs
+    if args.device == "cuda" and not (num_gpus() and torch.backends.cuda.is_built()):
+        print(
+            "zeroexp: --device cuda: torch finds no GPU here; run it on a machine that has one",
+            file=sys.stderr,
+        )
+        return 2
     torch.set_num_threads(1)
     began = time.perf_counter()
-    found = calibrate()
-    path = calibration_path(outputs)
+    found = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
+    path = calibration_path(outputs, args.device)
     try:
         save(found, path)
     except OSError as error:
@@ -48,23 +67,24 @@ def main() -> int:
 
 
 def calibrate() -> Calibration:
-    """Measure this machine."""
+    """Measure the CPU of this machine."""
     found = rates()
     return replace(found, factors=fit_factors(practise(calibrated_speed(found, "direct"))))
 
 
-def rates() -> Calibration:
+def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
     """Measure what each thing takes by itself; there are no factors yet."""
-    found = on_ranks(measure_rates)
+    found = on_ranks(measure_rates, device, num_ranks)
     moves = found.pop("moves")
     links = {name: fit_link(list(PROBED_BYTES), seconds) for name, seconds in moves.items()}
     return Calibration(
         **found,
-        machine=this_machine(),
+        machine=this_machine() if device == "cpu" else these_gpus(),
+        device=device,
         torch=torch.__version__,
         # A reduction of b bytes sends the part of b that the peers own.
         links={
-            name: [link.latency_seconds, link.bytes_per_second * (NUM_RANKS - 1) / NUM_RANKS]
+            name: [link.latency_seconds, link.bytes_per_second * (num_ranks - 1) / num_ranks]
             for name, link in links.items()
         },
         moves={
@@ -86,7 +106,8 @@ def _summary_lines(found: Calibration) -> str:
     ]
     for name, (latency, rate) in found.links.items():
         lines.append(f"{name:12}{1e6 * latency:.0f} us, {rate / 1e9:.2f} GB/s sent")
-    lines.append("in a step, times the above:")
+    if found.factors:
+        lines.append("in a step, times the above:")
     lines += [f"  {name:28}{factor:6.2f}" for name, factor in found.factors.items()]
     return "\n".join(lines)
 

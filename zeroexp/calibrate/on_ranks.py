@@ -1,4 +1,4 @@
-"""Run a function on ranks of this machine, which meet as those of a run do."""
+"""Run a function on ranks of this machine, on CPUs or one on each GPU, which meet as those of a run do."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from zeroexp.world import World
 
 Found = TypeVar("Found")
 
-NUM_RANKS = 2
+NUM_RANKS = 2  # on CPUs
 
 
-def on_ranks(task: Callable[[World], Found]) -> Found:
+def on_ranks(
+    task: Callable[[World], Found], device: str = "cpu", num_ranks: int = NUM_RANKS
+) -> Found:
     """Return what `task` returns on rank 0. Raises RuntimeError if a rank ends with an error."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
         ranks = [
-            context.Process(target=_rank, args=(index, f"file://{folder}/meet", task, results))
-            for index in range(NUM_RANKS)
+            context.Process(
+                target=_rank, args=(place, device, f"file://{folder}/meet", task, results)
+            )
+            for place in (worlds.RankInfo(index, num_ranks, index) for index in range(num_ranks))
         ]
         for each in ranks:
             each.start()
@@ -37,12 +41,18 @@ def on_ranks(task: Callable[[World], Found]) -> Found:
         return results.get()
 
 
-def _rank(index: int, rendezvous: str, task: Callable[[World], Any], results: Any) -> None:
+def _rank(
+    place: worlds.RankInfo,
+    device: str,
+    rendezvous: str,
+    task: Callable[[World], Any],
+    results: Any,
+) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-    os.environ.update(worlds.environment_of_rank(worlds.RankInfo(index, NUM_RANKS, index)))
+    os.environ.update(worlds.environment_of_rank(place))
     os.environ["ZEROEXP_RENDEZVOUS"] = rendezvous
-    with worlds.joined_process_group() as world:
+    with worlds.joined_process_group(device=device) as world:
         found = task(world)
-        if index == 0:
+        if place.rank == 0:
             results.put(found)

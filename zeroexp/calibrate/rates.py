@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,61 +15,103 @@ from zeroexp import world as worlds
 from zeroexp.comm.tuning import measure_moves
 from zeroexp.world import World
 
-ROWS, WIDTH = (1, 16, 64, 128, 256, 1024), 768
-NUM_MATRICES = 12  # 28 MB in float32, so that a core's own cache does not hold them
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NUM_BYTES, NUM_LAUNCHES = 64 << 20, 2000
-NUM_TRIALS = 5
-TRANSPORTS = ("direct", "gloo")
+NUM_LAUNCHES, NUM_TRIALS = 2000, 5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is multiplied and copied on one kind of device: so much that no cache of its own holds it."""
+
+    rows: tuple[int, ...]
+    width: int  # of the square matrices by which they are multiplied
+    num_matrices: int
+    num_bytes: int  # of a copy
+    dtypes: tuple[torch.dtype, ...]
+    transports: tuple[str, ...]
+
+
+SIZES = {
+    # 28 MB of matrices in float32.
+    "cpu": Sizes(
+        rows=(1, 16, 64, 128, 256, 1024),
+        width=768,
+        num_matrices=12,
+        num_bytes=64 << 20,
+        dtypes=(torch.float32, torch.bfloat16),
+        transports=("direct", "gloo"),
+    ),
+    # 200 MB of matrices in bfloat16.
+    "cuda": Sizes(
+        rows=(16, 128, 512, 2048, 8192),
+        width=4096,
+        num_matrices=6,
+        num_bytes=1 << 30,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        transports=("native",),
+    ),
+}
 
 
 def measure_rates(world: World) -> dict[str, Any]:
     """Return the fields of a Calibration that are rates, but for `links`. All ranks call it together."""
+    device = world.device
+    sizes = SIZES[device.type]
+    transports = sizes.transports if world.size > 1 else ()
     return {
-        "products": {name: _measure_products(dtype) for name, dtype in DTYPES.items()},
-        "bytes_per_second": _measure_memory(),
-        "launch_seconds": _measure_launch(),
-        "moves": {transport: measure_moves(world, transport=transport) for transport in TRANSPORTS},
+        "products": {
+            str(dtype).removeprefix("torch."): _measure_products(dtype, sizes, device)
+            for dtype in sizes.dtypes
+        },
+        "bytes_per_second": _measure_memory(sizes.num_bytes, device),
+        "launch_seconds": _measure_launch(device),
+        "moves": {transport: measure_moves(world, transport=transport) for transport in transports},
     }
 
 
-def _measure_products(dtype: torch.dtype) -> dict[str, float]:
-    matrices = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(NUM_MATRICES)]
+def _measure_products(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    width = sizes.width
+    matrices = [
+        torch.ones(width, width, dtype=dtype, device=device) for _ in range(sizes.num_matrices)
+    ]
     rates: dict[str, float] = {}
-    for rows in ROWS:
-        left = torch.ones(rows, WIDTH, dtype=dtype)
+    for rows in sizes.rows:
+        left = torch.ones(rows, width, dtype=dtype, device=device)
 
         def multiply(left: Tensor = left) -> None:
             for each in matrices:
                 functional.linear(left, each)
 
-        rates[str(rows)] = 2 * rows * WIDTH**2 * NUM_MATRICES / _least_seconds(multiply)
+        flops = 2 * rows * width**2 * sizes.num_matrices
+        rates[str(rows)] = flops / _least_seconds(multiply, device)
     return rates
 
 
-def _measure_memory() -> float:
+def _measure_memory(num_bytes: int, device: torch.device) -> float:
     """Return the bytes that an addition reads and writes in a second."""
-    source = torch.ones(NUM_BYTES // 4)
+    source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * NUM_BYTES / _least_seconds(lambda: torch.add(source, 1.0, out=target))
+    return 2 * num_bytes / _least_seconds(lambda: torch.add(source, 1.0, out=target), device)
 
 
-def _measure_launch() -> float:
-    one = torch.ones(1)
+def _measure_launch(device: torch.device) -> float:
+    """Return the seconds of an operation that computes next to nothing: on a GPU those of its host."""
+    one = torch.ones(1, device=device)
 
     def launches() -> None:
         for _ in range(NUM_LAUNCHES):
             torch.add(one, one)
 
-    return _least_seconds(launches) / NUM_LAUNCHES
+    return _least_seconds(launches, device) / NUM_LAUNCHES
 
 
-def _least_seconds(do: Callable[[], object]) -> float:
+def _least_seconds(do: Callable[[], object], device: torch.device) -> float:
     """Return the least seconds of a few trials of the slowest rank; the first runs cold."""
     seconds: list[float] = []
     for _ in range(1 + NUM_TRIALS):
         worlds.barrier()
         began = time.perf_counter()
         do()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return max(worlds.gather_objects(min(seconds[1:])))

@@ -25,6 +25,7 @@ from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
 from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
 from zeroexp.plan.speed import (
     Speed,
+    calibrated_gpu_speed,
     calibrated_speed,
     calibration_path,
     cpu_prior_speed,
@@ -62,7 +63,7 @@ def with_rehearsal(
 ) -> Outcome:
     """Return the outcome with its rehearsal, or with the reason why there is none.
 
-    Seconds are those of this machine's calibration, where the point is for CPUs and there is one; else a prior's.
+    Seconds are those of the device's calibration, where there is one; else a prior's.
     """
     speed = _speed_of(machines)
     try:
@@ -72,9 +73,10 @@ def with_rehearsal(
 
 
 def _speed_of(machines: Machines) -> Speed:
+    found = load(calibration_path(Path(OUTPUTS), machines.device))
     if machines.device == "cuda":
-        return prior_speed(machines.shape.nodes, machines.shape.ranks_per_node)
-    found = load(calibration_path(Path(OUTPUTS)))
+        shape = machines.shape.nodes, machines.shape.ranks_per_node
+        return calibrated_gpu_speed(found, *shape) if found else prior_speed(*shape)
     return (
         calibrated_speed(found, machines.transport)
         if found

@@ -1,5 +1,8 @@
 """A rank's speed and that of its links is measured by `python -m zeroexp.calibrate`, or is a prior from tables.
 
+A calibration of CPUs holds for the machine that it was made on. One of GPUs holds wherever their file is, since plans
+are made on machines without any; the links between their nodes are a prior's all the same.
+
 A prior is labelled "not calibrated". That of GPUs is torch's own tables, times the shares below that large models
 usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not have,
 so it is divided by torch's own factor for that. That of CPUs is what a core of this machine's instructions and clock
@@ -12,7 +15,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import log
 from pathlib import Path
 
@@ -56,6 +59,7 @@ NETWORKS = {
         Network("nvlink-ethernet", 360e9, 11e9, 20e-6, 25e-6),
     )
 }
+USUAL_NETWORK = "nvlink-infiniband"
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,14 @@ class Calibration:
     # transport -> size in bytes -> seconds of one reduction
     moves: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     factors: dict[str, float] = field(default_factory=dict[str, float])  # see Speed
+    device: str = "cpu"  # cpu | cuda
+
+    @property
+    def product_rates(self) -> dict[str, dict[int, float]]:
+        return {
+            dtype: {int(rows): rate for rows, rate in rates.items()}
+            for dtype, rates in self.products.items()
+        }
 
 
 def this_machine() -> str:
@@ -132,9 +144,14 @@ def _cpuinfo(key: str) -> list[str]:
     return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
 
 
-def calibration_path(outputs: Path) -> Path:
-    """Return where this machine's calibration is kept: beside the links of runs."""
-    return outputs / "links" / "calibration.json"
+def these_gpus() -> str:
+    """Return the words by which a calibration knows the GPUs of this machine."""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def calibration_path(outputs: Path, device: str = "cpu") -> Path:
+    """Return where this machine's calibration, or that of GPUs, is kept: beside the links of runs."""
+    return outputs / "links" / ("calibration.json" if device == "cpu" else "calibration-cuda.json")
 
 
 def save(calibration: Calibration, path: Path) -> None:
@@ -143,7 +160,7 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def load(path: Path) -> Calibration | None:
-    """Return the calibration kept at `path`, None where there is none. Raises ConfigError for another machine's."""
+    """Return the calibration kept at `path`, None where there is none. Raises ConfigError for another machine's CPU."""
     if not path.exists():
         return None
     try:
@@ -152,7 +169,7 @@ def load(path: Path) -> Calibration | None:
         raise ConfigError(
             f"{path}: no calibration ({error}); run python -m zeroexp.calibrate again"
         ) from None
-    if found.machine != this_machine():
+    if found.device == "cpu" and found.machine != this_machine():
         raise ConfigError(
             f"{path}: of another machine ({found.machine}; this is {this_machine()}); run python -m zeroexp.calibrate "
             "here, or remove it"
@@ -162,14 +179,10 @@ def load(path: Path) -> Calibration | None:
 
 def calibrated_speed(found: Calibration, transport: str) -> Speed:
     """Return this machine's speed for ranks on its CPU."""
-    products = {
-        dtype: {int(rows): rate for rows, rate in rates.items()}
-        for dtype, rates in found.products.items()
-    }
     latency, rate = found.links.get(transport) or found.links["gloo"]
     return Speed(
         label=f"calibrated on {found.machine}",
-        product_rates=products,
+        product_rates=found.product_rates,
         products_read_memory=True,
         bytes_per_second=found.bytes_per_second,
         launch_seconds=found.launch_seconds,
@@ -179,6 +192,24 @@ def calibrated_speed(found: Calibration, transport: str) -> Speed:
         unsure=UNSURE_CALIBRATED,
         factors=found.factors or None,
     )
+
+
+def calibrated_gpu_speed(found: Calibration, num_nodes: int, ranks_per_node: int) -> Speed:
+    """Return the speed of such GPUs; links that were not measured are those of the prior."""
+    speed = replace(
+        prior_speed(num_nodes, ranks_per_node),
+        label=f"calibrated on {found.machine}",
+        product_rates=found.product_rates,
+        products_read_memory=True,
+        bytes_per_second=found.bytes_per_second,
+        launch_seconds=found.launch_seconds,
+    )
+    if num_nodes == 1 and found.links:
+        latency, rate = found.links["native"]
+        return replace(speed, latency_seconds=latency, link_bytes_per_second=rate)
+    if num_nodes * ranks_per_node == 1:
+        return speed
+    return replace(speed, label=f"{speed.label}; links of {USUAL_NETWORK}, {NOT_CALIBRATED}")
 
 
 def cpu_prior_speed(transport: str) -> Speed:
@@ -210,7 +241,7 @@ def _clock() -> float:
 
 def prior_speed(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
     """Return what a cluster of H100s would do by tables."""
-    network = network or NETWORKS["nvlink-infiniband"]
+    network = network or NETWORKS[USUAL_NETWORK]
     info = lookup_device_info(PRIOR_DEVICE)
     assert info is not None
     dense = {

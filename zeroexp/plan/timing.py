@@ -29,7 +29,7 @@ from zeroexp.measure.verbs import TimedMove, meter
 from zeroexp.plan.speed import Speed
 
 DEVICE = torch.ops.prim.device.default
-CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+ATTENTION, CPU_ATTENTION = "_scaled_dot_product", "_scaled_dot_product_flash_attention_for_cpu"
 GROUPED_PRODUCT = "_grouped_mm"  # of experts: each row with the weight of one
 # Parts of names of operations that compute more than they read: exponentials, and sums over rows.
 SLOW = (
@@ -202,7 +202,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
 
 def _kind(name: str, num_bytes: int, flops: float) -> str:
     if flops:
-        return "attention" if name.startswith(CPU_ATTENTION) else PRODUCTS
+        return "attention" if name.startswith(ATTENTION) else PRODUCTS
     if name.startswith("_fused_"):
         return "optimizer"
     if any(part in name for part in SLOW):
