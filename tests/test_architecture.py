@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -117,11 +118,16 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import in the file, also those inside functions; relative ones made absolute."""
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -217,7 +223,7 @@ def test_collectives_are_called_in_few_files():
     for path in SOURCES:
         if module_name(path) in MAY_COMMUNICATE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             named = isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
             if named and COMMUNICATOR.search(ast.unparse(node.value)):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
@@ -248,7 +254,7 @@ def test_rank_variables_are_named_in_world_alone():
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
         for path in SOURCES
         if module_name(path) != "zeroexp.world"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
     ]
     assert not wrong, "\n".join(wrong)

@@ -176,8 +176,11 @@ def check(
 
 
 def check_all(world: World, name: str, transport: str, cases: list[str]) -> list:
-    dtypes = (torch.float32, torch.bfloat16)
-    return [(case, d, *check(world, name, transport, case, d)) for case in cases for d in dtypes]
+    each = [(case, dtype) for case in cases for dtype in (torch.float32, torch.bfloat16)]
+    each.remove(
+        ("long-segments", torch.bfloat16)
+    )  # half the bytes: a rank's part is no longer long
+    return [(*one, *check(world, name, transport, *one)) for one in each]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
