@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from torch import nn
 
 from tests.composing import composed
-from zeroexp.config import Config, ConfigError
+from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.data import Microbatch
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.families import MODELS
+from zeroexp.models.mlp import build as build_mlp
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
@@ -155,6 +159,29 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     kept = RNG_STATE_BYTES * depth_of(config) if recomputes else 0
     kept += FSDP2_BYTES if implementation == "torch" else 0
     assert 0 <= peak - before - rehearsed.peak_bytes <= kept
+
+
+def with_idle_parameters(config: ModelConfig, words: int | None) -> nn.Module:
+    module = build_mlp(config, words)
+    for block in module.blocks:
+        block.register_parameter("idle", nn.Parameter(torch.zeros(7)))
+    return module
+
+
+@pytest.mark.parametrize("stage", ["ddp", "zero3"])
+def test_parameters_that_nobody_uses_are_rehearsed_as_they_are(monkeypatch, stage):
+    """They share a bucket with others, which are reduced beside zeros."""
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    family = replace(MODELS["mlp"], build=with_idle_parameters)
+    monkeypatch.setitem(MODELS._values, "mlp", family)
+    config = config_of(*MLP, f"strategy={stage}")
+    records, before = train_with_memory(config, 1)
+    (rehearsed,) = rehearse(config, ranks=[1]).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    assert rehearsed.traffic == records[UNDISTURBED_STEP].traffic
+    peak = records[UNDISTURBED_STEP].peak_bytes
+    assert peak is not None and peak - before == rehearsed.peak_bytes
 
 
 @pytest.mark.parametrize("frozen", [[], ["*experts*"]])

@@ -34,7 +34,7 @@ class Gradients:
         self._parameters = tensors.parameters
         self._owned = tensors.owned
         self._span_of = {span.member: index for index, span in enumerate(self._owned)}
-        self._rank = world.rank
+        self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         # Whether sums lie in the whole gradients, which stay anyway.
@@ -113,7 +113,7 @@ class Gradients:
         with unguarded():
             if parameter.grad is None:
                 numel = place.stop - place.start
-                return torch.zeros(numel, dtype=self._dtype, device=parameter.device)
+                return torch.zeros(numel, dtype=self._dtype, device=self._device)
             self.present[member] = True
             # A sparse embedding leaves a sparse gradient.
             gradient = parameter.grad.to_dense().reshape(-1).to(self._dtype)
