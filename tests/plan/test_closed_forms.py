@@ -6,6 +6,8 @@ depend on values. `test_collectives.py` shows that what it counts is what goes o
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,7 +113,9 @@ def form_of(
     )
 
 
-def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> Traffic:
+def run_step(
+    strategy: Sharded, accumulation: int, held: dict | None = None, *, drain: bool = False
+) -> Traffic:
     """One optimizer step; with `held`, the bytes of each moment are left there (reading them drains the engine)."""
 
     def read(moment: str) -> None:
@@ -127,7 +131,7 @@ def run_step(strategy: Sharded, accumulation: int, held: dict | None = None) -> 
                 read("after_forward")
             strategy.backward(loss)
     read("after_backward")
-    strategy.step()
+    strategy.step(drain=drain)
     read("after_step")
     strategy.zero_grad()
     read("at_rest")
@@ -205,6 +209,25 @@ def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
             for _ in range(2):
                 run_step(strategy, accumulation)
             assert run_step(strategy, accumulation) == form.traffic(1), prefetch
+
+
+@pytest.mark.parametrize("keep", ["none", "last", "all"])
+def test_the_steps_between_two_that_drain_send_as_much_as_others(keep):
+    """A step that drains gathers nothing ahead, which would be freed at once; the next step gathers it then."""
+    num_steps = 3
+    with fake_world(1, 2) as world:
+        for prefetch in range(NUM_BLOCKS + 1):
+            options = Options(keep=keep, prefetch=prefetch, transport="gloo", reduce_each="step")
+            strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
+            form = form_of(strategy, "zero3", options, ScheduleForm(2, keep, 1 + prefetch))
+            run_step(strategy, 2)
+            run_step(strategy, 2, drain=True)
+            sent = Counter[str]()
+            for step in range(num_steps):
+                last = step == num_steps - 1
+                sent.update(run_step(strategy, 2, drain=last).bytes_by_kind)
+            expected = form.traffic(1).bytes_by_kind
+            assert sent == {kind: num_steps * size for kind, size in expected.items()}, prefetch
 
 
 @pytest.mark.parametrize("transport", ["gloo", "native"])

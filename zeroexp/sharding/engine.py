@@ -172,8 +172,8 @@ class Sharded:
         if self._max_grad_norm is not None:
             scale = self._clip_scale(sums.norm(), self._max_grad_norm)
         self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
-        for unit in self.units:
-            self._schedule.gathers.publish(unit)
+        for unit in self.units:  # to drain is to free what was gathered ahead
+            self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
         if not self.units[0].is_sharded:
             torch.autograd.graph.increment_version(self._trainable)

@@ -88,8 +88,8 @@ class Gathers:
             elif unit.is_root:
                 unit.show()  # it may have been let go
 
-    def publish(self, unit: Unit) -> None:
-        """Carry out O -> P after the optimizer's step."""
+    def publish(self, unit: Unit, *, ahead: bool = True) -> None:
+        """Carry out O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already."""
         pending = unit.publish()
         if unit in self.sharded:
             unit.forget()

@@ -33,12 +33,12 @@ class Prefetch(Gathers):
                     self._gather(ahead)
         self._wait_gathered(unit)
 
-    def publish(self, unit: Unit) -> None:
+    def publish(self, unit: Unit, *, ahead: bool = True) -> None:
         """Start O -> P; the next forward that needs the unit waits for it."""
         super().publish(unit)
         if unit in self._arriving:
             unit.await_on_use(partial(self._wait_gathered, unit))
-        elif self.depth and unit in self.sharded and unit in self._first_units():
+        elif ahead and self.depth and unit in self.sharded and unit in self._first_units():
             self._gather(unit)  # the next step begins with it
 
     def await_published(self) -> None:
