@@ -19,11 +19,13 @@ from tests.plan.test_rehearse import (
     Zeros,
     config_of,
 )
+from zeroexp.checkpoint.save import Saver
 from zeroexp.comm import shared_memory
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config import Config
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.depth import depth_of
@@ -45,17 +47,22 @@ MORE = [
 ]
 
 
-def real_peak(world: World, config: Config, ranks_per_host: int = NUM_RANKS) -> int:
-    """Train among real peers of hosts that have names of their own; return the most bytes of a step."""
+def real_peak(
+    world: World, config: Config, ranks_per_host: int = NUM_RANKS, run: Path | None = None
+) -> int:
+    """Train among real peers of hosts that have names of their own; return the most bytes of a step.
+
+    run: the folder into which checkpoints are saved.
+    """
     host = world.rank // ranks_per_host
     same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (str(host), 0)
     try:
-        return _peak_of_a_step(world, config)
+        return _peak_of_a_step(world, config, run)
     finally:
         shared_memory.host_identity = same_host  # these processes run other tests too
 
 
-def _peak_of_a_step(world: World, config: Config) -> int:
+def _peak_of_a_step(world: World, config: Config, run: Path | None) -> int:
     assert count_cpu_allocations() is None
     gc.collect()
     before = AllocationMeter(CPU).peak_bytes()
@@ -67,7 +74,15 @@ def _peak_of_a_step(world: World, config: Config) -> int:
     strategy = build_strategy(config, model, world)
     instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
     steps = train(strategy, data, config=config, world=world, instruments=instruments)
-    peak = list(steps)[UNDISTURBED_STEP].peak_bytes
+    records, saver = list[StepRecord](), run and Saver(run, strategy, config, world)
+    for record in steps:
+        records.append(record)
+        if saver and saver.is_due(record.step + 1):
+            saver.save(record.step + 1)
+    if saver:
+        saver.finish()
+        saver.close()
+    peak = records[UNDISTURBED_STEP].peak_bytes
     assert peak is not None
     barrier()  # no rank closes its connections while another still reads
     return peak - before

@@ -32,6 +32,9 @@ WIDE = (
     *("model=tiny", "data=synthetic", "data.seq_len=8", f"world_size={NUM_RANKS}"),
     f"data.global_batch_size={NUM_MICROBATCHES * NUM_RANKS}",
 )
+RANDOM_STATES_BYTES = (
+    24_000  # of torch, Python and numpy, which a rehearsal leaves out of a checkpoint
+)
 SCRATCH_BYTES = 256  # of one product, by which its scratch is larger than its sums
 
 
@@ -77,6 +80,28 @@ def test_products_and_norms_of_bf16_have_their_scratch(ranks, max_grad_norm):
     config.optimizer.max_grad_norm = max_grad_norm
     measured = max(ranks(real_peak, prepared(config, None), world_size=NUM_RANKS))
     assert 0 <= measured - planned(config).num_bytes <= SCRATCH_BYTES
+
+
+@pytest.mark.parametrize(("stage", "implementation"), [("zero3", "buffer"), ("zero1", "torch")])
+def test_a_cpu_rank_that_saves_holds_the_copy_of_its_state(ranks, tmp_path, stage, implementation):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    words = (f"strategy={stage}", f"strategy.implementation={implementation}")
+    config = config_of(*WIDE, *words, "checkpoint.every=2")
+    peers = (prepared(config, None), NUM_RANKS, tmp_path)
+    measured = max(ranks(real_peak, *peers, world_size=NUM_RANKS))
+    plan = planned(config)
+    assert 0 <= measured - plan.num_bytes <= RANDOM_STATES_BYTES < plan.by_kind["checkpoint copy"]
+
+
+def test_a_run_that_saves_at_its_end_alone_holds_the_copy_beside_what_rests():
+    config = config_of(*WIDE, "strategy=ddp", "checkpoint.every=10000")
+    assert "checkpoint copy" not in planned(config).by_kind
+    # On one rank weights and two moments are copied, which is more than the gradients and activations of a step.
+    config.world_size = 1
+    peak = planned(config)
+    assert peak.phase == "step"
+    assert peak.num_bytes > 6 * 4 * 223_552
 
 
 def test_a_model_of_which_some_blocks_are_frozen_is_measured_at_its_own_depth():

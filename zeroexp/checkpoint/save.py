@@ -34,8 +34,8 @@ from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest, Stored
 from zeroexp.checkpoint.planner import PiecePlanner
 from zeroexp.checkpoint.rng import random_states
-from zeroexp.checkpoint.staging import Flat, Staging
-from zeroexp.checkpoint.storage import RNG, STATE, PieceWriter, Target
+from zeroexp.checkpoint.staging import RNG, Flat, Staging, flat_state
+from zeroexp.checkpoint.storage import PieceWriter, Target
 from zeroexp.config import Config
 from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
 from zeroexp.world import World
@@ -131,11 +131,7 @@ class Saver:
                 raise CheckpointError(told)
 
     def _flat_state(self) -> Flat:
-        flat = {
-            f"{STATE}/{name}/{key}": tensor
-            for name, tensors in self._strategy.state_dict().items()
-            for key, tensor in tensors.items()
-        }
+        flat = flat_state(self._strategy)
         for kind, state in random_states(self._world).items():
             whole = CanonicalTensor(tuple(state.shape), state.dtype, [Piece(0, state)])
             flat[f"{RNG}/{self._world.rank}/{kind}"] = whole

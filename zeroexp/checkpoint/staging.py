@@ -1,4 +1,4 @@
-"""Copy this rank's pieces to host memory, so that training can change the originals while the copies are written.
+"""Copy this rank's state to host memory, so that training can change the originals while the copies are written.
 
 The memory is allocated once and reused by every save; its size is the rank's share of weights and moments. On a machine
 with a GPU it is pinned, so that the copy runs at the speed of the bus.
@@ -9,12 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroexp.strategies.base import CanonicalTensor, Piece
+from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
 
 ALIGNMENT = 64  # bytes; files are aligned too, so that any dtype can be viewed in a mapped file
+STATE, RNG = "state", "rng"  # prefixes of names in the flat state
 
 # Maps name in the checkpoint -> what this rank holds of it.
 Flat = dict[str, CanonicalTensor]
+
+
+def flat_state(strategy: Strategy) -> Flat:
+    """Return this rank's pieces of weights, moments and buffers by their names in a checkpoint."""
+    return {
+        f"{STATE}/{name}/{key}": tensor
+        for name, tensors in strategy.state_dict().items()
+        for key, tensor in tensors.items()
+    }
 
 
 class Staging:

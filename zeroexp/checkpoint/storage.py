@@ -32,9 +32,7 @@ from zeroexp.checkpoint.manifest import (
     to_json,
 )
 from zeroexp.checkpoint.planner import Shapes, finished_future
-from zeroexp.checkpoint.staging import aligned
-
-STATE, RNG = "state", "rng"  # prefixes of names in the flat state
+from zeroexp.checkpoint.staging import RNG, STATE, aligned
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 import zeroexp
+from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
 from zeroexp.measure.instruments import Instruments
-from zeroexp.measure.record import KINDS, Traffic
+from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.build import allow_fake_tensors, build_model, materialize
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.plan.absent_neighbours import absent_neighbours
@@ -53,6 +54,7 @@ from zeroexp.train import Data, train
 from zeroexp.world import fake_world
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
+CHECKPOINT = "checkpoint copy"
 CLEARLY = 0.001  # halves that differ by less are one plateau
 PHASES = ("forward", "backward", "step")
 OURS, TORCH = (str(Path(module.__file__ or "").parent) for module in (zeroexp, torch))
@@ -168,6 +170,9 @@ def prepared(config: Config, world_size: int | None) -> Config:
     """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
     config = deepcopy(config)
     config.world_size = config.world_size if world_size is None else world_size
+    if config.checkpoint.every is not None:  # [Note: checkpoints]
+        in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
+        config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
     config.data.validation_split = config.data.validation_samples = None
@@ -226,7 +231,14 @@ def rehearse_rank(
         on_host = ranks_per_host is not None
         data = cast(Data, NoData(config, most_microbatches, holds_others=on_host))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)
-        records = list(islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1))
+        records = list[StepRecord]()
+        staging, every = Staging(world.device), config.checkpoint.every if device == "cpu" else None
+        for record in islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1):
+            records.append(record)
+            if every is not None and (record.step + 1) % every == 0:
+                staged = staging.copy(flat_state(strategy))
+                copies = [piece.tensor for each in staged.values() for piece in each.pieces]
+                storages.assign_kind(CHECKPOINT, copies)
         watched.end_undisturbed()
     held = records[-1].memory_bytes or {}
     traffic = records[UNDISTURBED_STEP].traffic

@@ -15,7 +15,7 @@ each rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,14 +117,16 @@ class Buffers:
     def canonical(self) -> CanonicalState:
         """Return the persistent buffers, whole, from rank 0."""
         state: CanonicalState = {}
-        for buffer in (b for b in _find(self._module) if b.persistent):
-            if buffer.seen.layout is not torch.strided:
-                told = f"buffer {buffer.name} is sparse, which no state carries"
+        for name, owner, key, tensor in _registered(self._module):
+            if not _is_persistent(owner, key):
+                continue
+            if tensor.layout is not torch.strided:
+                told = f"buffer {name} is sparse, which no state carries"
                 raise ValueError(f"{told}: register it with persistent=False")
-            told = canonical_whole(buffer.seen)
+            told = canonical_whole(tensor)
             if self._world.rank != 0:
                 told = CanonicalTensor(told.shape, told.dtype, [])
-            state[buffer.name] = {BUFFER: told}
+            state[name] = {BUFFER: told}
         return state
 
     def require(self, state: CanonicalState) -> None:
@@ -202,19 +204,26 @@ class Buffers:
 
 def _find(module: nn.Module) -> list[_Buffer]:
     """List the module's buffers in the order of the modules."""
-    return [
-        _new(f"{prefix}.{key}" if prefix else key, owner, key, tensor)
-        for prefix, owner in module.named_modules()
-        for key, tensor in owner._buffers.items()
-        if tensor is not None
-    ]
+    return [_new(*each) for each in _registered(module)]
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield the name of each buffer, the module that owns it, its key there, and the tensor."""
+    for prefix, owner in module.named_modules():
+        for key, tensor in owner._buffers.items():
+            if tensor is not None:
+                yield f"{prefix}.{key}" if prefix else key, owner, key, tensor
+
+
+def _is_persistent(owner: nn.Module, key: str) -> bool:
+    return key not in owner._non_persistent_buffers_set
 
 
 def _new(name: str, owner: nn.Module, key: str, tensor: Tensor) -> _Buffer:
     strided = tensor.layout is torch.strided
     return _Buffer(
         name,
-        key not in owner._non_persistent_buffers_set,
+        _is_persistent(owner, key),
         owner,
         key,
         seen=tensor,
