@@ -242,6 +242,30 @@ def test_a_deep_model_is_rehearsed_at_three_depths_with_the_numbers_of_its_own(l
 
 
 @pytest.mark.parametrize(
+    ("change", "every", "depths"),
+    [
+        (lambda block: setattr(block, "up", nn.Linear(64, 512)), 10, (30,)),
+        (lambda block: setattr(block, "window", 128), 10, (30,)),  # by which its memory may differ
+        (lambda block: setattr(block, "act", nn.ReLU()), 2, (4, 6, 8)),  # as many in each depth
+    ],
+)
+def test_a_model_whose_deeper_blocks_are_of_another_kind_is_rehearsed_at_its_own_depth(
+    monkeypatch, change, every, depths
+):
+    def build(config: ModelConfig, words: int | None) -> nn.Module:
+        module = build_mlp(config, words)
+        for number, block in enumerate(module.blocks, start=1):
+            block.number = number - 1  # what tells blocks of one kind apart
+            if number % every == 0:
+                change(block)
+        return module
+
+    monkeypatch.setitem(MODELS._values, "mlp", replace(MODELS["mlp"], build=build))
+    config = with_depth(config_of(*MLP), 30)
+    assert measure_at_depth(config, lambda at: [depth_of(at)])[1] == depths
+
+
+@pytest.mark.parametrize(
     ("words", "rank", "told"),
     [
         (("model=moe_tiny", "data=synthetic"), 0, "model.family=moe"),

@@ -2,20 +2,25 @@
 
 Whether it is a line is not assumed. A third depth is measured as well, and if a number misses the line (the owners of
 whole parameters, for one, change with the depth), the model is measured at its own depth. So is one of which some
-blocks are frozen, as blocks 20 to 29 are by `*layers.2?.*`: no other depth has as many of them.
+blocks are frozen, as blocks 20 to 29 are by `*layers.2?.*`: no other depth has as many of them. And so is one whose
+deeper blocks are of other kinds than the first ones, as every tenth may be: a block's kind is what it is made of.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from zeroexp.config import Config
 from zeroexp.models.families import MODELS
+from zeroexp.plan.form_of_config import build_on_meta
 
 Numbers = TypeVar("Numbers")
 
@@ -42,6 +47,8 @@ def measure_at_depth(
     if depth <= sum(near) or _tells_blocks_apart(config.model.freeze):
         return measure(config), (depth,)
     times = (depth - first) // turns
+    if not _more_blocks_are_of_known_kinds(config, near, times):
+        return measure(config), (depth,)
     one, two = (measure(with_depth(config, each)) for each in near[:2])
     three = (check or measure)(with_depth(config, near[2]))
     deep = [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)]
@@ -58,6 +65,36 @@ def measure_at_depth(
 def _tells_blocks_apart(patterns: Sequence[str]) -> bool:
     """Tell whether patterns of names may match one block and not another, which differ in a number alone."""
     return any(letter.isdigit() or letter in "?[" for letter in "".join(patterns))
+
+
+def _more_blocks_are_of_known_kinds(config: Config, near: Sequence[int], times: int) -> bool:
+    """Tell whether the deep model has as many blocks of each kind as two shallow ones let expect."""
+    deep, one, two = map(_kinds_of_blocks, (config, *(with_depth(config, at) for at in near[:2])))
+    return all(deep[k] == one[k] + times * (two[k] - one[k]) for k in {*deep, *one, *two})
+
+
+def _kinds_of_blocks(config: Config) -> Counter[frozenset[tuple[str, Any]]]:
+    """Count the model's blocks by what they are made of, but for the numbers that they have in the list of blocks."""
+    model = build_on_meta(config)
+    blocks = [_made_of(model.module.get_submodule(name)) for name in model.blocks]
+    numbers = {
+        name
+        for name in (blocks[0] if blocks else ())
+        if all(block.get(name) == index for index, block in enumerate(blocks))
+    }
+    return Counter(frozenset(b.items() - {(n, b[n]) for n in numbers}) for b in blocks)
+
+
+def _made_of(block: nn.Module) -> dict[str, Any]:
+    """Return the classes and plain settings of all modules inside, and the shapes of parameters and buffers."""
+    found: dict[str, Any] = {}
+    for prefix, module in block.named_modules():
+        found[prefix] = type(module).__qualname__
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        found |= {f"{prefix}:{name}": value for name, value in plain.items()}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        found[f"{name}()"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
 
 
 def depth_of(config: Config) -> int:
