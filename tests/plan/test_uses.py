@@ -67,17 +67,15 @@ def trained_rank(world: World, config: Config, ranks_per_host: int) -> Rehearsed
 
 
 def check(ranks, config: Config, transport: str) -> None:
-    """native: a rehearsal as GPUs move. gloo: a rehearsal and ranks of two hosts. direct: ranks of one host."""
+    """gloo: a rehearsal, and ranks of two hosts. direct: ranks of one host."""
     expected = form_of(config, build_on_meta(config), transport)
     assert isinstance(expected, ShardedForm)
-    if transport != "direct":  # shared memory is in a rehearsal's peaks alone
-        per_host = 1 if transport == "gloo" else None
+    per_host = 1 if transport == "gloo" else NUM_RANKS
+    if transport == "gloo":  # a rehearsal has shared memory in its peaks alone
         (rehearsed,) = rehearse(config, ranks=[NUM_RANKS - 1], ranks_per_host=per_host).ranks
         agree(rehearsed, expected)
-    if transport != "native":
-        per_host = 1 if transport == "gloo" else NUM_RANKS
-        for rank in ranks(trained_rank, prepared(config, None), per_host, world_size=NUM_RANKS):
-            agree(rank, expected)
+    for rank in ranks(trained_rank, prepared(config, None), per_host, world_size=NUM_RANKS):
+        agree(rank, expected)
 
 
 QUICK = [
@@ -86,7 +84,7 @@ QUICK = [
     ("gpt2_tiny", "none", 2, 1, "direct"),
     ("mixtral_tiny", "last", 1, 2, "direct"),
 ]
-MATRIX = itertools.product(MODELS, KEEPS, (0, 1, 2, 6), (1, 3), ("gloo", "direct", "native"))
+MATRIX = itertools.product(MODELS, KEEPS, (0, 1, 2, 6), (1, 3), ("gloo", "direct"))
 
 
 @pytest.mark.parametrize(
