@@ -67,11 +67,22 @@ class ZeroexpLauncher(Launcher):
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 
+    def _is_composed(self, overrides: list[str]) -> bool:
+        """Tell whether this is the line's only point: then Hydra, which composed the line to find us, composed it.
+
+        Only where Hydra composes a point does it ask for a group that a file leaves open.
+        """
+        line = self.config.hydra
+        left_open = OmegaConf.missing_keys(line.runtime.choices)
+        return overrides == list(line.overrides.task) and not left_open
+
     def _compose(self, overrides: list[str]) -> tuple[list[str], Any, dict[str, str]]:
         """Return the overrides that distinguish this point within the sweep, its config as plain values, and the files
         that Hydra writes of a job.
         """
-        composed = self._loader.load_sweep_config(self.config, overrides)
+        composed = self.config
+        if not self._is_composed(overrides):
+            composed = self._loader.load_sweep_config(self.config, overrides)
         keys = [str(key) for key in composed if key != "hydra"]
         ours = OmegaConf.masked_copy(composed, keys)
         values = OmegaConf.to_container(ours, resolve=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.composing import CONF, compose_once, composed
 from zeroexp import __main__ as zeroexp
-from zeroexp.cluster.points import LONGEST_NAME_BYTES, points_of
+from zeroexp.cluster.points import LONGEST_NAME_BYTES, Composed, points_of
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.verbs import VERBS
@@ -105,6 +106,38 @@ def test_a_run_keeps_what_users_of_hydra_look_for(monkeypatch, tmp_path):
         hydra = OmegaConf.load(folder / "hydra.yaml").hydra
         assert list(hydra.overrides.task) == list(overrides)
     assert set(found) == {"optimizer.lr=0.1", "optimizer.lr=0.2"}
+
+
+class Taker:
+    """Keeps the points that a line composes."""
+
+    has_failures = False
+
+    def run(self, batch: Sequence[Composed]) -> list[None]:
+        self.batch = batch
+        return [None for _ in batch]
+
+
+def points_of_line(*words: str) -> Sequence[Composed]:
+    taker = Taker()
+    zeroexp.compose(taker, list(words), writes=False)
+    return taker.batch
+
+
+def test_a_line_of_one_point_is_what_hydra_composes_of_each_of_two():
+    """Of the first, Hydra's files included."""
+    (alone,) = points_of_line(*TINY, "optimizer.lr=0.1")
+    (_, values, files), _ = points_of_line(*TINY, "optimizer.lr=0.1,0.2")
+    assert alone == ([], values, files)
+
+
+def test_a_group_that_a_file_leaves_open_is_asked_for(monkeypatch, tmp_path, capsys):
+    (tmp_path / "study").mkdir()
+    text = "# @package _global_\ndefaults: [{override /model: '???'}]\nstudy: {name: mine}\n"
+    (tmp_path / "study" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert say(monkeypatch, "--config-dir", str(tmp_path), "study=mine") == zeroexp.REFUSED
+    assert "You must specify 'model'" in capsys.readouterr().err
 
 
 def test_a_long_value_makes_no_long_name():
