@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from torch import nn
 
 from tests.composing import composed
 from tests.plan.test_rehearse import Zeros, agree
@@ -18,6 +19,7 @@ from zeroexp.config import Config
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.plan.alike_blocks import leave_out_alike
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.depth import with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
@@ -142,6 +144,19 @@ def test_blocks_that_differ_all_run():
     assert names[1:] == [f"model.layers.{i}" for i in range(6)]
     begun = [unit for event, unit in uses if event is Event.MAKE_READY]
     assert begun == [0, 1, 2, 3, 4, 5, 6, 0, 6, 5, 4]  # 1 to 3 are frozen, and so is all below
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_block_of_another_kind_runs_too(differs):
+    """A plain setting of a block may change the order inside."""
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in "01234")}
+    )
+    blocks = [f"blocks.{i}" for i in range(5)]
+    if differs:
+        model.get_submodule("blocks.3").runs_backwards = True
+    assert leave_out_alike(model, blocks) == ([] if differs else blocks[1:4])
+    assert len(model["blocks"]) == (5 if differs else 3)
 
 
 def test_a_model_that_asks_for_values_runs_as_it_is_listed():

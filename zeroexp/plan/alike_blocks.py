@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from zeroexp.plan.block_kinds import kinds_of
+
 What = TypeVar("What")
 
 
@@ -22,8 +24,8 @@ def leave_out_alike(module: nn.Module, blocks: Sequence[str]) -> list[str]:
     """
     holder = blocks[0].rpartition(".")[0] if blocks else ""
     listed = module.get_submodule(holder)
-    inner = [module.get_submodule(name) for name in blocks[1:-1]]
-    if len({_shape_of(block) for block in inner}) != 1 or not isinstance(listed, nn.ModuleList):
+    kinds = set(kinds_of(module, blocks)[1:-1])
+    if len(kinds) != 1 or not isinstance(listed, nn.ModuleList):
         return []
     if [*listed] != [module.get_submodule(name) for name in blocks]:
         return []
@@ -49,8 +51,3 @@ def repeated(
         for block in reversed(alike) if backward else alike:
             found += [(what, block + name.removeprefix(alike[0])) for what, name in ran]
     return found
-
-
-def _shape_of(block: nn.Module) -> tuple[object, ...]:
-    named = block.named_parameters()
-    return type(block), *((name, p.shape, p.requires_grad) for name, p in named)

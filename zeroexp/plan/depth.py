@@ -16,10 +16,9 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from torch import nn
-
 from zeroexp.config import Config
 from zeroexp.models.families import MODELS
+from zeroexp.plan.block_kinds import Kind, kinds_of
 from zeroexp.plan.form_of_config import build_on_meta
 
 Numbers = TypeVar("Numbers")
@@ -73,28 +72,9 @@ def _more_blocks_are_of_known_kinds(config: Config, near: Sequence[int], times: 
     return all(deep[k] == one[k] + times * (two[k] - one[k]) for k in {*deep, *one, *two})
 
 
-def _kinds_of_blocks(config: Config) -> Counter[frozenset[tuple[str, Any]]]:
-    """Count the model's blocks by what they are made of, but for the numbers that they have in the list of blocks."""
+def _kinds_of_blocks(config: Config) -> Counter[Kind]:
     model = build_on_meta(config)
-    blocks = [_made_of(model.module.get_submodule(name)) for name in model.blocks]
-    numbers = {
-        name
-        for name in (blocks[0] if blocks else ())
-        if all(block.get(name) == index for index, block in enumerate(blocks))
-    }
-    return Counter(frozenset(b.items() - {(n, b[n]) for n in numbers}) for b in blocks)
-
-
-def _made_of(block: nn.Module) -> dict[str, Any]:
-    """Return the classes and plain settings of all modules inside, and the shapes of parameters and buffers."""
-    found: dict[str, Any] = {}
-    for prefix, module in block.named_modules():
-        found[prefix] = type(module).__qualname__
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
-        found |= {f"{prefix}:{name}": value for name, value in plain.items()}
-    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        found[f"{name}()"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return found
+    return Counter(kinds_of(model.module, model.blocks))
 
 
 def depth_of(config: Config) -> int:
