@@ -131,7 +131,9 @@ def compose(
     further: words that no user may say. writes: False: the folders that a sweep needs are neither made nor tried.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # a process of many lines, as of tests, makes it once
+        store.store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     words = [plugins.as_list(w) for w in arguments if w not in ("-m", "--multirun")]
     refuse_words(words, _conf())
