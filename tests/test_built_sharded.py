@@ -22,7 +22,7 @@ from zeroexp.models.build import BuiltModel, build_deferred, build_model
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.values import Read, fill_in, is_deferred
+from zeroexp.strategies.values import Read, fill_in, is_deferred, make_places
 from zeroexp.world import World, fake_world
 
 FAMILIES = ["parameter", "tensor", "buffer"]
@@ -90,6 +90,22 @@ def test_any_constructor_draws_the_same_later():
         torch.manual_seed(11)
         assert_same(module, Odd())
     assert not module.frozen.requires_grad and module.orthogonal.requires_grad
+
+
+def test_recurrent_layers_which_watch_their_weights_can_be_built_later():
+    def make() -> nn.LSTM:
+        return nn.LSTM(3, 4, num_layers=2, bidirectional=True)
+
+    module, values = defer(make, 5, lambda made: made)
+    make_places(module, torch.device("cpu"))
+    module(torch.zeros(2, 3))
+    fill_in(module, values)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        plain = make()
+    assert_same(module, plain)
+    inputs = torch.arange(6.0).view(2, 3)
+    assert torch.equal(module(inputs)[0], plain(inputs)[0])
 
 
 class ReadsItself(nn.Module):

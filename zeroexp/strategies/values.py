@@ -42,6 +42,7 @@ def exchange(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 def make_places(module: nn.Module, device: torch.device) -> None:
     """Put parameters from meta onto `device`, each in its shape over the memory of one element."""
+    _drop_weak_references(module)
     for parameter in module.parameters():
         if parameter.is_meta:
             one = torch.zeros((), dtype=parameter.dtype, device=device)
@@ -50,6 +51,7 @@ def make_places(module: nn.Module, device: torch.device) -> None:
 
 def fill_in(module: nn.Module, values: Values, device: torch.device | str = "cpu") -> None:
     """Give every parameter of `module` its values, whole, in its own dtype on `device`; buffers move there too."""
+    _drop_weak_references(module)
     named = dict(module.named_parameters())
     for name, read in values:
         parameter = named[name]
@@ -57,3 +59,13 @@ def fill_in(module: nn.Module, values: Values, device: torch.device | str = "cpu
         whole.view(-1).copy_(read(0, whole.numel()))
         exchange(parameter, whole)
     module.to(device)
+
+
+def _drop_weak_references(module: nn.Module) -> None:
+    """Let torch's RNNs forget their weak references to weights, beside which no parameter can be exchanged.
+
+    They serve to notice replaced weights, and None stands for one that is not watched.
+    """
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each._flat_weight_refs = [None] * len(each._flat_weights_names)
