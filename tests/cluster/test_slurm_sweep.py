@@ -200,7 +200,8 @@ def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how
 
 
 def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -> None:
-    settings = [word for word in SMALL if word != "cluster=slurm" and "slurm" not in word]
+    of_slurm = ("cluster=slurm", "cluster.slurm.", "cluster.rehearse_s=")
+    settings = [word for word in SMALL if not word.startswith(of_slurm)]
     more = ["tracking=files", "world_size=1"]
     done = run(cluster, tmp_path, "zeroexp", "-m", "cluster=local,slurm", *settings, *more)
     assert done.returncode == 0, done.stderr
@@ -211,6 +212,7 @@ def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -
     }
     local, slurm = ([r.loss for r in read_records(found[k].folder)] for k in ("local", "slurm"))
     assert local == slurm, "the same ranks do the same sums"
+    assert "with activations" in done.stdout and "node-hours (" in done.stdout
 
 
 @pytest.mark.skipif(
