@@ -203,9 +203,8 @@ class ClusterConfig:
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
     reserved_gib: float | None = None
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
-    rehearse_s: int = (
-        60  # slurm: for the rehearsals of a sweep before its points are submitted; 0: none
-    )
+    # slurm: for the rehearsals of a sweep before its points are submitted; 0: nothing is rehearsed
+    rehearse_s: int = 60
     timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
     # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later
     wait: bool = True

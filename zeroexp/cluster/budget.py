@@ -1,8 +1,7 @@
 """What a point will hold and cost is shown before it is submitted to Slurm, and what can not fit is not submitted.
 
-A rehearsal (plan/peak.py) tells the peak and the seconds of a step. It takes a second for a small model and ten for a
-large one. So none begins when a sweep has spent cluster.rehearse_s on them: closed forms plan the later points, without
-activations and seconds.
+A rehearsal (plan/peak.py) tells the peak and the seconds of a step, and takes seconds itself. So none begins when a
+sweep has spent cluster.rehearse_s on them: closed forms plan the later points, without activations and seconds.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from zeroexp.cluster.points import Point
 from zeroexp.config import Config, UndefinedCombination
 from zeroexp.tracking.out_of_memory import gib
 
-if (
-    TYPE_CHECKING
-):  # torch and transformers take seconds to import, and only Slurm's points are judged
+# torch and transformers take seconds to import, and only Slurm's points are judged.
+if TYPE_CHECKING:
     from zeroexp.plan.machines import Machines
     from zeroexp.plan.outcome import Outcome
 
@@ -77,9 +75,8 @@ def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
         return outcome, machines
     try:
         return with_rehearsal(config, machines, form, outcome), machines
-    except (
-        Exception
-    ) as error:  # a rehearsal informs: what it can not do must not keep a job from its nodes
+    # A rehearsal informs: what it can not do must not keep a job from its nodes.
+    except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return replace(outcome, not_rehearsed=reason), machines
 
