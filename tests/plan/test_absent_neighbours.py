@@ -78,9 +78,9 @@ def _peak_of_a_step(world: World, config: Config, run: Path | None) -> int:
     for record in steps:
         records.append(record)
         if saver and saver.is_due(record.step + 1):
-            saver.save(record.step + 1)
+            # What ranks tell each other of a save would else be counted with a step now and then.
+            saver.save_now(record.step + 1)
     if saver:
-        saver.finish()
         saver.close()
     peak = records[UNDISTURBED_STEP].peak_bytes
     assert peak is not None

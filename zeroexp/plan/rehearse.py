@@ -10,6 +10,10 @@ Parameters, activations and buffers are fake tensors, and the other ranks do not
 [Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those
 of the second, which nothing disturbs. The third is read at the named moments, where the engine waits for what is in
 flight.
+
+[Note: checkpoints] From its first save on, a CPU rank holds a copy of its state, which later saves reuse. A run that
+saves before its last step trains beside that copy: its rehearsal saves after every step, so the second has a copy. A
+run that saves at its end alone holds the copy beside what rests between steps: its rehearsal saves after the second.
 """
 
 from __future__ import annotations
