@@ -53,6 +53,7 @@ def raise_on_rank_1(folder: Path, *, device: str) -> None:
     rank = world.rank_info_from_environment(os.environ).rank
     _note_pid(folder, rank)
     if rank == 1:
+        _wait_for_rank_0(folder)
         try:
             raise ArithmeticError("the loss is not a number")
         except ArithmeticError as error:
@@ -64,8 +65,9 @@ def raise_on_rank_1(folder: Path, *, device: str) -> None:
 def kill_rank_1(folder: Path, *, device: str) -> None:
     """Rank 0 blames its connection first, as a peer of a killed rank does."""
     rank = world.rank_info_from_environment(os.environ).rank
-    _note_pid(folder, rank)
     if rank == 1:
+        _note_pid(folder, rank)
+        _wait_for_rank_0(folder)
         os.kill(os.getpid(), signal.SIGKILL)
     failure.write_raised(folder, rank, ConnectionError("Connection closed by peer"))
     hang(folder, device=device)
@@ -89,6 +91,11 @@ def kill_server(folder: Path, *, device: str) -> None:
 def _ignore_sigterm_and_hang() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
+
+
+def _wait_for_rank_0(folder: Path) -> None:
+    while not (folder / "pid0").exists():
+        time.sleep(0.01)
 
 
 def _note_pid(folder: Path, rank: int) -> None:

@@ -140,7 +140,7 @@ def test_a_failure_of_an_earlier_attempt_is_forgotten(local, tmp_path):
 
 
 def test_a_job_that_takes_too_long_is_stopped(local, tmp_path):
-    job = make_job(tmp_path / "hang", timeout_s=1)
+    job = make_job(tmp_path / "hang", timeout_s=3)
     assert run(local, job).status == "timed_out"
     assert len(pids(job.folder)) == 2 and not any(is_alive(pid) for pid in pids(job.folder))
 
