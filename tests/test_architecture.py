@@ -42,7 +42,7 @@ ORDER = [
         *("zeroexp.models.families", "zeroexp.data.kinds", "zeroexp.optim"),
         "zeroexp.measure.clock",
     },
-    {"zeroexp.inputs", "zeroexp.plugins"},
+    {"zeroexp.inputs", "zeroexp.data.words", "zeroexp.plugins"},
     {"zeroexp.measure.verbs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
     {"zeroexp.rendezvous"},

@@ -117,6 +117,10 @@ WRONG = {
     "data.seq_len=4096": ("data.seq_len=4096:", "use at most 2048"),
     "data.vocab_size=50000": ("data.vocab_size=50000:", "use 2048"),
     "data=synthetic data.vocab_size=4096": ("data.vocab_size=4096:", "larger vocabulary"),
+    "model=hf +model.hf_config.model_type=llama data=synthetic": (
+        "data.vocab_size=null: the model names no vocabulary",
+        "set data.vocab_size=2048",
+    ),
     "data.limit=10": ("data.limit=10:", "leave it null"),
     "data.text_column=body": ("data.text_column=body:", "leave it null"),
     "data=synthetic data.split=test": ("data.split=test:", "leave it null"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from zeroexp.config import ConfigError, DataConfig
 from zeroexp.data.kinds import DATA, TABLES
 
-SHIPPED_WORDS = 2048  # vocabulary size of the tokenizer in data/corpus
 TRAIN = "train"
 SPLITS = "train|validation|valid|val|dev|test|eval"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

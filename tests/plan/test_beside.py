@@ -10,7 +10,11 @@ from tests.composing import composed
 from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.config import from_mapping, resolve
+from zeroexp.data.build import build_data
 from zeroexp.measure.record import KINDS
+from zeroexp.models.build import build_model
+from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.rehearse import rehearse
 from zeroexp.tracking.files import read_summary
 
 
@@ -54,3 +58,17 @@ def test_a_run_holds_and_sends_what_its_plan_says(local, tmp_path, words):
     assert set(summary.plan) == kinds
     assert summary.plan["total"] > 0
     assert summary.plan_errors == dict.fromkeys(kinds, 0)
+
+
+def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data():
+    """Else it would be planned with those of its class: 32,000 for LLaMA, where the shipped text has 2,048."""
+    sizes = ("hidden_size=16", "intermediate_size=32", "num_hidden_layers=1")
+    shape = ("model_type=llama", *sizes, "num_attention_heads=2", "num_key_value_heads=1")
+    words = [f"+model.hf_config.{word}" for word in shape]
+    config = composed("model=hf", *words, "strategy=ddp", "data.seq_len=8", "cluster.device=cpu")
+    vocab_size = build_data(config.data, config.model, config.train.seed).vocab_size
+    built = build_model(config.model, seed=0, device="meta", vocab_size=vocab_size).module
+    num_bytes = sum(p.nbytes for p in built.parameters())
+    assert num_bytes == sum(p.nbytes for p in build_on_meta(config).module.parameters())
+    (rank,) = rehearse(config, world_size=1, ranks=[0]).ranks
+    assert rank.held_bytes["at_rest"]["parameters"] == num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroexp.check.refusal import refuse_combination, refuse_without_effect
 from zeroexp.config import Config
 from zeroexp.data.kinds import DATA
-from zeroexp.inputs import SHIPPED_WORDS
+from zeroexp.data.words import SHIPPED_WORDS
 from zeroexp.models.families import MODELS, shape_of
 from zeroexp.models.families import vocabulary as words_of
 
@@ -68,6 +68,9 @@ def check_vocabulary(config: Config) -> None:
         refuse_combination(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
     if data.task == "regression":
         refuse_without_effect(config, "data.vocab_size", "vectors have no words")
+    if data.kind == "synthetic" and data.task == "causal" and known is None and asked is None:
+        problem, remedy = "the model names no vocabulary", f"set data.vocab_size={SHIPPED_WORDS}"
+        refuse_combination(config, "data.vocab_size", problem, remedy)
     words = asked or (SHIPPED_WORDS if tokenizes else None)
     if words and isinstance(known, int) and config.model.weights is None and words > known:
         problem = f"model={config.model.name} knows {known} words of the data's {words}"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.config import ConfigError, DataConfig, ModelConfig, hf_keys
-from zeroexp.inputs import SHIPPED_WORDS, cache_root, data_files, is_hub_id
+from zeroexp.data.words import SHIPPED_WORDS
+from zeroexp.inputs import cache_root, data_files, is_hub_id
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroexp import hub
 from zeroexp.config import Config, ConfigError, ModelConfig
+from zeroexp.data.words import words_of_data
 from zeroexp.models.build import build_model
 from zeroexp.models.families import MODELS
 from zeroexp.models.fused_experts import check_experts
@@ -29,7 +30,7 @@ def check_model(config: Config) -> None:
 
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
-    model, words, dtype = config.model, config.data.vocab_size, config.precision.compute
+    model, words, dtype = config.model, words_of_data(config), config.precision.compute
     if (model, words, dtype) in _fine:
         return
     check_experts(_build(model, words), DTYPES[dtype])

@@ -8,6 +8,7 @@ from torch import nn
 
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config import AUTO, Config, UndefinedCombination, resolve
+from zeroexp.data.words import words_of_data
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import OPTIMIZERS, parameter_groups
 from zeroexp.plan.closed_forms import (
@@ -33,8 +34,8 @@ ClosedForm = ShardedForm | DdpForm | FsdpForm
 
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
-    """Build the point's model without memory; `vocab_size` is the data's, if known. Raises ConfigError."""
-    words = vocab_size or config.data.vocab_size
+    """Build the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
+    words = vocab_size or words_of_data(config)
     return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 

@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 import zeroexp
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
+from zeroexp.data.words import words_of_data
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.build import allow_fake_tensors, build_model, materialize
@@ -208,7 +209,7 @@ def rehearse_rank(
     late: bool = False,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
-    words = config.data.vocab_size
+    words = words_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))

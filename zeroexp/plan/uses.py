@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroexp.config import Config
+from zeroexp.data.words import words_of_data
 from zeroexp.models.build import BuiltModel, allow_fake_tensors, build_model, materialize
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.loss import loss_sum
@@ -60,7 +61,7 @@ def _find(config: Config, unit: str, names: Sequence[str]) -> list[Use]:
 
 def _run(config: Config, unit: str, *, leaves_out: bool) -> list[tuple[Event, str]]:
     """Run one microbatch of the configured model and return what happens to its units."""
-    model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
+    model = build_model(config.model, seed=0, device="meta", vocab_size=words_of_data(config))
     module, recorder = model.module, _Recorder()
     for group in group_parameters(module, model.blocks, unit):
         recorder.attach(group.name, group.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroexp.config import Config, ConfigError, UndefinedCombination, resolve
+from zeroexp.data.words import words_of_data
 from zeroexp.models.build import BuiltModel, build_model
 from zeroexp.optim import OPTIMIZERS, optimizer_factory, parameter_groups
 from zeroexp.sharding.grouping import group_parameters, specs_of
@@ -27,7 +28,7 @@ def check_strategy(config: Config) -> None:
     steps = config.optimizer.name not in OPTIMIZERS.own
     if not (cuts or steps):
         return
-    model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
+    model = build_model(config.model, seed=0, device="meta", vocab_size=words_of_data(config))
     if cuts:
         _try_layout(config, model)
     if steps:
