@@ -184,6 +184,18 @@ def test_parameters_that_nobody_uses_are_rehearsed_as_they_are(monkeypatch, stag
     assert peak is not None and peak - before == rehearsed.peak_bytes
 
 
+def test_a_tied_weight_is_given_its_gradient_while_it_is_guarded():
+    """Its rows are added once backward is over, when ZeRO-3 guards the weight."""
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    config = config_of(*LLAMA, "strategy=zero3", "model.tied_rows=true")
+    records, before = train_with_memory(config, 1)
+    (rehearsed,) = rehearse(config, ranks=[1]).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    peak = records[UNDISTURBED_STEP].peak_bytes
+    assert peak is not None and peak - before == rehearsed.peak_bytes
+
+
 @pytest.mark.parametrize("frozen", [[], ["*experts*"]])
 def test_fused_experts_have_the_peak_of_the_same_step_with_memory(frozen):
     """Frozen experts have no gradient, and keep no input for it."""

@@ -12,6 +12,9 @@ two does not. So the peak of each half of a phase is told.
 [Note: kinds] What a storage is becomes known later: an engine names its model states at some moments, and a storage
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
 `peaks` goes through them again once the phase is over.
+
+[Note: guarded parameters] While an engine guards a parameter (sharding/guard.py), it has another class, by which
+FakeTensorMode does not know it as fake. To give it a gradient is to ask for its device, which is answered here.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
@@ -114,6 +117,8 @@ class Storages(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # it comes back with the local tensors
+        if func is torch.ops.prim.device.default and not isinstance(args[0], FakeTensor):
+            return args[0]._fake_device  # [Note: guarded parameters]
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             # DTensor asks for shapes with tensors of its own, which no rank ever holds.
