@@ -160,3 +160,21 @@ def test_another_order_of_blocks_is_learned(monkeypatch):
     assert steps[1].index("gather blocks.1") < steps[1].index("run blocks.0")
     assert steps[-2].index("gather blocks.1") > steps[-2].index("run blocks.0")
     assert steps[-1].index("gather blocks.1") < steps[-1].index("run blocks.0")
+
+
+def test_what_runs_between_two_steps_is_not_gathered_ahead_in_them():
+    """A validation is no part of a step's order: each step after it would gather the root once more in vain."""
+    with fake_world(0, 2) as world:
+        make = Ours("zero3", Options(prefetch=1, transport="gloo"))
+        strategy = make(MODELS["toy"].build(), Recipe(), world)
+        samples, num_gathers = microbatch_of(0, 0, 0)[0], list[int]()
+        for _ in range(3):
+            with strategy.microbatch(last=True):
+                strategy.backward(strategy.model(samples).square().sum())
+            strategy.step(drain=True)
+            strategy.zero_grad()
+            num_gathers.append(strategy.wire.take_traffic().calls_by_kind["gather"])
+            with torch.no_grad():
+                strategy.model(samples)
+            strategy.wire.take_traffic()
+    assert num_gathers == num_gathers[:1] * 3

@@ -1,6 +1,9 @@
 """Parameters that rest sharded are gathered when they are needed and freed when they are not: nothing is ahead here.
 
 prefetch.py adds what is gathered ahead and what stays in flight; with `overlap=False` this file is all there is.
+
+[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In that of microbatches
+they would follow the last backward, and every further step would gather the root once more than it needs.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class Gathers:
         """`keep` says which units stay gathered between forward and backward: none | last (the root) | all."""
         self.sharded = {unit for unit in units if unit.is_sharded}
         self.in_use: set[Unit] = set()  # sharded units whose parameters are in use
-        self.order = GatherOrder()
+        # [Note: two orders]
+        self.order = self.order_of_microbatch = GatherOrder()
+        self._order_outside = GatherOrder()
         self.depth = 0  # units gathered ahead
         self._keep = keep
         self._eviction = eviction
@@ -43,8 +48,13 @@ class Gathers:
         self._recomputed: set[Unit] = set()
 
     def begin_microbatch(self) -> None:
+        self.order = self.order_of_microbatch
         self.order.rewind()
         self._recomputed = set()
+
+    def end_microbatch(self) -> None:
+        self.order = self._order_outside
+        self.order.rewind()
 
     def make_ready(self, unit: Unit) -> None:
         """Return when the unit's parameters can be used; they stay until the unit is freed."""

@@ -60,7 +60,7 @@ class Prefetch(Gathers):
 
     def _first_units(self) -> Collection[Unit]:
         """Return the units that the next step begins with, of those in one pool the first."""
-        first = self.order.first_units(1 + self.depth)
+        first = self.order_of_microbatch.first_units(1 + self.depth)
         return {unit.store: unit for unit in reversed(first)}.values()
 
     def _gather(self, unit: Unit) -> None:

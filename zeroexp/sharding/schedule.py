@@ -185,6 +185,7 @@ class Schedule:
         self._reductions.end_microbatch()
         if not self._agreed:
             self._agree_on_order()
+        self.gathers.end_microbatch()
         self.calls.end_microbatch(last=self._last)
         self._views.refuse_others()
 
@@ -250,7 +251,7 @@ class Schedule:
     def _agree_on_order(self) -> None:
         """Agree on one order after the first microbatch, see `Reductions.agree`; without agreement do not prefetch."""
         self._agreed = True
-        gathered = self.gathers.order.units
+        gathered = self.gathers.order_of_microbatch.units
         if not self._reductions.agree(gathered, any_order=not self.gathers.sharded):
             self.gathers.depth = 0
 
