@@ -102,6 +102,16 @@ def test_modules_in_the_order_in_which_they_run(
     check(ranks, by_module(model, keep, prefetch, accumulation), transport)
 
 
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_ranks_of_a_host_share_memory_where_others_are_far_away(ranks, stage):
+    """Their slots are as many as messages in flight need, and a pool maps the rank's own section."""
+    config = config_of("tiny", f"strategy={stage}", "world_size=4", "data.global_batch_size=4")
+    expected = form_of(config, build_on_meta(config), "mixed")
+    assert isinstance(expected, ShardedForm)
+    for rank in ranks(trained_rank, prepared(config, None), 2, world_size=4):
+        agree(rank, expected)
+
+
 BY_BLOCK = [("block", "last"), *(pytest.param("module", k, marks=pytest.mark.slow) for k in KEEPS)]
 
 

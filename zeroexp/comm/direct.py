@@ -86,9 +86,10 @@ class Direct:
         self._facts = self._find_facts(max(page_bytes))
 
     def _find_facts(self, page_bytes: int) -> Facts:
-        """Return the facts of shared memory where all peers are neighbours, else those of messages."""
+        """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
         neighbours = self._neighbours.peers if self._neighbours is not None else []
-        name = "direct" if len(neighbours) == len(self._peers) else "gloo"
+        messages = "mixed" if neighbours else "gloo"
+        name = "direct" if len(neighbours) == len(self._peers) else messages
         return replace(TRANSPORTS[name], page_bytes=page_bytes)
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:

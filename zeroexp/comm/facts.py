@@ -20,7 +20,7 @@ class Facts:
     moves_on_wait: bool  # a move does its work in `wait`, so starting it early gains nothing
     # Moves are the backend's own collectives: all ranks issue the same ones, and every rank sends as much, padding too.
     is_collective: bool
-    shares_memory: bool  # ranks read each other's memory, which torch's allocator does not count
+    shares_memory: bool  # ranks of a host read each other's memory, uncounted by torch's allocator
     page_bytes: int = PAGE_BYTES  # the largest page size among the ranks' machines, for which large chunks are cut
 
     @property
@@ -37,6 +37,8 @@ TRANSPORTS = {
         "direct", 1, 4 * MIB, moves_on_wait=True, is_collective=False, shares_memory=True
     ),
     "gloo": Facts("gloo", 2, None, moves_on_wait=False, is_collective=False, shares_memory=False),
+    # Some peers share this rank's host, and messages go to the others.
+    "mixed": Facts("mixed", 2, None, moves_on_wait=False, is_collective=False, shares_memory=True),
     "native": Facts(
         "native",
         1,

@@ -15,7 +15,7 @@ def num_slots(transport: str) -> int:
     """Return how many reductions may lie in a rank's shared memory at once: one more than may be in flight.
 
     With fewer slots neighbours would wait for each other forever, since a rank reads a reduction only when it has
-    launched as many more as may be in flight. `transport` is gloo where some peers are on other hosts.
+    launched as many more as may be in flight.
     """
     return TRANSPORTS[transport].reductions_in_flight + 1
 

@@ -62,7 +62,8 @@ class DirectWithoutNeighbours(Direct):
         self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
 
     def _find_facts(self, page_bytes: int) -> Facts:
-        name = "direct" if len(self._host) == len(self._ranks) else "gloo"
+        messages = "mixed" if len(self._host) > 1 else "gloo"
+        name = "direct" if len(self._host) == len(self._ranks) else messages
         return replace(FACTS[name], page_bytes=page_bytes)
 
     def _send_messages(self) -> None:

@@ -61,7 +61,7 @@ class ScheduleForm:
     num_pools: int = 2  # 1 + number of units gathered ahead
     reduce_each: str = "step"  # microbatch | step
     bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
-    transport: str = "gloo"  # direct (ranks of one host) | gloo | native
+    transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
     overlap: bool = True  # reductions travel beside backward
 
     @property

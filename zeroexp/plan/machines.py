@@ -36,7 +36,9 @@ class Machines:
         """The transport that our engine finds there: a word of comm.facts.TRANSPORTS."""
         if self.device == "cuda":
             return "native"
-        return "direct" if self.shape.nodes == 1 else "gloo"
+        if self.shape.nodes == 1:
+            return "direct"
+        return "mixed" if self.shape.ranks_per_node > 1 else "gloo"
 
     def share_inside_node(self) -> float:
         """Return the part of what a rank sends that stays inside its node, the mean over ranks.

@@ -216,7 +216,7 @@ def cpu_prior_speed(transport: str) -> Speed:
     """Return what one core of this machine for each rank would do, by its instructions and its clock."""
     instructions, hertz = torch.backends.cpu.get_cpu_capability(), _clock()
     peak = hertz * FLOPS_PER_CYCLE.get(instructions, OTHER_FLOPS_PER_CYCLE)
-    latency, rate = CPU_LINKS[transport]
+    latency, rate = CPU_LINKS.get(transport, CPU_LINKS["gloo"])
     return Speed(
         label=f"a core of {hertz / 1e9:.1f} GHz with {instructions}, {NOT_CALIBRATED}: run python -m zeroexp.calibrate",
         product_rates={

@@ -53,8 +53,8 @@ def _in_flight(form: ShardedForm, unit: UnitsOfOneShape, rank: int) -> int:
         own = sum(chunk.section(rank).stop - chunk.section(rank).start for chunk in chunks)
         if facts.is_collective:
             held = whole if form.reduction is Move.ALL_REDUCE else whole + own
-        elif facts.shares_memory:
-            held = 0  # gradients lie in slots that peers read: they are among the buffers
+        elif facts.shares_memory and facts.moves_on_wait:
+            held = 0  # gradients lie in slots that all peers read: they are among the buffers
         else:
             held = (form.world_size - 1) * own
         most = max(most, held)
