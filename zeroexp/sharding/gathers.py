@@ -2,8 +2,8 @@
 
 prefetch.py adds what is gathered ahead and what stays in flight; with `overlap=False` this file is all there is.
 
-[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In that of microbatches
-they would follow the last backward, and every further step would gather the root once more than it needs.
+[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In that of
+microbatches they would follow the last backward, and every further step would gather the root in vain.
 """
 
 from __future__ import annotations
