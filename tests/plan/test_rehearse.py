@@ -320,7 +320,17 @@ def test_no_second_of_a_deep_model_lies_below_zero():
     """Bytes rise with the depth here, and what is waited for falls."""
 
     def measure(at: Config) -> list[dict[str, int | float]]:
-        return [{"bytes": 10 * depth_of(at), "waited": 1.0 / depth_of(at), "compute": 0.5}]
+        waited = 1.0 / depth_of(at)
+        return [{"bytes": 10 * depth_of(at), "waited": waited, "compute": 0.5, "made by": "mm"}]
 
     (found,), depths = measure_at_depth(config_of("model=llama_7b", "world_size=8"), measure)
-    assert len(depths) == 3 and found == {"bytes": 320, "waited": 0.0, "compute": 0.5}
+    assert len(depths) == 3
+    assert found == {"bytes": 320, "waited": 0.0, "compute": 0.5, "made by": "mm"}
+
+
+@pytest.mark.parametrize(("most", "given", "others"), [(None, 5, 0), (3, 3, 2), (9, 5, 0)])
+def test_a_rehearsed_step_has_no_more_microbatches_than_the_real_one(most, given, others):
+    config = config_of("model=tiny", "data=synthetic", f"data.global_batch_size={5 * NUM_RANKS}")
+    data = NoData(config, most, holds_others=True)
+    batch = data.step_batch(0, rank=0, world_size=NUM_RANKS)
+    assert (len(batch.microbatches), len(data._others)) == (given, others)

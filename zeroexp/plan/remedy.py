@@ -135,10 +135,8 @@ def complete_words(
     batch = changed.data.global_batch_size
     if batch != config.data.global_batch_size:
         needed.append(f"data.global_batch_size={batch}")
-    if (config.cluster.device, device) == (
-        "auto",
-        "cpu",
-    ) and changed.world_size != config.world_size:
+    more_ranks = changed.world_size != config.world_size
+    if more_ranks and config.cluster.device == "auto" and device == "cpu":
         needed.append("cluster.device=cpu")
     return " ".join([words, *needed])
 

@@ -1,0 +1,55 @@
+"""Where the ranks of a point are, and what of their messages stays inside a node."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from tests.composing import composed
+from zeroexp.plan.machines import JobShape, Machines, device_of, machines_of
+
+
+@pytest.mark.parametrize(
+    ("world_size", "most_per_node", "shape"),
+    [(8, 8, (1, 8)), (16, 8, (2, 8)), (12, 8, (2, 6)), (15, 8, (3, 5)), (7, 4, (7, 1))],
+)
+def test_the_fewest_nodes_share_the_ranks_evenly(world_size, most_per_node, shape):
+    assert JobShape.of(world_size, most_per_node) == JobShape(*shape)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (2, 4), (3, 5), (4, 1)])
+def test_messages_of_cpus_go_to_every_peer_and_those_of_gpus_round_a_ring(nodes, per_node):
+    size = nodes * per_node
+    node_of = [rank // per_node for rank in range(size)]
+    ring = [node_of[rank] == node_of[(rank + 1) % size] for rank in range(size)]
+    pairs = [node_of[a] == node_of[b] for a in range(size) for b in range(size) if a != b]
+    inside = {"cuda": ring, "cpu": pairs or [True]}
+    for device, messages in inside.items():
+        share = Machines(device, JobShape(nodes, per_node)).share_inside_node()
+        assert share == float(Fraction(sum(messages), len(messages))), device
+
+
+def test_transports_and_words():
+    one, two, apart = JobShape(1, 8), JobShape(2, 4), JobShape(8, 1)
+    transports = [Machines("cpu", shape).transport for shape in (one, two, apart)]
+    assert transports == ["direct", "mixed", "gloo"]
+    assert {Machines("cuda", shape).transport for shape in (one, two, apart)} == {"native"}
+    told = [str(Machines(*each)) for each in (("cpu", one), ("cuda", two))]
+    assert told == ["cpu, 1 node of 8", "cuda, 2 nodes of 4"]
+
+
+def test_ranks_of_a_local_run_on_cpus_share_a_machine():
+    words = ("world_size=16", "cluster.slurm.ranks_per_node=4")
+    local, slurm = composed(*words), composed("cluster=slurm", *words)
+    assert machines_of(local, "cpu").shape == JobShape(1, 16)
+    assert machines_of(local, "cuda").shape == machines_of(slurm, "cpu").shape == JobShape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_gpus", "device"),
+    [((1, 2), 0, "cpu"), ((2, 4), 0, "cuda"), ((1,), 8, "cuda")],
+)
+def test_a_plan_is_for_gpus_where_no_run_is_possible_here(sizes, num_gpus, device):
+    configs = [composed(f"world_size={size}") for size in sizes]
+    assert device_of(configs, num_gpus, num_cpus=2) == device
