@@ -317,7 +317,7 @@ def test_fit_shows_the_frontier_and_draws_it(planned, tmp_path):
 
 def test_a_strategy_of_a_name_of_its_own_has_remedies(planned):
     line = "model=tiny strategy=ddp strategy.name=mine world_size=2 cluster.device=cpu --json"
-    code, out, _ = planned(f"{line} cluster.device_memory_gib=0.003")
+    code, out, _ = planned(f"{line} cluster.device_memory_gib=0.0038")
     assert code == 0 and json.loads(out)[0]["remedies"][0] == "strategy=zero1"
 
 

@@ -25,7 +25,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.paging import aligned
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order
+from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order, most_beside_pools
 from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.chunk import Chunk
 from zeroexp.sharding.placement import Move, Placement, Stage
@@ -192,10 +192,15 @@ class ShardedForm:
         """Gathers of each unit in one step."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
-        uses = listed_order(len(self.units)) if self.uses is None else self.uses
         keep, accumulation = self.schedule.keep, self.schedule.accumulation
-        counts = gathers_of_step(uses, self._units_of_pools, keep=keep, accumulation=accumulation)
+        counts = gathers_of_step(
+            self._uses, self._units_of_pools, keep=keep, accumulation=accumulation
+        )
         return [counts[index] if unit.chunks else 0 for index, unit in enumerate(self.units)]
+
+    @cached_property
+    def _uses(self) -> Sequence[Use]:
+        return listed_order(len(self.units)) if self.uses is None else self.uses
 
     @property
     def _units_of_pools(self) -> list[list[int]]:
@@ -343,6 +348,18 @@ class ShardedForm:
             return 0
         return sum(
             self._gathered_bytes if self.schedule.keep == "all" else self._gathered_bytes[:1]
+        )
+
+    @cached_property
+    def most_beside_pools(self) -> int:
+        """The most bytes of units that lie gathered outside of pools at once.
+
+        They are those that are kept, those inside of which others run, and those that find their pool in use.
+        """
+        if self.stage.gather is not Move.ALL_GATHER:
+            return 0
+        return most_beside_pools(
+            self._uses, self._units_of_pools, self._gathered_bytes, keep=self.schedule.keep
         )
 
     def _staging_bytes(self, rank: int) -> int:

@@ -58,6 +58,17 @@ def gathers_of_step(
     return Counter({unit: n + (accumulation - 1) * further[unit] for unit, n in first.items()})
 
 
+def most_beside_pools(
+    uses: Sequence[Use], pools: Sequence[Sequence[int]], sizes: Sequence[int], *, keep: str
+) -> int:
+    """Return the most bytes of units that lie gathered outside of pools at once; `sizes` are those of all units."""
+    memory = _Memory(pools, keep)
+    memory.count(uses)  # it tells which units find their pool in use
+    return max(
+        (sum(sizes[unit] for unit in units) for units in memory.beside_pools(uses)), default=0
+    )
+
+
 class _Memory:
     """This object knows of every pool who uses it and whose values lie there; a negative place is a unit's own."""
 
@@ -77,6 +88,13 @@ class _Memory:
         for unit in [*self._tenant.values()]:
             self._free(unit)
         return counts
+
+    def beside_pools(self, uses: Sequence[Use]) -> Iterator[list[int]]:
+        """Yield the units that have memory of their own and are gathered, after each use of a microbatch."""
+        for use in uses:
+            for _ in self._gathered([use]):
+                pass
+            yield [unit for place, unit in self._tenant.items() if place < 0]
 
     def _gathered(self, uses: Sequence[Use]) -> Iterator[int]:
         for event, unit in uses:

@@ -115,6 +115,13 @@ def rehearse_spending(
     return {phase: seconds.spent for phase, seconds in phases.items()}
 
 
+def rehearse_ranks(
+    config: Config, machines: Machines, form: ClosedForm, ranks: Sequence[int]
+) -> list[RehearsedRank]:
+    """Rehearse these ranks of a point, without seconds."""
+    return _rehearse(config, machines, form, [*ranks], []).ranks
+
+
 def one_rank_of_each_class(form: ClosedForm, ranks: set[int]) -> list[int]:
     """Return the ranks, of those that hold and send as much only the first."""
     first = {form.equivalence_key(rank): rank for rank in sorted(ranks, reverse=True)}
