@@ -61,6 +61,10 @@ def bounds_and_peaks(config: Config) -> list[tuple[int, int]]:
         ("zero3", "tensor", "cuda", 2, 1, "strategy.unit=module strategy.prefetch=2", 24),
         ("zero1", "tensor", "cuda", 4, 3, "precision=paper16 strategy.unit=module", 5),
         ("zero1", "tensor", "cuda", 1, 3, "precision=paper16", 6),
+        ("ddp", "torch", "cpu", 2, 2, "", 0),
+        ("ddp", "torch", "cpu", 2, 2, "strategy.gradient_as_bucket_view=false", 0),
+        ("zero1", "torch", "cpu", 3, 1, "", 0),
+        ("zero3", "torch", "cuda", 2, 2, "", 11),
     ],
 )
 def test_the_bound_holds_and_wastes_little(

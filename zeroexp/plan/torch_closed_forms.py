@@ -77,11 +77,18 @@ class DdpForm:
         return {"hidden buckets": 0 if are_views else self._gradient_bytes}
 
     def transient_bytes(self, phase: str, rank: int) -> dict[str, int]:
-        """Return the gradient that backward has just made, before the reducer copies it into its bucket."""
-        if phase != "backward" or not self.gradient_as_bucket_view:
+        """Return the gradient that backward has just made, and the buckets while gradients are no views of them.
+
+        The first gradients of a step lie beside the buckets unless they are reduced at once.
+        """
+        views, accumulates = self.gradient_as_bucket_view, self.accumulation > 1
+        if phase != "backward" or not (views or accumulates):
             return {}
         largest = max((p.numel for group in self.groups for p in group), default=0)
-        return {"largest gradient": self.parameter_itemsize * largest}
+        return {
+            "largest gradient": self.parameter_itemsize * largest,
+            "hidden buckets": self._gradient_bytes if views and accumulates else 0,
+        }
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
