@@ -353,7 +353,7 @@ BY = {
     "owners": [OF_OWNERS, "strategy.implementation=parameter", "strategy.owners=owners_of_test"],
     "optimizer": [OF_OPTIMIZER, "optimizer=optimizer_of_test"],
     "data": [OF_DATA, "data=data_of_test"],
-    "model": [OF_MODEL, "model=model_of_test"],
+    "model": [OF_MODEL, "model=model_of_test", "data.vocab_size=64"],
 }
 
 
