@@ -14,7 +14,6 @@ from pathlib import Path
 from zeroexp import output
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ConfigError
 
@@ -32,7 +31,7 @@ def main() -> int:
             raise ConfigError(f"{folder}: no run in there; give a sweep's folder, outputs/<sweep>")
         refresh(jobs)
         return 0 if sync(jobs, open_uploads(jobs)) else 1
-    except (ConfigError, SlurmSilent) as error:
+    except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return 2
 

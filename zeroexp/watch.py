@@ -5,7 +5,7 @@
     python -m zeroexp.watch outputs/<sweep> --cancel         cancel all that has not ended
     python -m zeroexp.watch outputs/<sweep> --rerun failed   submit again what did not come to its end
 
-Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep.
+Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep, 130 Ctrl-C in --rerun, which cancels the jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from zeroexp import output
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.queue import HeldJobs, Queue, is_held
-from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import ConfigError
@@ -32,7 +31,7 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_run
 
 FINE = ("done", "skipped", *UNFINISHED)
-EVERYTHING_FINE, SOMETHING_FAILED, WRONG = 0, 1, 2
+EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 
 def main() -> int:
@@ -40,7 +39,7 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         return watch(arguments)
-    except (ConfigError, SlurmSilent) as error:
+    except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return WRONG
     except PermissionError as error:
@@ -67,7 +66,11 @@ def parse_arguments() -> argparse.Namespace:
 def watch(arguments: argparse.Namespace) -> int:
     if arguments.rerun:
         with Sweep(sys.argv[1:]) as sweep:
-            sweep.rerun(arguments.sweep.resolve())
+            try:
+                sweep.rerun(arguments.sweep.resolve())
+            except KeyboardInterrupt:  # which cancelled what it had submitted
+                sweep.conclude()
+                return INTERRUPTED
             return sweep.conclude()
     jobs = jobs_of(arguments.sweep)
     refresh(jobs)

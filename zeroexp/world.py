@@ -7,6 +7,7 @@ later code asks whether it is distributed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,11 +160,15 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
     It shows what does not depend on values: which moves happen, what they count and what memory is held. A model in it
     must lie on `device` already, and may consist of fake tensors.
     """
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=size)
     try:
         yield World(rank, size, torch.device(device), "fake")
     finally:
         dist.destroy_process_group()
+        sys.excepthook = (
+            hook  # torch leaves its own, which calls each line of a traceback one of a rank
+        )
 
 
 def barrier() -> None:

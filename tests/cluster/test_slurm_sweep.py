@@ -199,6 +199,31 @@ def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how
     assert in_mlflow(tmp_path) == ({job.name: "KILLED"} if how == "watch" else {})
 
 
+def test_ctrl_c_while_slurm_is_silent_says_which_jobs_go_on(
+    cluster: Minicluster, tmp_path: Path
+) -> None:
+    """The controller stands still, so that scancel waits for it in vain; afterwards `watch` ends the job."""
+    words = [*SMALL, "train.steps=100000", "world_size=1", "tracking=files"]
+    sweep = start(cluster, tmp_path, "zeroexp", *words)
+    cluster.wait_for(lambda: any(job.state["status"] == "running" for job in jobs(tmp_path)), 60)
+    (job,) = jobs(tmp_path)
+    controller = int((cluster.folder / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        sweep.send_signal(signal.SIGINT)
+        _, said = sweep.communicate(timeout=600)
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert sweep.returncode == 130 and "Traceback" not in said, said
+    folder = os.path.relpath(job.folder.parent, tmp_path)
+    assert f"so that 1 jobs go on ({slurm_id(job)}); once it does, " in said
+    assert f"`python -m zeroexp.watch {folder} --cancel` ends them" in said
+    assert job.state["status"] == "running"
+    run(cluster, tmp_path, "zeroexp.watch", folder, "--cancel")
+    assert job.state["status"] == "cancelled"
+    cluster.wait_for(lambda: cluster.job_state(str(slurm_id(job))) == "CANCELLED", 15)
+
+
 def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -> None:
     of_slurm = ("cluster=slurm", "cluster.slurm.", "cluster.rehearse_s=")
     settings = [word for word in SMALL if not word.startswith(of_slurm)]

@@ -16,6 +16,7 @@ import pytest
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.queue import cancel_unfinished
 from zeroexp.cluster.slurm import JobShape, SlurmCluster
 from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
@@ -298,6 +299,25 @@ def slurm_task(rank: int) -> dict[str, str]:
     place["SLURM_JOB_ID"] = "987654"
     place |= {"ZEROEXP_HEARTBEAT": "127.0.0.1", "ZEROEXP_SECRET": "ab" * 32}
     return {**os.environ, **place, "PYTHONPATH": path}
+
+
+def test_jobs_that_a_silent_slurm_can_not_cancel_go_on_and_one_line_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Silent because this PATH has no scancel; test_slurm_sweep.py stops a real Slurm."""
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    local, slurm = make_job(sweep / "local"), make_job(sweep / "slurm")
+    write_json(slurm.folder / "slurm.json", {"job_id": "17"})
+    for job in (local, slurm):
+        job.enter("running")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cancel_unfinished([local, slurm]) == [local]
+    assert [job.state["status"] for job in (local, slurm)] == ["cancelled", "running"]
+    said = capsys.readouterr().err
+    assert said.startswith("zeroexp: Slurm does not answer (scancel is not here;")
+    assert "so that 1 jobs go on (17)" in said and said.count("\n") == 1
+    assert f"`python -m zeroexp.watch {os.path.relpath(sweep)} --cancel` ends them" in said
 
 
 def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int = 1) -> Job:

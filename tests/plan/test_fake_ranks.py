@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 
 import pytest
@@ -78,3 +79,11 @@ def test_a_rank_trains_on_fake_tensors(rank, stage, layout, unit):
             assert num_bytes <= whole // 4
         else:
             assert num_bytes >= whole
+
+
+def test_a_world_that_has_ended_leaves_no_hook_for_errors_behind() -> None:
+    """torch's own calls this process, which submits and runs other points, a rank."""
+    before = sys.excepthook
+    with fake_world(1, 2):
+        pass
+    assert sys.excepthook is before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from zeroexp.cluster import slurm_state
@@ -44,11 +44,7 @@ def refresh(jobs: Iterable[Job]) -> None:
     for job in jobs:
         if (state := state_of(job.folder))["status"] != job.state["status"]:
             job.enter(state["status"], state["reason"])
-    for job in jobs:
-        if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
-            shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
-            note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
-            job.enter("pending")
+    _adopt_all(jobs)
     open_jobs = unfinished(jobs)
     if open_jobs:
         seen = slurm_state.look_up_jobs(open_jobs)
@@ -56,8 +52,18 @@ def refresh(jobs: Iterable[Job]) -> None:
             _settle(job, seen.get(job_id))
 
 
-def cancel(jobs: Iterable[Job], reason: str) -> list[Job]:
-    """Cancel the unfinished jobs and return them."""
+def _adopt_all(jobs: Iterable[Job]) -> None:
+    """Note the ids of the jobs whose submitter was ended before it did. Raises SlurmSilent."""
+    for job in jobs:
+        if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
+            shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
+            note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
+            job.enter("pending")
+
+
+def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
+    """Cancel the unfinished jobs and return them. Raises SlurmSilent; then none of them is taken for cancelled."""
+    _adopt_all(jobs)
     open_jobs = unfinished(jobs)
     slurm_state.cancel(open_jobs)
     for job in open_jobs.values():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zeroexp.cluster.follow import cancel, follow, slurm_id
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.slurm_state import SlurmSilent
+from zeroexp.cluster.submit import SUBMITTING, Later
 from zeroexp.config import ConfigError
 from zeroexp.report.progress import Progress
 from zeroexp.tracking.files import write_json
@@ -44,8 +48,6 @@ class Queue:
             for job in jobs:
                 self.submit(job)
             return
-        from zeroexp.cluster.submit import Later
-
         try:
             cluster.submit_array(jobs)
         except Later:
@@ -66,8 +68,6 @@ class Queue:
             print(cluster.script(job))
             job.enter("skipped", "cluster.dry_run=true")
             return
-        from zeroexp.cluster.submit import Later
-
         try:
             if self._full:
                 raise Later("points before it are held")
@@ -150,11 +150,30 @@ def is_held(job: Job) -> bool:
 
 
 def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
-    """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false."""
+    """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false, or if Slurm is silent.
+
+    One line then says how to end and follow the jobs that go on.
+    """
     ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
     stopped = [job for job in ours if job.state["status"] in UNFINISHED]
-    in_slurm = cancel(stopped, STOPPED)
+    try:
+        in_slurm = cancel(stopped, STOPPED)
+    except SlurmSilent as error:
+        in_slurm = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
+        _tell_that_they_go_on(in_slurm, error)
+        stopped = [job for job in stopped if job not in in_slurm]
     for job in stopped:
         if job not in in_slurm:
             job.enter("cancelled", STOPPED)
     return stopped
+
+
+def _tell_that_they_go_on(jobs: Sequence[Job], error: SlurmSilent) -> None:
+    ids = " ".join(job_id for job in jobs if (job_id := slurm_id(job)))
+    sweep = os.path.relpath(jobs[0].folder.parent)
+    print(
+        f"zeroexp: Slurm does not answer ({error}), so that {len(jobs)} jobs go on"
+        f"{f' ({ids})' if ids else ''}; once it does, "
+        f"`python -m zeroexp.watch {sweep} --cancel` ends them, and without --cancel follows them",
+        file=sys.stderr,
+    )

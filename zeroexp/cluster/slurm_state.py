@@ -43,7 +43,7 @@ def require_slurm() -> None:
         raise ConfigError(f"cluster=slurm: there is no sbatch on this machine; {remedy}")
 
 
-class SlurmSilent(Exception):
+class SlurmSilent(ConfigError):
     """Slurm does not answer now, so the state of its jobs is unknown."""
 
 
@@ -57,8 +57,11 @@ def look_up_jobs(job_ids: Iterable[str]) -> dict[str, Sighting]:
 
 
 def cancel(job_ids: Iterable[str]) -> None:
+    """Cancel jobs; those that have ended or are forgotten are passed over. Raises SlurmSilent."""
     if ids := list(job_ids):
-        subprocess.run(["scancel", *ids], check=True, capture_output=True, timeout=60)
+        asked = _run_slurm_command("scancel", *ids)
+        if asked.returncode:
+            raise SlurmSilent(asked.stderr.strip().partition("\n")[0])
 
 
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
