@@ -238,7 +238,7 @@ def time_points(
             point.rounds.append(step_seconds_of(_config(*name, steps)))
         took += time.monotonic()
         if kept is not None:
-            kept.write_text(json.dumps([asdict(point) for point in timed]))
+            kept.write_text(json.dumps([asdict(point) for point in timed]), encoding="utf-8")
     return timed
 
 
@@ -253,7 +253,7 @@ def _predicted(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
 
 
 def _read(kept: Path, names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
-    timed = [Timed(**point) for point in json.loads(kept.read_text())]
+    timed = [Timed(**point) for point in json.loads(kept.read_text(encoding="utf-8"))]
     if [each.name for each in timed] != [name_of(*name) for name in names]:
         raise SystemExit(f"--keep {kept}: has other points; name another file")
     return timed

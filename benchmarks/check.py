@@ -26,14 +26,16 @@ TOLERANCES = {
 
 
 def main() -> int:
-    rows = json.loads(LATEST.read_text())
+    rows = json.loads(LATEST.read_text(encoding="utf-8"))
     if sys.argv[1:] == ["--store"]:
-        kept = json.loads(STORED.read_text()) if STORED.exists() else {}
-        STORED.write_text(json.dumps({**kept, **ratios(rows)}, indent=1, sort_keys=True) + "\n")
+        kept = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+        STORED.write_text(
+            json.dumps({**kept, **ratios(rows)}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
         return 0
     if not STORED.exists():
         raise SystemExit(f"{STORED}: nothing is stored yet; python -m benchmarks.check --store")
-    stored = json.loads(STORED.read_text())
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
     problems = regressions(ratios(rows), stored)
     print("\n".join(problems) or f"{len(rows)} rows, none worse than {STORED.name}")
     return 1 if problems else 0

@@ -82,7 +82,7 @@ def main() -> int:
             comparison = replace(comparison, num_rounds=args.rounds or comparison.num_rounds)
             rows += compare(comparison, PLACES[comparison.place])
             LATEST.parent.mkdir(parents=True, exist_ok=True)
-            LATEST.write_text(json.dumps(rows, indent=1) + "\n")
+            LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(markdown(rows))
     if args.write is not None:
         table.replace_in(args.write, markdown(rows))

@@ -158,7 +158,7 @@ def model_config(name: str) -> ModelConfig:
     if name == "million":
         tiny = model_config("tiny")
         return replace(tiny, name=name, hf_config={**tiny.hf_config, **MILLION})
-    return ModelConfig(**yaml.safe_load((CONF / f"{name}.yaml").read_text()))
+    return ModelConfig(**yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def parameter_bytes(model: str, precision: str) -> int:

@@ -198,13 +198,13 @@ def main() -> int:
         )
     rows = [_run_apart(case) for case in all_cases(args.device, args.model, args.steps)]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any("error" in row for row in rows) else 0
 
 
 def _run_apart(case: Case) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=CASE_SECONDS)
     if done.returncode != 0:
         row = {**asdict(case), "error": done.stderr.strip().splitlines()[-1]}
     else:

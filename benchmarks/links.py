@@ -70,7 +70,7 @@ class Link:
     @staticmethod
     def enter(namespace: str) -> None:
         """Move the calling process, which must have one thread, into the namespace."""
-        with open(f"/run/netns/{namespace}") as handle:
+        with open(f"/run/netns/{namespace}", encoding="utf-8") as handle:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(handle.fileno(), CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
@@ -143,6 +143,6 @@ def _ip(*words: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

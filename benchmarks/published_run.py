@@ -75,7 +75,7 @@ def _train(folder: Path) -> Path:
 
 def draw_reviews(path: Path) -> None:
     draw = random.Random(0)
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["text", "label"])
         for index in range(NUM_REVIEWS):

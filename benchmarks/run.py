@@ -98,7 +98,7 @@ def main() -> int:
     for comparison in _chosen(args):
         rows += compare(comparison)
         LATEST.parent.mkdir(parents=True, exist_ok=True)
-        LATEST.write_text(json.dumps(rows, indent=1) + "\n")
+        LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(table.markdown(rows))
     if args.write is not None:
         table.replace_in(args.write, table.markdown(rows))
@@ -261,7 +261,7 @@ def _groups(comparison: Comparison) -> list[list[str]]:
 
 
 def available_bytes() -> int:
-    words = Path("/proc/meminfo").read_text().split()
+    words = Path("/proc/meminfo").read_text(encoding="utf-8").split()
     return int(words[words.index("MemAvailable:") + 1]) * 1024
 
 

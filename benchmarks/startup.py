@@ -49,7 +49,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     starts = [measure() for _ in range(parser.parse_args().repeats)]
     LATEST.parent.mkdir(parents=True, exist_ok=True)
-    LATEST.write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+    LATEST.write_text(
+        json.dumps([asdict(start) for start in starts], indent=1) + "\n", encoding="utf-8"
+    )
     print("| seconds | median | least | most |\n|---|---:|---:|---:|")
     for key in asdict(starts[0]):
         values = [asdict(start)[key] for start in starts]
@@ -87,15 +89,17 @@ def _seconds_of_imports() -> float:
 
 def _first_step(run: Path) -> float:
     """Unix seconds."""
-    return json.loads((run / "records.jsonl").read_text().partition("\n")[0])["written_at"]
+    return json.loads((run / "records.jsonl").read_text(encoding="utf-8").partition("\n")[0])[
+        "written_at"
+    ]
 
 
 def _state(run: Path) -> dict[str, float]:
-    return json.loads((run / "state.json").read_text())
+    return json.loads((run / "state.json").read_text(encoding="utf-8"))
 
 
 def _built(run: Path) -> float:
-    log = (run / "logs" / "rank0.log").read_text()
+    log = (run / "logs" / "rank0.log").read_text(encoding="utf-8")
     (seconds,) = re.findall(r"built in ([\d.]+) s", log)
     return float(seconds)
 

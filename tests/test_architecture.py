@@ -260,6 +260,40 @@ def test_rank_variables_are_named_in_world_alone():
     assert not wrong, "\n".join(wrong)
 
 
+OPENERS = {"open": 1, "fdopen": 1, "TextIOWrapper": None, "read_text": None, "write_text": None}
+NOT_TEXT = ("os", "_neighbours", "kind")  # what `.open` of these returns is no file of text
+
+
+def opens_text_by_locale(call: ast.Call) -> bool:
+    """Whether the call opens text in the encoding of whoever runs it: of a Latin-1 or ASCII locale too."""
+    words = {word.arg: word.value for word in call.keywords}
+    if "encoding" in words or None in words:
+        return False
+    if "text" in words:  # of a subprocess
+        return True
+    method = isinstance(call.func, ast.Attribute)
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name == "open" and method and ast.unparse(call.func).split(".")[-2] in NOT_TEXT:
+        return False
+    if name not in OPENERS:
+        return False
+    at = 0 if name == "open" and method else OPENERS[name]
+    mode = words.get("mode", call.args[at] if at is not None and at < len(call.args) else None)
+    return mode is None or "b" not in ast.unparse(mode)
+
+
+def test_every_text_file_is_opened_in_a_named_encoding():
+    """ruff's PLW1514 sees only the paths whose type it infers."""
+    files = [*SOURCES, *ROOT.glob("benchmarks/*.py"), *ROOT.glob("slurm/one_machine/*.py")]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path in files
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and opens_text_by_locale(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_yaml_is_data_without_targets():
     files = sorted(ROOT.glob("conf/**/*.yaml"))
     assert files

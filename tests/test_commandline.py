@@ -74,6 +74,15 @@ def test_ctrl_c_while_it_imports_is_silent(tmp_path):
     assert len(told) > 50 and all(line.startswith("import time:") for line in told), told[-1]
 
 
+def test_an_ascii_locale_shows_what_it_can(tmp_path):
+    """A character that it lacks is escaped, and a word in other bytes is refused in one line."""
+    env = {**HERE, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "zeroexp", *TINY, "data.path=ü"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="ascii")
+    (told,) = done.stderr.splitlines()
+    assert done.returncode == zeroexp.REFUSED and "data.path=\\udcc3\\udcbc: not in the enc" in told
+
+
 def test_version_is_ours(monkeypatch, capsys):
     assert say(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.startswith("zeroexp 0.")

@@ -84,7 +84,7 @@ def _read_published_config(model: ModelConfig) -> dict[str, Any]:
 
         folder = hub.config_folder(model.path)
     try:
-        published = json.loads((folder / "config.json").read_text())
+        published = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         _refuse(model, "no config.json in it", "use a folder that save_pretrained wrote")
     except (OSError, ValueError) as error:

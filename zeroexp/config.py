@@ -298,7 +298,7 @@ def save(config: Config, path: Path) -> None:
     import yaml
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    beside.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
     beside.replace(path)
 
 
@@ -306,7 +306,7 @@ def load(path: Path) -> Config:
     """Read the config of a run that `save` wrote. Raises ConfigError for a key that no schema has."""
     import yaml
 
-    return from_mapping(Config, yaml.safe_load(path.read_text()))
+    return from_mapping(Config, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:

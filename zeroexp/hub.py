@@ -39,7 +39,9 @@ def dataset_exists(name: str) -> bool:
     if (library / name.replace("/", "___")).is_dir():
         return True
     packed = cache_root().glob("*/about.json")
-    return any(json.loads(about.read_text()).get("hub_id") == name for about in packed)
+    return any(
+        json.loads(about.read_text(encoding="utf-8")).get("hub_id") == name for about in packed
+    )
 
 
 def require_model(name: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 
 def keep_going() -> None:
@@ -17,9 +17,9 @@ def keep_going() -> None:
         except OSError:  # else the next file we open would receive what we print
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = sys.__stdout__ = _text(1)
+        sys.stdout = sys.__stdout__ = _text(sys.stdout, 1)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = sys.__stderr__ = _text(2)
+        sys.stderr = sys.__stderr__ = _text(sys.stderr, 2)
 
 
 class _Lenient(io.FileIO):
@@ -31,9 +31,14 @@ class _Lenient(io.FileIO):
         return len(content)
 
 
-def _text(descriptor: int) -> io.TextIOWrapper:
+def _text(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper:
+    """Return a stream that writes in the encoding of `stream`, and escapes the characters that it lacks."""
+    encoding = stream.encoding if stream else None  # PYTHONIOENCODING, or that of the locale
     raw = _Lenient(descriptor, "w", closefd=False)
     by_lines = descriptor == 2 or raw.isatty()
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), errors="backslashreplace", line_buffering=by_lines
+        io.BufferedWriter(raw),
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=by_lines,
     )

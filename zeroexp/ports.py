@@ -50,7 +50,7 @@ def publish_port(file: Path, port: int) -> None:
     """Write the port so that a reader sees all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(str(port))
+    beside.write_text(str(port), encoding="utf-8")
     beside.replace(file)
 
 
@@ -59,7 +59,7 @@ def read_published_port(file: Path) -> int | None:
     try:
         # NFS caches for a minute that a file is missing, unless the folder is listed.
         os.listdir(file.parent)
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 

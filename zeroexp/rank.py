@@ -62,6 +62,7 @@ from zeroexp.world import World
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 PEER_SECONDS = 600.0
+TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 def prepare(folder: Path) -> None:
@@ -320,5 +321,5 @@ def _send_output_to(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # Both are line-buffered, so that a killed rank loses no line.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, **TEXT)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, **TEXT)

@@ -133,7 +133,7 @@ def host_identity() -> tuple[str, int]:
 
     Such processes run in the same boot of one machine and in the same network namespace.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
 
 

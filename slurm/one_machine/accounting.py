@@ -40,16 +40,20 @@ def write_accounting_configuration(folder: Path, dbd_port: int, sql_port: int) -
     names = {"folder": folder, "dbd_port": dbd_port, "sql_port": sql_port}
     password = secrets.token_hex(16)
     (folder / "slurmdbd.conf").touch(mode=0o600)  # slurmdbd refuses a file others may read
-    (folder / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(password=password, **names))
+    (folder / "slurmdbd.conf").write_text(
+        SLURMDBD_CONF.format(password=password, **names), encoding="utf-8"
+    )
     user = "'slurm'@'127.0.0.1'"
     grant = f"CREATE USER {user} IDENTIFIED BY '{password}';\nGRANT ALL ON *.* TO {user};\n"
     (folder / "grant.sql").touch(mode=0o600)
-    (folder / "grant.sql").write_text(grant)
+    (folder / "grant.sql").write_text(grant, encoding="utf-8")
 
 
 def start_database(folder: Path, port: int) -> None:
     install = ["mariadb-install-db", "--no-defaults", f"--datadir={folder}/sql", "--user=root"]
-    made = subprocess.run([*install, "--skip-test-db"], capture_output=True, text=True, timeout=120)
+    made = subprocess.run(
+        [*install, "--skip-test-db"], capture_output=True, encoding="utf-8", timeout=120
+    )
     if made.returncode:
         raise ClusterError(f"mariadb-install-db: {(made.stdout + made.stderr).strip()}")
     flags = [

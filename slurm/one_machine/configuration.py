@@ -103,14 +103,18 @@ def write_configuration(folder: Path, shape: Shape, dbd_port: int | None) -> Non
         text += "GresTypes=gpu\n"
         for index in range(shape.gpus):
             (folder / f"gpu{index}").symlink_to("/dev/null")
-        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{shape.gpus - 1}]\n")
+        (folder / "gres.conf").write_text(
+            f"Name=gpu File={folder}/gpu[0-{shape.gpus - 1}]\n", encoding="utf-8"
+        )
     text += "".join(node_line(shape, index, port) for index, port in enumerate(node_ports, start=1))
-    (folder / "slurm.conf").write_text(text)
+    (folder / "slurm.conf").write_text(text, encoding="utf-8")
     hosts = "".join(
         f"{shape.address_of(index)} {name}\n"
         for index, name in enumerate(shape.node_names, start=1)
     )
-    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "\n" + hosts)
+    (folder / "hosts").write_text(
+        Path("/etc/hosts").read_text(encoding="utf-8") + "\n" + hosts, encoding="utf-8"
+    )
 
 
 def node_line(shape: Shape, index: int, port: int) -> str:

@@ -70,7 +70,7 @@ def program() -> str:
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program(), *words], capture_output=True, text=True)
+    return subprocess.run([program(), *words], capture_output=True, encoding="utf-8")
 
 
 def require_ip(*words: str) -> None:
@@ -78,6 +78,6 @@ def require_ip(*words: str) -> None:
 
 
 def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -40,7 +40,9 @@ def start_daemon(folder: Path, command: list[str], name: str) -> None:
             start_new_session=True,
             cwd="/",
         )
-    (folder / "pids" / name).write_text(f"{process.pid} {start_time(process.pid)}")
+    (folder / "pids" / name).write_text(
+        f"{process.pid} {start_time(process.pid)}", encoding="utf-8"
+    )
 
 
 def start_slurmd(folder: Path, node: str) -> None:
@@ -59,7 +61,9 @@ def start_slurmd(folder: Path, node: str) -> None:
 def run_client(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm against this cluster, whatever SLURM_CONF says outside."""
     environment = slurm_environment(folder)
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=30)
+    return subprocess.run(
+        command, env=environment, encoding="utf-8", capture_output=True, timeout=30
+    )
 
 
 def require_client(folder: Path, *command: str) -> None:
@@ -121,7 +125,7 @@ def kill_recorded(pid_file: Path) -> None:
     """Kill the daemon recorded here, if its pid still names that same process."""
     if not pid_file.exists():
         return
-    pid, started = map(int, pid_file.read_text().split())
+    pid, started = map(int, pid_file.read_text(encoding="utf-8").split())
     while start_time(pid) == started:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -131,7 +135,7 @@ def kill_recorded(pid_file: Path) -> None:
 def start_time(pid: int) -> int | None:
     """Clock ticks from boot to this process's start, which with the pid names it for ever; None if it is dead."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])

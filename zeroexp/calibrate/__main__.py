@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from zeroexp import output
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
 from zeroexp.calibrate.practice import practise
@@ -39,6 +40,7 @@ from zeroexp.plan.speed import (
 
 
 def main() -> int:
+    output.keep_going()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,7 +40,13 @@ def num_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=30,
+        )
     except FileNotFoundError:
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

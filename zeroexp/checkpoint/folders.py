@@ -148,7 +148,8 @@ def keep_newest(run: Path, count: int) -> None:
 
 
 def append_to_log(run: Path, line: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError), (run / LOG).open("a") as file:  # the disk may be full
+    # The disk may be full.
+    with contextlib.suppress(OSError), (run / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -161,7 +162,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def _refuse_outdated(run: Path, attempt: int) -> None:
     with contextlib.suppress(FileNotFoundError):
-        registered = int((run / FOLDER / ATTEMPT).read_text())
+        registered = int((run / FOLDER / ATTEMPT).read_text(encoding="utf-8"))
         if registered > attempt:
             newer = f"attempt {registered} of this run has begun"
             raise CheckpointError(f"{run}: {newer}, attempt {attempt} may save no more")

@@ -37,7 +37,7 @@ def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any
 def processor_name() -> str:
     """Return the model of this machine's processor; its architecture if the kernel names no model."""
     with contextlib.suppress(FileNotFoundError):  # no /proc
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
@@ -66,7 +66,9 @@ def _ask_git(*words: str) -> str | None:
     """Return git's output; None if the command fails or git is missing."""
     code = Path(__file__).resolve().parents[2]
     try:
-        answer = subprocess.run(["git", "-C", code, *words], capture_output=True, text=True)
+        answer = subprocess.run(
+            ["git", "-C", code, *words], capture_output=True, encoding="utf-8", errors="replace"
+        )
     except FileNotFoundError:
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None

@@ -116,7 +116,7 @@ class Watched:
             time.sleep(0.02)
 
     def _write(self, line: str) -> None:
-        with self._log.open("a") as log:
+        with self._log.open("a", encoding="utf-8") as log:
             log.write(f"--- {line}\n")
             self._asked_at = log.tell()
 
@@ -158,7 +158,7 @@ def write_hang(folder: Path, guilty: Sequence[Sight]) -> None:
 
 def _process_state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "Z"
 
@@ -166,6 +166,6 @@ def _process_state(pid: int) -> str:
 def kernel_wait_of(pid: int) -> str:
     """Return the kernel's function in which this process sleeps."""
     try:
-        return Path(f"/proc/{pid}/wchan").read_text().strip("0") or "no wait"
+        return Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0") or "no wait"
     except OSError:
         return "unknown"

@@ -37,13 +37,18 @@ class Idle:
 
     def _now(self) -> tuple[str, int, str]:
         with suppress(OSError):  # it has ended
-            stat = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+            stat = (
+                Path(f"/proc/{self._pid}/stat")
+                .read_text(encoding="utf-8")
+                .rpartition(")")[2]
+                .split()
+            )
             ticks = int(stat[USER_TICKS]) + int(stat[SYSTEM_TICKS])
             return stat[0], ticks, stat[MAJOR_FAULTS] + self._bytes_moved()
         return "Z", 0, ""
 
     def _bytes_moved(self) -> str:
         try:
-            return Path(f"/proc/{self._pid}/io").read_text()
+            return Path(f"/proc/{self._pid}/io").read_text(encoding="utf-8")
         except OSError:  # some sites show it to nobody
             return ""

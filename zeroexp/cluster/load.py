@@ -41,8 +41,8 @@ class Load:
 
     def _others_seconds(self) -> float | None:
         try:
-            stat = Path(f"/proc/{self._server}/stat").read_text()
-            first = Path("/proc/stat").read_text().partition("\n")[0]
+            stat = Path(f"/proc/{self._server}/stat").read_text(encoding="utf-8")
+            first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
         except OSError:
             return None
         ticks = [int(word) for word in first.split()[1:]]

@@ -95,7 +95,9 @@ def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
 
 def _run_slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60
+        )
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{command[0]} did not answer within {error.timeout:.0f} s") from error
     except FileNotFoundError as error:
@@ -187,7 +189,7 @@ def _last_reason(job: Job) -> str:
 def _reason_of(job: Job, one: Mapping[str, Any]) -> str | None:
     """Return why an attempt ended: the batch file, which saw the end of its tasks, knows better than they."""
     told = job.folder / SRUN_WRITES / f"ended{one['number']}"
-    return told.read_text().strip() if told.exists() else one.get("reason")
+    return told.read_text(encoding="utf-8").strip() if told.exists() else one.get("reason")
 
 
 OF_BATCH_FILE = re.compile(r"^zeroexp: (.+)$", re.MULTILINE)
@@ -214,7 +216,7 @@ def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
 def _error_of_batch_file(job: Job) -> str | None:
     """Return what our own lines in the newest batch job's errors say, without "zeroexp: "."""
     for errors in _errors_of_batch_jobs(job)[-1:]:
-        if said := OF_BATCH_FILE.search(errors.read_text(errors="replace")):
+        if said := OF_BATCH_FILE.search(errors.read_text(errors="replace", encoding="utf-8")):
             return f"{said[1]} ({errors})"
     return None
 
@@ -243,7 +245,7 @@ def _down_among(nodes: str) -> str | None:
 def _first_error_of_srun(job: Job) -> str | None:
     """Return which task srun saw end first and how, for a failure that neither the task nor its peers could report."""
     for errors in _errors_of_batch_jobs(job):
-        if seen := OF_SRUN.search(errors.read_text(errors="replace")):
+        if seen := OF_SRUN.search(errors.read_text(errors="replace", encoding="utf-8")):
             node, rank, how = seen.groups()
             own = errors.with_name(errors.name.replace("_batch", f"_{rank}_log"))
             said = f": {last}" if (last := failure.last_line(own)) else ""

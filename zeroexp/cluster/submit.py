@@ -67,7 +67,7 @@ def submit_array(texts: Mapping[Path, str], array_text: str) -> list[str]:
 
 def _written(file: Path, text: str) -> Path:
     file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -145,7 +145,7 @@ def outside_of_jobs() -> Iterator[None]:
 
 def _sbatch(file: Path, name: str) -> tuple[str | None, str]:
     """Return the job's id, or None and sbatch's words."""
-    first, rest = file.read_text().split("\n", 1)
+    first, rest = file.read_text(encoding="utf-8").split("\n", 1)
     text = f"{first}\n#SBATCH --comment={shlex.quote(name)}\n{rest}"
     with outside_of_jobs(), redirect_stderr(StringIO()):  # submitit prints what it also raises
         try:

@@ -179,7 +179,7 @@ class Sweep:
         save(with_store(point.config), job.folder / "config.yaml")
         for name, text in point.hydra.items():
             (job.folder / HYDRA).mkdir(exist_ok=True)
-            (job.folder / HYDRA / name).write_text(text)
+            (job.folder / HYDRA / name).write_text(text, encoding="utf-8")
         device = point.config.cluster.device
         known = {**describe_environment(self._arguments, device), "repeat": repeat}
         write_json(job.folder / "environment.json", known)

@@ -187,7 +187,9 @@ def _not_started(folder: Path, world_size: int) -> str | None:
     if array_id is not None:
         job_id = f"{array_id}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     errors = folder / "slurm" / f"{job_id}_batch.err"
-    if not errors.exists() or not (found := NOT_STARTED.search(errors.read_text(errors="replace"))):
+    if not errors.exists() or not (
+        found := NOT_STARTED.search(errors.read_text(errors="replace", encoding="utf-8"))
+    ):
         return None
     who = _name_of(int(found[1]), world_size)
     return f"{who} did not start: {found[2]}, says srun. Does its node see {folder}?"
@@ -224,7 +226,12 @@ def _is_preempted() -> bool:
     """Ask Slurm whether this job is being preempted. In a container without squeue nobody knows."""
     command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
     try:
-        told = subprocess.run([*command, "--Format=PreemptTime:20"], capture_output=True, text=True)
+        told = subprocess.run(
+            [*command, "--Format=PreemptTime:20"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
     except FileNotFoundError:
         return False
     return told.stdout.strip() not in ("", "N/A")
@@ -252,7 +259,7 @@ class _Asked:
 def main() -> NoReturn:
     """Run a task: `python -m zeroexp.cluster.task <folder>`."""
     folder = Path(sys.argv[1])
-    run_task(folder, Duty(**json.loads((folder / DUTY).read_text())))
+    run_task(folder, Duty(**json.loads((folder / DUTY).read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def _about_options(conf: Path, group: str) -> Iterator[str]:
         if not (conf / group / f"{name}.yaml").exists():
             yield f"  {name:20} added by a plugin"
             continue
-        lines = (conf / group / f"{name}.yaml").read_text().splitlines()
+        lines = (conf / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         told = next((line[2:] for line in lines if line.startswith("# ") and "@" not in line), "")
         yield f"  {name:20} {told}"
 
@@ -133,7 +133,7 @@ def _comment(key: str) -> list[str]:
     *parents, name = key.split(".")
     for parent in parents:
         schema = get_type_hints(schema)[parent]
-    source = Path(str(schemas.__file__)).read_text()
+    source = Path(str(schemas.__file__)).read_text(encoding="utf-8")
     lines = source.splitlines()
     owner = next(
         node

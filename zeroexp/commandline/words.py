@@ -46,6 +46,8 @@ def only_shows(words: Sequence[str]) -> bool:
 def refuse_words(words: Sequence[str], conf: Path) -> None:
     """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
     for word in words:
+        if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python keeps other bytes
+            raise ConfigError(f"{word}: not in the encoding of this locale; set LC_ALL=C.UTF-8")
         refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
     if {"-sc", "--shell-completion"} & set(words) and len(words) > 2:
         raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")

@@ -81,7 +81,7 @@ def open_packed(folder: Path) -> PackedTokens | PaddedTexts:
 
 class _Folder:
     def __init__(self, folder: Path) -> None:
-        about = json.loads((folder / "about.json").read_text())
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         self.vocab_size: int | None = about["vocab_size"]
         self.source: str = about["source"]
         self.classes: list[Any] | None = about["classes"]

@@ -65,14 +65,18 @@ def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
                 f"model.weights={weights}: no {name} in it, so its tokenizer is unknown; "
                 f"set data.vocab_size={SHIPPED_WORDS} for the shipped tokenizer"
             )
-    end_of_text = json.loads((folder / "config.json").read_text()).get("eos_token_id") or 0
+    end_of_text = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id") or 0
+    )
     first = end_of_text[0] if isinstance(end_of_text, list) else end_of_text
     return TokenizerChoice(folder / "tokenizer.json", first, padding)
 
 
 def _refuse_a_word_as_padding(choice: TokenizerChoice) -> None:
     """A head takes the last tokens of a text for padding if they have its id, and reads the one before them."""
-    special = [row["id"] for row in json.loads(choice.file.read_text())["added_tokens"]]
+    special = [
+        row["id"] for row in json.loads(choice.file.read_text(encoding="utf-8"))["added_tokens"]
+    ]
     if choice.padding not in special:
         problem = f"token {choice.padding}, which would pad, is a word of the tokenizer"
         remedy = "set it to a token that texts do not have, with a + before it"
@@ -99,7 +103,7 @@ def _digest(file: Path) -> str:
     seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        if DIGEST.fullmatch(known := kept.read_text()):
+        if DIGEST.fullmatch(known := kept.read_text(encoding="utf-8")):
             return known
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -108,6 +112,6 @@ def _digest(file: Path) -> str:
         with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             beside = kept.with_name(f".{kept.name}.{socket.gethostname()}.{os.getpid()}")
-            beside.write_text(digest)
+            beside.write_text(digest, encoding="utf-8")
             beside.replace(kept)
     return digest

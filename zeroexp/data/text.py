@@ -120,4 +120,4 @@ def _write_about(
     about: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size(), "source": source}
     about["classes"], about["names"] = classes, names
     about["hub_id"] = None if source.startswith("local") else config.path
-    (folder / "about.json").write_text(json.dumps(about))
+    (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")

@@ -134,7 +134,7 @@ class StepHashes:
 
     def write(self, folder: Path, rank: int) -> None:
         """Append the rows to hashes.<rank>.jsonl in the run's folder."""
-        with (folder / f"hashes.{rank}.jsonl").open("a") as file:
+        with (folder / f"hashes.{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({KEY: FORMAT, **asdict(row)}) + "\n" for row in self.rows)
 
     def _begin_microbatch(self, _module: nn.Module, _inputs: Any) -> None:

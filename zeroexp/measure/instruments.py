@@ -88,7 +88,9 @@ class Instruments:
             "displayTimeUnit": "ms",
             "traceEvents": events_of(trace, self.world.rank),
         }
-        (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(json.dumps(content))
+        (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(
+            json.dumps(content), encoding="utf-8"
+        )
         if trace.log is not None and trace.log.snapshot is not None:
             path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
             path.write_bytes(pickle.dumps(trace.log.snapshot))

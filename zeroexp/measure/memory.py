@@ -165,7 +165,9 @@ def _compiled_allocator() -> Path | str:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        compiled = subprocess.run(_compile(compiler, made), capture_output=True, text=True)
+        compiled = subprocess.run(
+            _compile(compiler, made), capture_output=True, encoding="utf-8", errors="replace"
+        )
         if compiled.returncode != 0:
             error = compiled.stderr.strip().partition("\n")[0]
             return f"peak memory on the CPU is not counted: {compiler} failed: {error}"

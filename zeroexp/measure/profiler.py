@@ -38,4 +38,4 @@ def profiling(folder: Path, world: World, step: int) -> Generator[None]:
     table: str = averages.table(
         sort_by=f"self_{on}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
     )
-    Path(f"{name}.txt").write_text(table + "\n")
+    Path(f"{name}.txt").write_text(table + "\n", encoding="utf-8")

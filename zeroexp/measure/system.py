@@ -41,7 +41,7 @@ def sampling_system(
 
 def _sample(path: Path, seconds: float, over: threading.Event) -> None:
     before, ended = _counters(), False
-    with path.open("a", buffering=1) as lines:
+    with path.open("a", encoding="utf-8", buffering=1) as lines:
         while not ended:
             ended = over.wait(seconds)
             now = _counters()
@@ -68,11 +68,14 @@ def _reading(before: dict[str, float], now: dict[str, float]) -> dict[str, float
 
 def _counters() -> dict[str, float]:
     """Return what only grows: ticks of all cores, those that were busy, and bytes of all links."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    ticks = [
+        int(word)
+        for word in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+    ]
     idle = ticks[3] + ticks[4]  # idle, and idle while a disk works
     links = [
         line.partition(":")[2].split()
-        for line in Path("/proc/net/dev").read_text().splitlines()[2:]
+        for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     ]
     return {
         "cpu": float(sum(ticks)),
@@ -83,7 +86,7 @@ def _counters() -> dict[str, float]:
 
 
 def _memory() -> dict[str, int]:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    rows = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
 
 

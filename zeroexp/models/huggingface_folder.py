@@ -115,7 +115,7 @@ def _write_weights(
         del tensors  # frees memory before the next file's tensors are read
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
@@ -157,8 +157,10 @@ def _write_tokenizer(folder: Path, module: Any, tokenizer: Tokenizer) -> None:
             "model_max_length": module.config.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n")
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -97,7 +97,7 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
 
 def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
     try:
-        written = json.loads((folder / "config.json").read_text())
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         problem = "no config.json in it, so nothing tells which model its weights are"
         _refuse(config, problem, "add the one that was published with them")

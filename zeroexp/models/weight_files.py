@@ -73,7 +73,7 @@ def _files(folder: Path) -> list[Path]:
             return [folder / name]
         if index.is_file():
             try:
-                names = json.loads(index.read_text())["weight_map"].values()
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
                 return [folder / name for name in sorted(set(names))]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UnreadableWeights(f"{index.name}: no index of files") from error

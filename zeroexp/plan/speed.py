@@ -138,7 +138,7 @@ def this_machine() -> str:
 def _cpuinfo(key: str) -> list[str]:
     """Return what Linux says under this key, for each core; nothing where it says nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
@@ -156,7 +156,7 @@ def calibration_path(outputs: Path, device: str = "cpu") -> Path:
 
 def save(calibration: Calibration, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n")
+    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> Calibration | None:
@@ -164,7 +164,7 @@ def load(path: Path) -> Calibration | None:
     if not path.exists():
         return None
     try:
-        found = Calibration(**json.loads(path.read_text()))
+        found = Calibration(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: no calibration ({error}); run python -m zeroexp.calibrate again"
@@ -234,7 +234,7 @@ def cpu_prior_speed(transport: str) -> Speed:
 def _clock() -> float:
     """Return the most cycles of a second that Linux tells, else those of now, which are few on an idle laptop."""
     try:
-        return 1e3 * float(Path(MOST_KILOHERTZ).read_text())
+        return 1e3 * float(Path(MOST_KILOHERTZ).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return max((1e6 * float(each) for each in _cpuinfo("cpu MHz")), default=USUAL_HERTZ)
 

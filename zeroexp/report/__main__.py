@@ -124,7 +124,7 @@ def _put(option: str, where: str, text: str) -> None:
         print(text)
         return
     try:
-        Path(where).write_text(f"{text}\n")
+        Path(where).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         remedy = "use a file in a folder that you may write to, or -"
         raise ConfigError(f"--{option} {where}: {error.strerror}; {remedy}") from None

@@ -89,7 +89,7 @@ def _rows(run: Path) -> Iterator[tuple[int, int, Hash]]:
     """Yield (rank, number of the row in its file, hash)."""
     for path in sorted(run.glob("hashes.*.jsonl")):
         rank = int(path.name.split(".")[1])
-        for index, line in enumerate(path.read_text().splitlines()):
+        for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
             try:
                 row = json.loads(line)
                 refuse_newer_format(row, path.name)

@@ -44,13 +44,13 @@ def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
     """Put `text` between the markers of this name. Raises ConfigError if the page has none or cannot be written."""
     begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
     try:
-        before, _, rest = page.read_text().partition(begin)
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
         _, found, after = rest.partition(end)
         if not found:
             raise ConfigError(
                 f"--write {page}: has no place for it; add the lines {begin} and {end}"
             )
-        page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write {page}: {error.strerror}; use a page that is there") from None
 

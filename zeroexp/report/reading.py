@@ -89,7 +89,7 @@ def _files_left_out(run: Run) -> list[str]:
 
 def _why_unread(path: Path) -> str | None:
     """Say what is wrong with a file, from its head and how its lines end. Raises NewerFormat."""
-    text = path.read_text(errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
     found = FORMAT_AT.match(text[:HEAD])
     refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
     lines = text.split("\n")[:-1] if path.name == RECORDS else [text.strip()]

@@ -85,7 +85,7 @@ def system_entries(folder: Path) -> list[Entry]:
     made: list[Entry] = []
     for path in sorted(folder.glob("system.*.jsonl")):
         node = path.name.removeprefix("system.").removesuffix(".jsonl")
-        for number, line in enumerate(path.read_text().split("\n")[:-1]):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1]):
             row = loads(line)
             at = _timestamp(row.pop("written_at"))
             made += [Entry(f"system/{node}/{name}", n, at, number) for name, n in row.items()]

@@ -113,7 +113,7 @@ def write_hung(folder: Path, rank: int, host: str, message: str) -> None:
 def last_line(log: Path) -> str | None:
     """Return the last line of a log that says something, cut to a readable length."""
     try:
-        lines = log.read_text(errors="replace").split("\n")
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return None
     return next((line.strip()[:MOST_CHARACTERS] for line in reversed(lines) if line.strip()), None)

@@ -40,7 +40,7 @@ class RecordWriter:
         attempt.refuse_superseded(folder)
         self._folder = folder
         self._written_at = drop_records(folder, from_step=from_step)
-        self._file = (folder / RECORDS).open("a", buffering=1)
+        self._file = (folder / RECORDS).open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
         attempt.refuse_superseded(self._folder)
@@ -68,7 +68,7 @@ def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
     if not path.exists():
         return []
     # The text after the last newline is empty or incomplete.
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = [loads(line) for line in lines]
     by_step = {row["step"]: row for row in rows}
     return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
@@ -87,7 +87,7 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
     if not path.exists():
         return {}
     # The text after the last newline is empty or incomplete.
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = [loads(line) for line in lines]
     kept = [
         f"{line}\n"
@@ -95,7 +95,7 @@ def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, flo
         if from_step is None or row["step"] < from_step
     ]
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(kept))
+    beside.write_text("".join(kept), encoding="utf-8")
     beside.replace(path)
     return {row["step"]: row["written_at"] for row in rows[len(kept) :]}
 

@@ -61,13 +61,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no such file."""
     try:
-        return loads(path.read_text())
+        return loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 
 
 def write_through(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -51,7 +51,7 @@ def kills_by_kernel() -> int:
     """Return how many processes the kernel killed for lack of memory, in this control group or else on this machine."""
     for file in _counters():
         if file.exists():
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             if found:
                 return int(found[1])
     return 0
@@ -60,7 +60,7 @@ def kills_by_kernel() -> int:
 def _counters() -> list[Path]:
     """Return the files with counters: of control groups in version 2 and 1, then of the machine."""
     root, files = Path("/sys/fs/cgroup"), [Path("/proc/vmstat")]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "memory":
             files.insert(0, root / "memory" / group.lstrip("/") / "memory.oom_control")

@@ -46,7 +46,7 @@ class Owner:
 
 def take_ownership(sweep: Path) -> None:
     """Make this process the owner. Raises ConfigError if another owner may still be alive."""
-    with (sweep / f".{OWNER}.lock").open("w") as lock:
+    with (sweep / f".{OWNER}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # serializes two processes that both find a dead owner
         owner, me = Owner.of(sweep), Owner.of_this_process()
         if owner not in (None, me) and not owner.is_gone():
@@ -81,7 +81,7 @@ def _is_alive(pid: int) -> bool:
 def _start_of(pid: int) -> str | None:
     """Return the clock ticks from boot to the start of a process; None if the system has no /proc."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     after_name = stat.rpartition(")")[2].split()  # the name may contain spaces and brackets

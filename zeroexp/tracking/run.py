@@ -68,7 +68,7 @@ def read_run(folder: Path) -> Run:
     state = state_of(folder)
     return Run(
         folder=folder,
-        config=dict(_flat_config((folder / "config.yaml").read_text())),
+        config=dict(_flat_config((folder / "config.yaml").read_text(encoding="utf-8"))),
         status=state["status"],
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},

@@ -75,7 +75,7 @@ class Store:
     def locked(self, path: Path) -> Iterator[None]:
         """Hold a lock among all processes of this host; the system releases it when its holder dies."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8") as file:
             self.waits_for = f"{path}, which another process holds"
             fcntl.flock(file, fcntl.LOCK_EX)
             self.waits_for = None

@@ -76,7 +76,7 @@ def save(
     text = render(points, problems, found)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
+        beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def _card(card: Card) -> str:
 
 
 def _template() -> str:
-    return files(__name__).joinpath("template.html").read_text()
+    return files(__name__).joinpath("template.html").read_text(encoding="utf-8")
 
 
 @cache

@@ -96,7 +96,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def _read_trace(path: Path) -> RankTrace:
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     other, events = content["otherData"], content["traceEvents"]
     refuse_newer_format(other, path.name)
     return RankTrace(
