@@ -10,6 +10,9 @@ from torch import nn
 
 from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
 from tests.strangers.models import Block, Net
+from zeroexp.sharding.chunk import Chunk
+from zeroexp.sharding.layout import LAYOUTS, Layout, by_parameter
+from zeroexp.sharding.owners import OWNERS
 
 TWO = (Setting("zero1"), Setting("zero3"))
 
@@ -294,3 +297,26 @@ def gathered_ahead_by(lab: Lab, prefetch: str) -> None:
 @variants(["direct", "gloo", "native"], may_refuse=r"transport|native|gloo")
 def sent_by(lab: Lab, transport: str) -> None:
     lab.train(lab.wrap(Net(), transport=transport), num_microbatches=2)
+
+
+@variants(["owners", "cuts"], refused="cut the parameters")
+def a_rule_of_ones_own_that_differs_by_rank(lab: Lab, what: str) -> None:
+    """Python salts `hash` of a text in each process, and so a rule that asks it gives each rank another answer."""
+    salt = lab.ranks[0]
+
+    def by_salt(specs: Any, world_size: int) -> dict[str, int]:
+        return {spec.name: (len(spec.name) + salt) % world_size for spec in specs}
+
+    def cut_by_salt(unit: Any, world_size: int, _rounding: Any) -> tuple[Chunk, ...]:
+        return by_parameter(unit, world_size, by_salt(unit, world_size))
+
+    OWNERS.add("salted", by_salt)
+    LAYOUTS.add("salted", Layout(cut_by_salt))
+    try:
+        words: dict[str, Any] = {"family": "salted"}
+        if what == "owners":
+            words = {"family": "parameter", "owners": "salted"}
+        lab.train(lab.wrap(Net(), **words))
+    finally:
+        OWNERS.remove("salted")
+        LAYOUTS.remove("salted")

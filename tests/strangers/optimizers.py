@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -426,8 +427,6 @@ def _norm_of_all(model: nn.Module) -> Tensor:
 @scenario(ONLY_ZERO3)
 def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
     """`state_dict` and back in the same strategy, two steps later: as if these had not been."""
-    import copy
-
     t = lab.wrap(Net(), optimizer=adamw)
     lab.train(t, steps=[0])
     if lab.plain:
@@ -446,3 +445,19 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
         lab.note(_norm_of_all(t.model))
     for batch in lab.batches(3):
         batch.note(plain_loss(t.model, batch))
+
+
+@scenario(EVERY_WAY, refused="holds weights and no moments", oracle=False)
+def a_state_of_weights_alone_that_is_loaded(lab: Lab) -> None:
+    """Fine before the first step, where there are no moments to lose."""
+    from tests.oracle import merged
+    from zeroexp import world as worlds
+
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    saved = merged(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+    weights = {name: {"weight": entry["weight"]} for name, entry in saved.items()}
+    fresh = lab.wrap(Net(), optimizer=adamw)
+    fresh.load_state_dict(weights)
+    lab.train(fresh, steps=[1])
+    t.load_state_dict(weights)

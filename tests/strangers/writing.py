@@ -47,6 +47,20 @@ def weights_initialised_in_the_context(lab: Lab) -> None:
     lab.train(t)
 
 
+@variants(["chance", "order"], EVERY_WAY, refused="ranks wrote different weights")
+def written_differently_by_rank(lab: Lab, way: str) -> None:
+    """Unseeded chance in an initialisation, and values that are the same but for their order."""
+    t = lab.wrap(Net())
+    rank = lab.ranks[0]
+    with t.gathered(write=True), torch.no_grad():
+        weight = t.model.layers[1].up.weight
+        if way == "chance":
+            weight.normal_(generator=torch.Generator().manual_seed(rank))
+        else:
+            weight.copy_(weight.flip(0) if rank else weight)
+    lab.train(t)
+
+
 @scenario()
 def weights_initialised_by_apply(lab: Lab) -> None:
     t = lab.wrap(Net())

@@ -92,7 +92,10 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
             events.clear()
         others = MODELS["toy"].build().module
         state = {
-            name: {"weight": canonical_whole(p.detach() + 1)}
+            name: {
+                "weight": canonical_whole(p.detach() + 1),
+                "exp_avg": canonical_whole(torch.zeros_like(p)),
+            }
             for name, p in others.named_parameters()
         }
         before = [weight.clone() for weight in optimized(strategy)]

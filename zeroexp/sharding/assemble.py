@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from torch import nn
@@ -12,7 +13,7 @@ from zeroexp.sharding.chunk import FROZEN, Chunk
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import guard_parameters
-from zeroexp.sharding.layout import lay_out
+from zeroexp.sharding.layout import LAYOUTS, Units, lay_out
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.refusals.layouts import refuse_layout
 from zeroexp.sharding.state import ChunkTensors, allocate
@@ -35,10 +36,8 @@ def make_units(
 
     If `deferred`, the parameters have no values yet, and `load_values` follows.
     """
-    world = wire.world
     specs = [specs_of(group) for group in groups]
-    layout = lay_out(family, specs, world.size, owners=owners, rounding=wire.facts.rounding)
-    refuse_layout(family, specs, layout, world.size)
+    layout = _agreed_layout(family, specs, owners, wire)
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
@@ -48,6 +47,27 @@ def make_units(
             _move_into(held[-1], deferred=deferred)
         units.append(Unit(group.name, held, stage, dtypes, wire, bucket_bytes))
     return units
+
+
+def _agreed_layout(
+    family: str, specs: Units, owners: str, wire: Collectives
+) -> list[tuple[Chunk, ...]]:
+    """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
+    size, layout, refusal = wire.world.size, [], None
+    try:
+        layout = lay_out(family, specs, size, owners=owners, rounding=wire.facts.rounding)
+        refuse_layout(family, specs, layout, size)
+    except ValueError as error:
+        refusal = error
+    if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
+        rule = f"strategy.owners={owners} or its layout" if LAYOUTS[family].has_owners else "it"
+        raise ValueError(
+            f"strategy.implementation={family}: ranks cut the parameters differently: {rule} must follow from names, "
+            "sizes and the number of ranks alone (`hash` of a text, pids, time and unseeded chance differ by rank)"
+        )
+    if refusal is not None:
+        raise refusal
+    return layout
 
 
 def _move_into(tensors: ChunkTensors, *, deferred: bool) -> None:

@@ -29,7 +29,11 @@ from zeroexp.sharding.refusals.changes import ParameterWatch
 from zeroexp.sharding.refusals.methods import OwnMethods
 from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, describe_param_groups
 from zeroexp.sharding.schedule import Schedule
-from zeroexp.sharding.state_dict import canonical_state, load_canonical
+from zeroexp.sharding.state_dict import (
+    canonical_state,
+    load_canonical,
+    refuse_weights_alone,
+)
 from zeroexp.sharding.unit import MasterGradient, Unit
 from zeroexp.strategies.base import (
     CanonicalState,
@@ -224,6 +228,7 @@ class Sharded:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self.drain()
+        refuse_weights_alone(state, self.optimizer, self.wire)
         self.wire.quiesce()
         load_canonical(
             state,

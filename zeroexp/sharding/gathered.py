@@ -10,11 +10,12 @@ and leave together. Inside a microbatch the backward of what is computed from pa
             strategy.backward(loss + 0.01 * penalty / world_size)
 
 With `write=True`, between two steps, values written into the parameters become the weights; every rank must write the
-same.
+same, or all of them raise.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.chunk import Span
 from zeroexp.sharding.guard import unguarded
+from zeroexp.sharding.same_start import sum_of_bits
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state import ChunkTensors
 from zeroexp.sharding.unit import Unit
@@ -57,6 +59,13 @@ def gathered(
         written = sum(_was_written(unit, wire.world.rank) for unit in units) > 0
         written = not wire.same_everywhere(int(written)) or written
         if write:
+            shown = [_whole_chunk(t)[: t.chunk.unpadded_numel] for u in units for t in u.chunks]
+            sums = [sum_of_bits(each) for each in shown]
+            if not wire.same_everywhere(zlib.crc32(repr(sums).encode())):
+                raise RuntimeError(
+                    "ranks wrote different weights inside `with strategy.gathered(write=True):`: write the same on "
+                    "every rank (the same file, the same seed, or values broadcast from one rank)"
+                )
             for unit in units:
                 _copy_shown_to_weights(unit, wire.world.rank)
     finally:

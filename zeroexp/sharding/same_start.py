@@ -14,6 +14,8 @@ from zeroexp import world as worlds
 from zeroexp.comm.collectives import Collectives
 from zeroexp.strategies.values import Values
 
+ELEMENTS_AT_ONCE = 1 << 18  # what a sum of bits takes at once, since it needs 16 bytes for each
+
 
 def describe_param_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
     """Return words for the parameter groups, which must be equal on every rank."""
@@ -58,7 +60,7 @@ def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None
         raise ValueError(
             "ranks would start from different weights: give each the same seed and the same files"
         )
-    sums = [_bits(tensor) for tensor in tensors]
+    sums = [sum_of_bits(tensor) for tensor in tensors]
     if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
         return
     if wire.world.rank == 0:
@@ -69,8 +71,15 @@ def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None
         tensor.detach().copy_(whole)
 
 
-def _bits(tensor: Tensor) -> int:
-    """Return a sum over the bits of the values; other values almost certainly have another sum."""
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return a sum over the bits of the values, each times its place; other values almost certainly have another sum.
+
+    A plain sum would be that of the same values in another order too. Products and sums wrap around.
+    """
     flat = tensor.detach().reshape(-1)
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
-    return int(flat.view(as_integers).sum(dtype=torch.int64)) if flat.numel() else 0
+    total = 0
+    for index, part in enumerate(flat.view(as_integers).split(ELEMENTS_AT_ONCE)):
+        places = torch.arange(1, len(part) + 1, device=part.device)
+        total += (2 * index + 1) * int((places * part).sum())
+    return total

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.chunk import Span
 from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors
@@ -19,6 +20,7 @@ from zeroexp.sharding.unit import Unit
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import (
+    NO_MOMENTS,
     WEIGHT,
     SavedMoments,
     empty_moment,
@@ -66,6 +68,20 @@ def canonical_state(
                 else:
                     entry.setdefault(key, canonical)
     return state
+
+
+def refuse_weights_alone(state: CanonicalState, optimizer: Optimizer, wire: Collectives) -> None:
+    """Raise ValueError on all ranks for a state without moments where the optimizer has some, which would be lost."""
+    has_moments = any(moments_of(own) for own in optimizer.state.values())
+    has_moments = (
+        not wire.same_everywhere(int(has_moments)) or has_moments
+    )  # a rank may own nothing
+    if has_moments and not any(entry.keys() - NO_MOMENTS for entry in state.values()):
+        raise ValueError(
+            "strategy.load_state_dict: the state holds weights and no moments, and the optimizer, which has taken "
+            "steps, would start anew: load weights inside `with strategy.gathered(write=True):` by "
+            "model.load_state_dict(), which keeps the moments, or build the engine again"
+        )
 
 
 def load_canonical(
