@@ -7,11 +7,13 @@ import time
 import pytest
 import torch
 
+from zeroexp.comm import journal
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.journal import LOOK_SECONDS, PATIENCE_SECONDS, describe_difference
+from zeroexp.comm.journal import describe_difference
 from zeroexp.world import World
 
-SHOWN_AND_READ_SECONDS = PATIENCE_SECONDS + 3 * LOOK_SECONDS  # both ranks have looked by then
+LOOKS = 0.05  # seconds of a look and of patience here
+SHOWN_AND_READ_SECONDS = 8 * LOOKS  # both ranks have looked by then
 
 
 def test_the_first_number_with_different_words_is_told() -> None:
@@ -29,14 +31,17 @@ def test_who_is_behind_or_ahead_is_not_accused(theirs) -> None:
 
 
 def sum_with_a_slow_rank(world: World) -> list[float]:
-    wire = Collectives(world, transport="native")
-    wire.connect()
-    sums: list[float] = []
-    for seconds in (0.0, SHOWN_AND_READ_SECONDS):
-        if world.rank == 1:
-            time.sleep(seconds)
-        sums.append(float(wire.sum_scalar(torch.ones(1), "norm")))
-    return sums
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
+            patch.setattr(journal, name, LOOKS)
+        wire = Collectives(world, transport="native")
+        wire.connect()
+        sums: list[float] = []
+        for seconds in (0.0, SHOWN_AND_READ_SECONDS):
+            if world.rank == 1:
+                time.sleep(seconds)
+            sums.append(float(wire.sum_scalar(torch.ones(1), "norm")))
+        return sums
 
 
 def test_a_slow_rank_is_waited_for(ranks) -> None:

@@ -1,0 +1,283 @@
+"""Numbers, tags, slots and messages of the transports hold for any number of steps.
+
+Each count runs over here, begins again, and is looked at from both sides. No engine takes part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroexp.comm import direct, journal, missing_messages
+from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.board import MOST_OFFERS, OwnBoard
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
+from zeroexp.comm.journal import CutWait, Journal
+from zeroexp.comm.messages import Arrival
+from zeroexp.comm.missing_messages import find_lost_ring
+from zeroexp.comm.paging import PAGE_BYTES
+from zeroexp.sharding.chunk import Chunk, Member, ParameterSpec
+from zeroexp.sharding.layout import lay_out
+from zeroexp.world import World, fake_world
+
+LARGEST_C_INT = 2**31 - 1
+
+
+# -- tags of messages -------------------------------------------------------------------------------
+
+
+class Tagged:
+    """A channel to a peer that does not exist: it remembers the tags of what is sent there."""
+
+    def __init__(self) -> None:
+        self.tags: list[int] = []
+
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+        self.tags.append(tag)
+        return []
+
+    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+        return Arrival(lambda: [torch.zeros_like(tensor) for tensor in like], lambda: None)
+
+    def take(self) -> list[int]:
+        taken, self.tags = self.tags, []
+        return taken
+
+
+def transport_to(peer: Tagged, world: World) -> Direct:
+    transport = Direct(world, share_memory=False)
+    transport._channels[1] = peer
+    return transport
+
+
+def a_part() -> GatherPart:
+    return GatherPart(Chunk((Member("a", 0, 4),), (0, 2, 4)), torch.zeros(4), torch.zeros(2))
+
+
+def reduce(transport: Direct) -> None:
+    part = ReducePart(Chunk((Member("a", 0, 4),), (0, 2, 4)), [torch.zeros(4)], [torch.zeros(2)])
+    transport.reduce_scatter([part], "gradients")[0].wait()
+
+
+def test_gathers_in_flight_have_tags_of_their_own() -> None:
+    """39 units, each gathered as often as may be in flight, and as many reductions between: no two tags are equal."""
+    num_units, peer = 39, Tagged()
+    with fake_world(0, 2) as world:
+        transport = transport_to(peer, world)
+        offers = [transport.offer([a_part()], None) for _ in range(num_units)]
+        rounds: list[list[int]] = []
+        for _ in range(2 * GATHERS_APART):
+            for offer in offers:
+                transport.all_gather([a_part()], offer, "parameters")
+                reduce(transport)
+            rounds.append(peer.take())
+    apart = {tag for tags in rounds[:GATHERS_APART] for tag in tags}
+    assert len(apart) == 2 * num_units * GATHERS_APART
+    gathers = [tags[::2] for tags in rounds]
+    assert gathers[GATHERS_APART:] == gathers[:GATHERS_APART], "and then they begin again"
+
+
+def test_gathers_of_any_number_of_steps_take_the_tags_of_the_first_ones() -> None:
+    """Gathers that serve once, as after each update of ZeRO-1, are numbered anew in every step."""
+    peer = Tagged()
+    with fake_world(0, 2) as world:
+        transport = transport_to(peer, world)
+        steps: list[list[int]] = []
+        for _ in range(3 * GATHERS_APART):
+            for _ in range(30):
+                transport.all_gather([a_part()], None, "parameters")[0].wait()
+            transport.quiesce()
+            steps.append(peer.take())
+    assert all(len(set(tags)) == 30 for tags in steps)
+    assert steps[GATHERS_APART:] == steps[:GATHERS_APART] * 2
+
+
+def test_tags_of_reductions_begin_again_in_the_range_of_their_engine(monkeypatch) -> None:
+    monkeypatch.setattr(direct, "NUM_TAGS", 64)
+    peer = Tagged()
+    with fake_world(0, 2) as world:
+        transport = transport_to(peer, world)
+        for _ in range(100):
+            reduce(transport)
+    first = min(peer.tags) // 64 * 64
+    assert all(first <= tag < first + 64 for tag in peer.tags)
+    assert len(set(peer.tags)) == 32, "the other half is for gathers"
+    assert peer.tags[32:64] == peer.tags[:32]
+
+
+def test_engines_share_no_tag_until_their_ranges_begin_again() -> None:
+    """The largest tag fits a C int, with the most offers that a board holds."""
+    peer = Tagged()
+    with fake_world(0, 2) as world:
+        for _ in range(MOST_ENGINES + 1):  # as many as a long session of a notebook makes
+            transport = transport_to(peer, world)
+            transport.all_gather([a_part()], MOST_OFFERS - 1, "parameters")
+    *before, again = peer.tags
+    assert again == before[0]
+    apart = sorted(before)
+    assert all(b - a == NUM_TAGS for a, b in itertools.pairwise(apart))
+    assert (apart[-1] // NUM_TAGS + 1) * NUM_TAGS - 1 == LARGEST_C_INT
+
+
+# -- offers in shared memory ------------------------------------------------------------------------
+
+
+def steps_with_few_numbers(world: World, transport: str) -> list[float]:
+    """Each rank's piece counts the steps; what each of three gathers of a step found of the neighbour's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "PASSING", MOST_OFFERS - 4)
+        wire = Collectives(world, transport=transport)
+        wire.connect()
+        wire.reserve([PAGE_BYTES], 64)
+        (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
+        piece = wire.empty(4, torch.float32)
+        read: list[float] = []
+        for step in range(2 * GATHERS_APART + 1):
+            piece.fill_(float(step))
+            for _ in range(3):
+                part = GatherPart(chunk, torch.empty(8), piece)
+                wire.all_gather([part], "gather").wait()
+                read.append(float(part.full[4 * (1 - world.rank)]))
+            wire.quiesce()
+        return read
+
+
+@pytest.mark.parametrize("transport", ["direct", "gloo"])
+def test_numbers_of_a_step_serve_the_next_one(ranks, transport) -> None:
+    expected = [float(step) for step in range(2 * GATHERS_APART + 1) for _ in range(3)]
+    assert ranks(steps_with_few_numbers, transport) == [expected] * 2
+
+
+def test_an_offer_tells_the_places_of_its_step_alone() -> None:
+    """Renewed at the same places, at others, and at the first ones again."""
+    board = OwnBoard(2)
+    for step, places in enumerate([[64, 128], [64, 128], [192], [64, 128], [192]], 1):
+        board.post_offered(7, step, places)
+        board.post_offered(8, step, [step])
+        assert list(board.offer_offsets(7, step) or []) == places
+        assert board.offer_offsets(7, step - 1) is None
+        assert board.offer_offsets(7, step + 1) is None
+
+
+# -- waits for messages -----------------------------------------------------------------------------
+
+
+def waits(peer: int, tag: int, sent: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+    return {"peer": peer, "tag": tag, "sent": [list(each) for each in sent]}
+
+
+def test_a_ring_is_lost_only_while_nobody_has_sent() -> None:
+    both = {0: waits(1, 10), 1: waits(0, 20)}
+    assert find_lost_ring(0, both) == [0, 1] and find_lost_ring(1, both) == [1, 0]
+    assert find_lost_ring(0, {0: waits(1, 10)}) == [], "rank 1 computes"
+    for sender, sent in ((0, [(1, 20)]), (1, [(0, 10)])):
+        on_its_way = {rank: {**word} for rank, word in both.items()}
+        on_its_way[sender]["sent"] = [list(each) for each in sent]
+        assert find_lost_ring(0, on_its_way) == [], f"what rank {sender} sent arrives"
+    three = {0: waits(1, 10), 1: waits(2, 20), 2: waits(0, 30)}
+    assert find_lost_ring(0, three) == [0, 1, 2]
+    behind = {0: waits(1, 10), 1: waits(2, 20), 2: waits(1, 30)}
+    assert find_lost_ring(0, behind) == [0, 1, 2], "it waits for a ring that others make"
+
+
+HERE = World(0, 2, torch.device("cpu"), "gloo")
+LOOKS = 0.05  # seconds of a look and of patience here
+REMEMBERED = 8  # messages sent
+
+
+def wait_by_turns(world: World) -> list[float]:
+    """Each rank in turn waits long for the other, with more messages between than a rank remembers.
+
+    A rank's last message to the store is then of a wait that is over. Whoever took it for one of now would find a ring.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
+            patch.setattr(missing_messages, name, LOOKS)
+        patch.setattr(missing_messages, "NUM_REMEMBERED", REMEMBERED)
+        wire = Collectives(world, transport="gloo")
+        wire.connect()
+        (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
+        read: list[float] = []
+
+        def gather(value: float) -> None:
+            part = GatherPart(chunk, torch.empty(8), torch.full((4,), value))
+            wire.all_gather([part], "gather").wait()
+            read.append(float(part.full[4 * (1 - world.rank)]))
+
+        for slow in (0, 1):
+            if world.rank == slow:
+                time.sleep(12 * LOOKS)  # the other rank tells that it waits
+            for number in range(REMEMBERED + 1):
+                gather(float(number))
+            wire.quiesce()
+        return read
+
+
+def test_a_wait_that_is_over_makes_no_ring(ranks) -> None:
+    expected = [float(number) for _ in range(2) for number in range(REMEMBERED + 1)]
+    assert ranks(wait_by_turns) == [expected] * 2
+
+
+# -- waits for collectives --------------------------------------------------------------------------
+
+
+def groups_of_two(store: dist.Store) -> list[Any]:
+    """Two ranks of gloo in two threads of this process."""
+    groups: dict[int, Any] = {}
+
+    def make(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [groups[rank] for rank in range(2)]
+
+
+class WaitedFor:
+    """A work that is waited for at most so often."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.times = 0
+
+    def wait(self, limit: timedelta) -> None:
+        self.times += 1
+        assert self.times == 1, "a collective that failed is waited for again"
+        self._work.wait(limit)
+
+
+def test_a_collective_that_failed_is_waited_for_once(monkeypatch) -> None:
+    """The peer has left: gloo says so at once, and no rank is found to differ."""
+    monkeypatch.setattr(journal, "PATIENCE_SECONDS", -3 * journal.LOOK_SECONDS)  # nobody looks
+    groups = groups_of_two(dist.HashStore())
+    work = groups[0].allreduce([torch.ones(4)])
+    groups.pop().abort()
+    failed = WaitedFor(work)
+    with pytest.raises(RuntimeError):
+        CutWait(failed, Journal(HERE)).wait()
+    assert failed.times == 1
+
+
+def test_a_collective_that_is_only_slow_is_waited_for_until_it_ends(monkeypatch) -> None:
+    monkeypatch.setattr(journal, "LOOK_SECONDS", LOOKS)
+    groups = groups_of_two(dist.HashStore())
+    mine, theirs = torch.ones(4), torch.ones(4)
+    work = groups[0].allreduce([mine])
+    late = threading.Timer(8 * LOOKS, lambda: groups[1].allreduce([theirs]).wait())
+    late.start()
+    CutWait(work, Journal(HERE)).wait()
+    late.join()
+    assert mine.tolist() == theirs.tolist() == [2.0] * 4
