@@ -28,6 +28,7 @@ ORDER = [
         *(
             "zeroexp.advance",
             "zeroexp.interruption",
+            "zeroexp.locks",
             "zeroexp.network",
             "zeroexp.output",
             "zeroexp.ports",

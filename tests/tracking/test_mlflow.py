@@ -288,6 +288,7 @@ def test_a_killed_run_does_not_stay_running(
     assert "has died" in tag(outputs, ids["killed"], "reason")
     assert num_metrics(outputs, ids["killed"]) == 4 * METRICS_PER_STEP
     assert tracker.close_stale(sweep) == []
+    owner.release_ownership(sweep / "a")
 
 
 def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,15 +61,76 @@ def test_a_living_process_keeps_its_sweep_and_a_dead_one_loses_it(
     assert not (tmp_path / OWNER).exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="pids are told apart by /proc")
-def test_a_later_process_with_the_same_pid_is_another(tmp_path: Path) -> None:
-    write_json(tmp_path / OWNER, asdict(replace(Owner.of_this_process(), started="1")))
+def test_the_lock_decides_and_not_the_pid(tmp_path: Path) -> None:
+    """A living process of that number is another one if nobody holds the lock."""
+    write_json(tmp_path / OWNER, asdict(Owner(socket.gethostname(), os.getpid(), locked=True)))
+    assert owner.is_abandoned(tmp_path / "run") == f"{Owner.of(tmp_path)}, which ran it, has died"
     owner.take_ownership(tmp_path)
-    assert Owner.of(tmp_path) == Owner.of_this_process()
+    owner.take_ownership(tmp_path)
+    assert owner.is_abandoned(tmp_path / "run") is None
+    owner.release_ownership(tmp_path)
+
+
+LOOK = """
+import os, sys
+from pathlib import Path
+from zeroexp.tracking import owner
+from zeroexp.tracking.run import read_run
+sweep, pid = Path(sys.argv[1]), int(sys.argv[2])
+assert not Path(f"/proc/{pid}").exists(), "the owner is visible here"
+print(read_run(sweep / "run").status)
+try:
+    owner.take_ownership(sweep)
+except Exception as error:
+    print(error)
+"""
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
+    reason="this user may make no pid namespace",
+)
+def test_an_owner_whose_pid_is_invisible_is_alive(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    """As in another container, or in a /proc that hides processes of others."""
+    write_run(tmp_path / "run", status="running", num_steps=4)
+    words = [*UNSHARE, sys.executable, "-c", LOOK, str(tmp_path), str(other.pid)]
+    looked = subprocess.run(words, capture_output=True, text=True, check=True)
+    status, refusal = looked.stdout.splitlines()
+    assert status == "running"
+    assert refusal.startswith(f"{tmp_path}: process {other.pid} on ")
+    assert refusal.endswith(" runs its points; wait for it or end it")
+    assert Owner.of(tmp_path) == Owner(socket.gethostname(), other.pid, locked=True)
+
+
+def test_a_file_system_without_locks_costs_a_line_where_it_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel answers on Lustre without `flock` and on some of FUSE."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = write_run(tmp_path / "run", status="running", num_steps=4)
+    owner.take_ownership(tmp_path)
+    assert read_run(run).status == "running"
+    monkeypatch.setattr(owner, "_owned", {})  # as another process, or this one after it was killed
+    assert read_run(run).status == "running", "nobody knows better"
+    with pytest.raises(
+        ConfigError, match=r"ran its points, and no lock tells .* remove (\S+)"
+    ) as no:
+        owner.take_ownership(tmp_path)
+    Path(str(no.value).rpartition(" ")[2]).unlink()
+    owner.take_ownership(tmp_path)
+    owner.release_ownership(tmp_path)
+    assert not (tmp_path / OWNER).exists()
 
 
 def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
-    write_json(tmp_path / OWNER, asdict(Owner("another-host", 2**22 + 1, "1")))
+    write_json(tmp_path / OWNER, asdict(Owner("another-host", 2**22 + 1, locked=True)))
     with pytest.raises(ConfigError, match="if that machine is gone, remove "):
         owner.take_ownership(tmp_path)
     assert owner.is_abandoned(tmp_path / "run") is None

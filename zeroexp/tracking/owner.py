@@ -1,89 +1,101 @@
-"""owner.json in a sweep's folder names the process that runs its points on this machine, while that process lives.
+"""owner.json in a sweep's folder names the process that runs its points on this machine, and a lock tells if it lives.
 
-A process that is killed leaves the file behind. Readers of a point with the status running find out here that nobody
-runs it, and `--rerun` takes the sweep over. Only the owner's own host can know this, since its processes are invisible
-elsewhere. Points that Slurm runs need no owner.
+A process that is killed leaves the file behind, but not the lock that it held. Readers of a point with the status
+running find out so that nobody runs it, and `--rerun` takes the sweep over. Nothing is known of an owner on another
+host, whose locks may not reach here, nor where the file system has no locks. Points that Slurm runs need no owner.
 """
 
 from __future__ import annotations
 
-import fcntl
+import io
 import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zeroexp import locks
 from zeroexp.config import ConfigError
 from zeroexp.tracking.json_files import read_json, write_json
 
 OWNER = "owner.json"
+LOCK = f".{OWNER}.lock"
+WITHOUT_LOCKS = (
+    "no lock tells whether it still does, since the file system has none (flock) or an older version"
+    " began the sweep; if it has ended, remove"
+)
+
+# The sweeps that this process owns, each with the open file that holds its lock, if there are locks.
+_owned: dict[Path, io.FileIO | None] = {}
 
 
 @dataclass(frozen=True)
 class Owner:
     host: str
     pid: int
-    started: str | None  # start time, which distinguishes processes that reuse a pid
+    locked: bool  # it held the lock when it wrote this
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     @classmethod
-    def of_this_process(cls) -> Owner:
-        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()))
-
-    @classmethod
     def of(cls, sweep: Path) -> Owner | None:
         content = read_json(sweep / OWNER)
-        return None if content is None else cls(**content)
+        if content is None:
+            return None
+        return cls(content["host"], content["pid"], content.get("locked", False))
 
-    def is_gone(self) -> bool:
+    def is_gone(self, sweep: Path) -> bool:
         """Tell whether the process is known to be dead."""
-        if self.host != socket.gethostname():
+        if self.host != socket.gethostname() or not self.locked:
             return False
-        return not _is_alive(self.pid) or _start_of(self.pid) != self.started
+        try:
+            return not locks.is_held(sweep / LOCK)
+        except (locks.NoLocks, PermissionError):
+            return False
 
 
 def take_ownership(sweep: Path) -> None:
     """Make this process the owner. Raises ConfigError if another owner may still be alive."""
-    with (sweep / f".{OWNER}.lock").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # serializes two processes that both find a dead owner
-        owner, me = Owner.of(sweep), Owner.of_this_process()
-        if owner not in (None, me) and not owner.is_gone():
-            remedy = "wait for it or end it"
-            if owner.host != me.host:
-                remedy += f"; if that machine is gone, remove {sweep / OWNER}"
-            raise ConfigError(f"{sweep}: {owner} runs its points; {remedy}")
-        write_json(sweep / OWNER, asdict(me))
+    sweep = sweep.resolve()
+    if sweep in _owned:
+        return
+    try:
+        held = locks.take(sweep / LOCK)
+        has_locks = True
+    except locks.NoLocks:
+        held, has_locks = None, False
+    me = Owner(socket.gethostname(), os.getpid(), locked=has_locks)
+    if refusal := _why_not(sweep, me, taken=has_locks and held is None):
+        if held:
+            held.close()
+        raise ConfigError(refusal)
+    _owned[sweep] = held
+    write_json(sweep / OWNER, asdict(me))
+
+
+def _why_not(sweep: Path, me: Owner, *, taken: bool) -> str | None:
+    """Return why this process may not own the sweep; None if it may. taken: another process holds the lock."""
+    owner, file = Owner.of(sweep), sweep / OWNER
+    if taken:
+        return f"{sweep}: {owner or 'another process'} runs its points; wait for it or end it"
+    if owner and owner.host != me.host:
+        remedy = f"wait for it or end it; if that machine is gone, remove {file}"
+        return f"{sweep}: {owner} runs its points; {remedy}"
+    if owner and not (owner.locked and me.locked):
+        return f"{sweep}: {owner} ran its points, and {WITHOUT_LOCKS} {file}"
+    return None
 
 
 def release_ownership(sweep: Path) -> None:
-    if Owner.of(sweep) == Owner.of_this_process():
-        (sweep / OWNER).unlink()
+    """Give the sweep up, if it is this process's."""
+    sweep = sweep.resolve()
+    if sweep in _owned:
+        (sweep / OWNER).unlink(missing_ok=True)
+        if held := _owned.pop(sweep):
+            held.close()
 
 
 def is_abandoned(run: Path) -> str | None:
     """Return a message if the process that was to run this point is known to be dead; else None."""
     owner = Owner.of(run.parent)
-    return f"{owner}, which ran it, has died" if owner and owner.is_gone() else None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process, so it lives
-        return True
-    return True
-
-
-def _start_of(pid: int) -> str | None:
-    """Return the clock ticks from boot to the start of a process; None if the system has no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    after_name = stat.rpartition(")")[2].split()  # the name may contain spaces and brackets
-    state, started = after_name[0], after_name[19]
-    return None if state == "Z" else started
+    return f"{owner}, which ran it, has died" if owner and owner.is_gone(run.parent) else None
