@@ -80,9 +80,9 @@ class Rules:
 
     reduce_each: str = "step"  # microbatch | step
     missing: str = "skip"  # zeros | skip: what a parameter without gradient on any rank gets
-    added_in_master: bool = (
-        False  # sums of microbatches are added in the master's dtype, not in the wire's
-    )
+    # FSDP2: sums of microbatches are added in the master's dtype, gradients of several uses of a weight in its own;
+    # else both are added in the wire's.
+    added_in_master: bool = False
 
 
 @dataclass
@@ -154,20 +154,26 @@ def _summed_gradients(
     ranks, microbatches = range(recipe.world_size), range(recipe.accumulation)
     precision = PRECISIONS[recipe.precision]
     added_in = _dtype(precision.master if rules.added_in_master else precision.reduce)
+    if not rules.added_in_master:
+        for parameter in module.parameters():
+            parameter.grad_dtype = _dtype(precision.reduce)
     turns = [[m] for m in microbatches] if rules.reduce_each == "microbatch" else [microbatches]
     total: dict[nn.Parameter, Tensor] = {}
     loss = 0.0
     for turn in turns:
         reduced: dict[nn.Parameter, Tensor] = {}
         for rank in ranks:
-            loss += sum(_backward(module, recipe, step, m, rank) for m in turn)
-            _add(reduced, _taken_gradients(module, _dtype(precision.reduce)))
+            added: dict[nn.Parameter, Tensor] = {}
+            for m in turn:
+                loss += _backward(module, recipe, step, m, rank)
+                _add(added, _taken_gradients(module, _dtype(precision.reduce)))
+            _add(reduced, added)
         _add(total, {p: gradient.to(added_in) for p, gradient in reduced.items()})
     return total, loss
 
 
 def _backward(module: nn.Module, recipe: Recipe, step: int, microbatch: int, rank: int) -> float:
-    """One rank's microbatch; leaves its gradients in the parameters, as autograd adds them up."""
+    """One rank's microbatch; leaves its gradients in the parameters."""
     loss = _loss(module, module, recipe, step, microbatch, rank)
     loss.backward()
     return loss.item()

@@ -298,6 +298,11 @@ class ShardedForm:
         """Bytes of one element of a parameter at rest."""
         return ITEMSIZE[self.precision.compute]
 
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of one element of a gradient that autograd leaves: in the wider of the two dtypes it adds them up."""
+        return max(ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce])
+
     @cached_property
     def num_trainable(self) -> int:
         """Elements of all trainable parameters."""
@@ -311,14 +316,10 @@ class ShardedForm:
         if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
             return 0
         if moment == "after_forward" and self.schedule.reduce_each == "step":
-            return whole * ITEMSIZE[self.precision.compute]  # autograd accumulates them
-        if self.stage.gradients is Placement.REPLICATE:
-            return whole * reduce
+            return whole * self.gradient_itemsize  # autograd accumulates them
         if self.stage.gradients is Placement.SHARD:
             return owned_numel * reduce
-        # If both dtypes are the same, the sum lies in the partial gradient.
-        in_place = self.precision.reduce == self.precision.compute
-        return (whole + (0 if in_place else owned_numel)) * reduce
+        return whole * reduce  # the sum of what rests partial lies in it
 
     def buffer_bytes(self, moment: str, rank: int) -> dict[str, int]:
         """Return what makes up the kind `buffers` at a moment: pools, units kept gathered, memory shared with peers."""

@@ -46,25 +46,28 @@ def _gradient_bytes(form: ShardedForm) -> dict[str, int]:
     A first gradient that is all-reduced, or reduced by one rank alone, stays where it is and becomes the sum.
     """
     compute, reduce = ITEMSIZE[form.precision.compute], ITEMSIZE[form.precision.reduce]
+    left = form.gradient_itemsize
     schedule, units = form.schedule, _trained(form)
     accumulates = schedule.accumulation > 1
     adds_sums = accumulates and schedule.reduce_each == "microbatch"
     shards = form.stage.gradients is Placement.SHARD
     moves = shards and form.world_size > 1
-    casts = compute != reduce
+    casts = left != reduce
     whole, unit = form.num_trainable, max((_numel(u.unit.trainable) for u in units), default=0)
     bucket = max((_numel_behind(b, u.unit.trainable) for u in units for b in u.buckets), default=0)
     in_flight = _most_in_flight(form) - 1
     holds_terms = adds_sums or (moves and not schedule.facts.is_collective)
     adds_up = accumulates and not adds_sums  # autograd does, until the last microbatch
-    unreduced = (compute if moves else max(0, compute - reduce)) * whole if adds_up else 0
+    unreduced = (left if moves else left - reduce) * whole if adds_up else 0
+    widened = left if accumulates and left > compute else 0  # beside what it is added to
     leaves_unit = (moves and not unreduced) or adds_sums or casts
     return {
         "unreduced gradients": unreduced,
-        "unit's gradients": compute * unit if leaves_unit else 0,
+        "unit's gradients": left * unit if leaves_unit else 0,
         "cast to reduce": reduce * unit if casts and (shards or adds_sums) else 0,
         "gradients in flight": reduce * bucket * in_flight if holds_terms else 0,
-        "largest gradient": compute * _largest_parameter(units) if accumulates else 0,
+        "largest gradient": (compute * (accumulates or left > compute) + widened)
+        * _largest_parameter(units),
     }
 
 

@@ -15,7 +15,9 @@ class Dtypes:
     """The strategy's table names these three dtypes."""
 
     compute: torch.dtype  # dtype of parameters and of the gradients autograd makes
-    reduce: torch.dtype  # dtype of gradients on the wire and of what reduction leaves
+    reduce: (
+        torch.dtype
+    )  # dtype of gradients on the wire, of what reduction leaves, and of sums of microbatches
     master: torch.dtype  # dtype of the weights the optimizer updates
 
 

@@ -38,8 +38,10 @@ class Gradients:
         self._rests = stage.gradients
         self._dtype = dtypes.reduce
         # Whether sums lie in the whole gradients, which stay anyway.
-        stays = self._rests is Placement.PARTIAL or world.size == 1
-        self._in_place = stays and dtypes.reduce is dtypes.compute
+        self._in_place = self._rests is Placement.PARTIAL or world.size == 1
+        for parameter in self._parameters:
+            # Autograd adds up the gradients of microbatches, and bfloat16 keeps three digits of a sum.
+            parameter.grad_dtype = torch.promote_types(dtypes.compute, dtypes.reduce)
         self._whole: dict[int, Tensor] = {}  # whole gradients by member
         self._sums: dict[int, Tensor] = {}  # sums by owned span; all-reduced sums by member
         self._num_reduced = 0  # elements reduced since `clear`

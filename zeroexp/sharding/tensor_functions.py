@@ -78,7 +78,7 @@ NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
 
 # These need neither values nor gradient.
 _PROPERTIES = """
-    dtype device layout names itemsize requires_grad retains_grad is_leaf grad_fn output_nr _version
+    dtype device layout names itemsize requires_grad retains_grad grad_dtype is_leaf grad_fn output_nr _version
     _backward_hooks _post_accumulate_grad_hooks is_nested is_sparse is_sparse_csr is_quantized is_mkldnn
     is_cuda is_cpu is_meta is_mps is_xpu is_maia is_ipu is_xla is_vulkan is_mtia
 """
