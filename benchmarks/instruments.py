@@ -59,10 +59,10 @@ class CostRunner:
 
     def _seconds(self) -> tuple[float, list[TimedMove]]:
         worlds.barrier()
-        meter.take()
-        began = time.perf_counter()
-        self._training.step(drain=True)
-        return time.perf_counter() - began, meter.take()
+        with meter.recording() as moves:
+            began = time.perf_counter()
+            self._training.step(drain=True)
+            return time.perf_counter() - began, moves
 
 
 def one_move() -> None:
@@ -72,7 +72,6 @@ def one_move() -> None:
         pending = Pending([])
         pending.move = move
     pending.wait()
-    meter.take()
 
 
 def best(function: Callable[[], Any], num_calls: int) -> float:

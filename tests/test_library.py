@@ -1,13 +1,20 @@
 """The program of docs/library.md, run as it is printed there."""
 
+import ctypes
+import gc
 import os
 import re
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.warm import Warm
+from zeroexp.sharding.options import Options
+from zeroexp.world import World
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2"]
@@ -54,3 +61,82 @@ def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     two = losses(tmp_path, [*TORCHRUN, str(counted)], 2)  # whose ranks import everything
     assert one[-1] < one[0] - 1
     assert two == pytest.approx(one, abs=1e-4)  # printed to six places, summed in another order
+
+
+FLAT_BETWEEN = (100, 300)  # steps
+MOST_BYTES = 1_000_000  # torch logs its last 2,000 collectives, with 500 bytes for each
+MOST_MORE = 40  # objects that come and go by chance, as caches of the interpreter; a leak has one for each step
+
+
+class Heap(ctypes.Structure):
+    """What glibc's malloc tells of itself; `uordblks` are bytes in use, `hblkhd` those of large blocks."""
+
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
+
+
+HEAP = ctypes.CDLL(None).mallinfo2
+HEAP.restype = Heap
+
+
+def memory_now() -> dict[str, int]:
+    """Python's objects and blocks, and the bytes that C++ holds; resident memory moves with what malloc keeps."""
+    for _ in range(3):  # an engine of an earlier test ends in more than one collection
+        gc.collect()
+    heap = HEAP()
+    return {
+        "objects": len(gc.get_objects()),
+        "blocks": sys.getallocatedblocks(),
+        "bytes": heap.uordblks + heap.hblkhd,
+    }
+
+
+def growth_of(loop: str, world: World, transport: str, file: str) -> dict[str, int]:
+    """What is held more after many steps than after some, where `loop` follows what the program builds."""
+    seen: dict[int, dict[str, int]] = {}
+
+    def at_end_of(step: int) -> None:
+        if step in FLAT_BETWEEN:
+            seen[step] = memory_now()
+
+    building = program().partition("    for step")[0]
+    building = re.sub(r"from zeroexp.world.*", "", building).replace("for _ in range(4)", "")
+    building = building.replace("*[block() ]", "block(), block()").replace(
+        '["1", "2", "3", "4"]', '["1", "2"]'
+    )
+    building = building.replace("world=world,", "world=world, options=options,")
+    names: dict[str, Any] = {
+        "__file__": file,
+        "joined_process_group": lambda: nullcontext(world),
+        "options": Options(transport=transport),
+        "at_end_of": at_end_of,
+    }
+    exec(f"{building}\n    for step in range({FLAT_BETWEEN[1] + 1}):\n{loop}", names)
+    first, last = (seen[step] for step in FLAT_BETWEEN)
+    return {kind: last[kind] - first[kind] for kind in first}
+
+
+def trained(world: World, transport: str, file: str) -> dict[str, int]:
+    loop = re.search(r"    for step[^\n]*\n(.*)        print", program(), re.DOTALL)
+    assert loop is not None
+    return growth_of(f"{loop[1]}        at_end_of(step)\n", world, transport, file)
+
+
+def called(world: World, transport: str, file: str) -> dict[str, int]:
+    loop = """
+        with torch.no_grad():
+            strategy.model(samples[:, :-1])
+        at_end_of(step)
+"""
+    return growth_of(loop, world, transport, file)
+
+
+@pytest.mark.parametrize(("loop", "transport"), [(trained, "direct"), (called, "gloo")])
+def test_memory_does_not_grow_with_the_steps(
+    ranks: Any, loop: Callable[..., Any], transport: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(program())
+    for grown in ranks(loop, transport, str(file)):
+        assert grown["objects"] <= MOST_MORE and grown["blocks"] <= MOST_MORE, grown
+        assert grown["bytes"] <= MOST_BYTES, grown

@@ -34,7 +34,7 @@ from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import Peak, StepRecord, VerbSeconds
 from zeroexp.measure.trace import StepTrace
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.measure.verbs import meter, sum_up_moves
+from zeroexp.measure.verbs import TimedMove, meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import learning_rate
 from zeroexp.stop import Stop
@@ -76,10 +76,12 @@ def train(
     unread: deque[_Step] = deque()
     instruments = instruments or Instruments(TrainConfig(), world, Path())
     meter.device = world.timed_device
-    meter.take()
     for index in range(start_step, num_steps):
         reads = index == reading_step
-        with instruments.watching(index, strategy, reading=reads) as trace:
+        with (
+            instruments.watching(index, strategy, reading=reads) as trace,
+            meter.recording() as moves,
+        ):
             step = _Step(world, index, reading_memory=reads, trace=trace)
             step.lr = learning_rate(config.optimizer, index, num_steps)
             for group in strategy.optimizer.param_groups:
@@ -111,7 +113,7 @@ def train(
                 barrier()
             step.read_memory("at_rest", strategy)
             step.clock.stop()
-        step.end(batch.num_tokens, bytes_known=not instruments.allocates(index))
+        step.end(batch.num_tokens, moves, bytes_known=not instruments.allocates(index))
         step.traced = instruments.slows(index)
         instruments.write_timeline(index, trace, step.peak)
         if step.traced:
@@ -194,7 +196,7 @@ class _Step:
             self._trace.note_model_states(states)
         self.clock.enter(phase)
 
-    def end(self, num_tokens: int, *, bytes_known: bool) -> None:
+    def end(self, num_tokens: int, moves: list[TimedMove], *, bytes_known: bool) -> None:
         self._num_tokens = num_tokens
         self._peak_bytes = self._allocations.peak_bytes() if bytes_known else None
         if self._peak_bytes is not None:
@@ -202,7 +204,7 @@ class _Step:
         self._allocated_bytes = self._allocations.allocated_bytes() if bytes_known else None
         self._wire_bytes = self._wire.sent_bytes()
         self._traffic = take_traffic()
-        self._moves = meter.take()
+        self._moves = moves
         if self._trace is not None:
             self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
             self.peak = self._trace.peak(self._index) if bytes_known else None

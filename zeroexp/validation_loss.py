@@ -17,7 +17,6 @@ from torch import nn
 from zeroexp import advance
 from zeroexp.comm.collectives import Collectives, take_traffic
 from zeroexp.data import ValidationTurn
-from zeroexp.measure.verbs import meter
 from zeroexp.models.loss import loss_sum
 from zeroexp.strategies.base import Strategy
 from zeroexp.world import World, barrier
@@ -48,7 +47,6 @@ def validation_loss(
                 total += loss
     collectives.sum_scalar(total, "validation")
     take_traffic()
-    meter.take()
     barrier()
     return total.item() / data.num_valid_labels
 

@@ -21,9 +21,13 @@ from zeroexp.world import World
 
 @pytest.fixture
 def seconds(monkeypatch):
-    meter.take()
-    yield Seconds(monkeypatch)
-    meter.take()
+    return Seconds(monkeypatch)
+
+
+@pytest.fixture
+def moves():
+    with meter.recording() as moves:
+        yield moves
 
 
 class Work:
@@ -48,27 +52,34 @@ def start(seconds: Seconds, verb: str, *, moves_on_wait: bool = False) -> Pendin
     return pending
 
 
-def test_a_move_works_overlaps_and_waits(seconds):
+def test_a_move_works_overlaps_and_waits(seconds, moves):
     pending = start(seconds, "reduce")
     seconds.pass_by(32)  # compute
-    assert meter.take() == []  # it has not ended
+    assert moves == []  # it has not ended
     pending.wait()
-    verbs, waited = sum_up_moves(meter.take())
+    verbs, waited = sum_up_moves(moves)
     assert verbs == {"reduce": VerbSeconds(1, working=1 + 8 + 2, overlapped=32, exposed=16)}
     assert waited == {"1": 16}
     pending.wait()  # nothing is left to wait for
-    assert meter.take() == []
+    assert len(moves) == 1
 
 
-def test_what_moves_on_wait_overlaps_nothing(seconds):
+def test_moves_are_kept_where_somebody_records_them_alone(seconds):
+    with meter.recording() as moves:
+        start(seconds, "gather").wait()
+    start(seconds, "reduce").wait()
+    assert [move.verb for move in moves] == ["gather"]
+
+
+def test_what_moves_on_wait_overlaps_nothing(seconds, moves):
     pending = start(seconds, "gather", moves_on_wait=True)
     seconds.pass_by(32)
     pending.wait()
-    verbs, _ = sum_up_moves(meter.take())
+    verbs, _ = sum_up_moves(moves)
     assert verbs["gather"].overlapped == 0
 
 
-def test_a_verb_without_a_message_works(seconds):
+def test_a_verb_without_a_message_works(seconds, moves):
     class Unit:
         @timed_as_verb("hand_over")
         def hand_over(self) -> int:
@@ -76,10 +87,10 @@ def test_a_verb_without_a_message_works(seconds):
             return 3
 
     assert Unit().hand_over() == 3
-    assert sum_up_moves(meter.take()) == ({"hand_over": VerbSeconds(1, working=4)}, {})
+    assert sum_up_moves(moves) == ({"hand_over": VerbSeconds(1, working=4)}, {})
 
 
-def test_a_message_inside_a_named_verb_is_part_of_it(seconds):
+def test_a_message_inside_a_named_verb_is_part_of_it(seconds, moves):
     class Unit:
         @timed_as_verb("publish")
         def publish(self) -> Pending:
@@ -87,7 +98,7 @@ def test_a_message_inside_a_named_verb_is_part_of_it(seconds):
             return start(seconds, "inner")
 
     Unit().publish().wait()
-    verbs, _ = sum_up_moves(meter.take())
+    verbs, _ = sum_up_moves(moves)
     assert verbs == {"publish": VerbSeconds(1, working=4 + 1 + 8 + 2, overlapped=0, exposed=16)}
 
 
@@ -107,14 +118,14 @@ def verbs_where_rank_1_is_late(
     )
     for index in range(2):
         worlds.barrier()
-        meter.take()
-        if index == 1 and world.rank == 1:
-            time.sleep(late_seconds)
-        with strategy.microbatch(last=True):
-            strategy.backward(strategy.model(torch.ones(2, 64)).sum())
-        strategy.step(drain=True)
-        strategy.zero_grad()
-    return sum_up_moves(meter.take())
+        with meter.recording() as moves:
+            if index == 1 and world.rank == 1:
+                time.sleep(late_seconds)
+            with strategy.microbatch(last=True):
+                strategy.backward(strategy.model(torch.ones(2, 64)).sum())
+            strategy.step(drain=True)
+            strategy.zero_grad()
+    return sum_up_moves(moves)
 
 
 @pytest.mark.parametrize(

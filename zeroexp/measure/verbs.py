@@ -9,7 +9,8 @@ waited for, so nothing of it overlaps. On a GPU the marks are events in the stre
 stands still for the move, and work that the host does to issue it is not counted.
 
 One meter serves the whole process, because engine, transports and training loop send messages and none of them knows
-the others. It costs a few readings of the clock for each move and is always on.
+the others. It costs a few readings of the clock for each move and is always on; those that have ended are
+kept only inside `recording`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TimedMove:
 
 
 class VerbMeter:
-    """Notes the moves of this process; `take` returns those that ended since it was last called."""
+    """Times the moves of this process, and keeps those that end inside `recording`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -79,7 +80,7 @@ class VerbMeter:
         # Told of each move when it has been issued, and again when it is about to be waited for.
         self.observe: Callable[[TimedMove], None] | None = None
         self._now: TimedMove | None = None  # the move that this thread issues or waits for
-        self._ended: list[TimedMove] = []
+        self._ended: list[TimedMove] | None = None  # None: nobody records
 
     @contextmanager
     def issuing(self, verb: str, what: str) -> Generator[TimedMove]:
@@ -98,7 +99,7 @@ class VerbMeter:
         if self.observe is not None:
             self.observe(move)
         if not move.in_flight:
-            self._ended.append(move)
+            self._keep(move)
 
     @property
     def is_issuing(self) -> bool:
@@ -123,7 +124,7 @@ class VerbMeter:
         finally:
             self._now = before
             move.ended_at = mark_now(self.device)
-        self._ended.append(move)
+        self._keep(move)
 
     def arrived(self, move: TimedMove) -> None:
         """Note that the backend's part of the move is done; on a GPU the stream stood still until then."""
@@ -134,9 +135,19 @@ class VerbMeter:
         if self._now is not None:
             self._now.blocked.append((peer, since, time.perf_counter() - since))
 
-    def take(self) -> list[TimedMove]:
-        ended, self._ended = self._ended, []
-        return ended
+    @contextmanager
+    def recording(self) -> Generator[list[TimedMove]]:
+        """Yield a list that fills with the moves that end inside."""
+        ended: list[TimedMove] = []
+        before, self._ended = self._ended, ended
+        try:
+            yield ended
+        finally:
+            self._ended = before
+
+    def _keep(self, move: TimedMove) -> None:
+        if self._ended is not None:
+            self._ended.append(move)
 
     def _profiler_range(self, move: TimedMove, part: str) -> AbstractContextManager[Any]:
         if self.annotate is None:

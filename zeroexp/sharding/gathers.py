@@ -39,8 +39,8 @@ class Gathers:
         self.sharded = {unit for unit in units if unit.is_sharded}
         self.in_use: set[Unit] = set()  # sharded units whose parameters are in use
         # [Note: two orders]
-        self.order = self.order_of_microbatch = GatherOrder()
-        self._order_outside = GatherOrder()
+        self.order_of_microbatch, self._order_outside = GatherOrder(), GatherOrder()
+        self.order = self._order_outside
         self.depth = 0  # units gathered ahead
         self._keep = keep
         self._eviction = eviction
@@ -54,7 +54,10 @@ class Gathers:
 
     def end_microbatch(self) -> None:
         self.order = self._order_outside
-        self.order.rewind()
+
+    def begin_forward_outside(self) -> None:
+        """Expect the gathers of the last forward outside of microbatches again."""
+        self._order_outside.rewind()
 
     def make_ready(self, unit: Unit) -> None:
         """Return when the unit's parameters can be used; they stay until the unit is freed."""

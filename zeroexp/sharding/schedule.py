@@ -70,6 +70,7 @@ class Schedule:
         self._device = wire.world.device
         self._uses = {unit: UnitProgress() for unit in units}
         self._tick = 0
+        self._num_running = 0  # forwards of modules that run now
         self._microbatch = 0  # number of microbatches so far
         self._last = False  # whether this microbatch is the last of its step
         # Parameters that got no gradient in the previous microbatch.
@@ -98,7 +99,7 @@ class Schedule:
         self.calls.begin_microbatch()
         self._last = last
         self._microbatch += 1
-        self._tick = 0
+        self._tick = self._num_running = 0
         self.gathers.begin_microbatch()
         self._reductions.begin_microbatch(last=last)
         for unit in self._units:
@@ -107,6 +108,9 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
+        if not self._num_running and not self.calls.in_microbatch:
+            self.gathers.begin_forward_outside()
+        self._num_running += 1
         use = self._uses[unit]
         use.first = use.first if use.first is not None else self._tick
         use.running.append(self._tick)
@@ -120,6 +124,7 @@ class Schedule:
         self._tick += 1
         use = self._uses[unit]
         began = use.running.pop()
+        self._num_running -= 1
         if self._is_idle(unit) and not use.in_backward:
             self.gathers.after_forward(unit, differentiable=differentiable)
         return began, self._tick, self._microbatch if self.calls.in_microbatch else 0
@@ -194,6 +199,7 @@ class Schedule:
         self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         self.gathers.abandon_microbatch()
         self._uses = {unit: UnitProgress() for unit in self._units}
+        self._num_running = 0
 
     # -- after the step ---------------------------------------------------------------------------
 
