@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,4 +191,51 @@ def test_several_may_compile_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("AT_WORK", str(at_work))
     with ThreadPoolExecutor(2) as both:
         made = {compiled.result() for compiled in [both.submit(compile_allocator) for _ in "ab"]}
-    assert list((tmp_path / "zeroexp").iterdir()) == list(made)
+    assert list((tmp_path / "zeroexp/allocator").iterdir()) == list(made)
+
+
+def compiled_by(monkeypatch, tmp_path, content: str) -> Path:
+    """What `compile_allocator` returns where the compiler writes `content`."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho {content} > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    library = compile_allocator()
+    assert isinstance(library, Path), library
+    return library
+
+
+def test_a_library_of_another_user_is_never_loaded(monkeypatch, tmp_path):
+    """Nor one that a group may write, whoever owns it; where the folder is not ours, nothing is counted."""
+    umask = os.umask(0o002)
+    try:
+        library = compiled_by(monkeypatch, tmp_path, "ours")
+        folder = library.parent
+        assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(library.stat().st_mode) == 0o700
+        library.chmod(0o720)
+        assert stat.S_IMODE(compiled_by(monkeypatch, tmp_path, "ours").stat().st_mode) == 0o700
+        folder.chmod(0o770)
+        reason = count_cpu_allocations()
+    finally:
+        os.umask(umask)
+    assert reason == (
+        f"peak memory on the CPU is not counted: {folder} is another user's, or others may write "
+        "there; set XDG_CACHE_HOME to a folder that is yours"
+    )
+    if os.geteuid() == 0:  # only root can give a file away
+        folder.chmod(0o700)
+        os.chown(library, 1, -1)
+        assert compiled_by(monkeypatch, tmp_path, "ours").stat().st_uid == 0
+        os.chown(folder, 1, -1)
+        assert "another user's" in str(compile_allocator())
+
+
+def test_a_damaged_library_is_compiled_again(monkeypatch, tmp_path):
+    """Loaded, one of zeros or cut short raises or ends the process. What no one can load costs the count alone."""
+    library = compiled_by(monkeypatch, tmp_path, "whole")
+    for damaged in (b"", b"wh", bytes(6)):
+        library.write_bytes(damaged)
+        assert compiled_by(monkeypatch, tmp_path, "whole").read_bytes() == b"whole\n"
+    reason = count_cpu_allocations()
+    assert reason is not None and "not counted: " in reason and library.name in reason

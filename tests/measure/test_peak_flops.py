@@ -7,6 +7,7 @@ import torch
 
 from zeroexp import world as worlds
 from zeroexp.measure.peak_flops import datasheet, peak_flops
+from zeroexp.world import World
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,18 @@ def test_what_no_data_sheet_says_is_not_guessed():
 def test_a_peak_is_named_or_measured_and_never_without_a_name():
     with worlds.joined_process_group(device="cpu") as world:
         named = peak_flops(world, torch.float32, 400.0)
-        assert (named.flops_per_second, named.source) == (400e12, "named")
+        assert named and (named.flops_per_second, named.source) == (400e12, "named")
         assert named.name == "cluster.peak_tflops=400"
         measured = peak_flops(world, torch.float32)
-    assert measured.source == "calibrated" and measured.flops_per_second > 1e8
+    assert measured and measured.source == "calibrated" and measured.flops_per_second > 1e8
     assert measured.name.startswith("768 x 768 product in float32, 1 rank, CPU, ")
+
+
+def measured_unless_one_can_not(world: World) -> str | None:
+    """Rank 1 asks for a product that torch does not have."""
+    peak = peak_flops(world, torch.uint16 if world.rank else torch.float32)
+    return peak and peak.name
+
+
+def test_a_rank_that_can_not_measure_loses_the_peak_alone(ranks):
+    assert ranks(measured_unless_one_can_not) == [None, None]

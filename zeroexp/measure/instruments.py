@@ -25,7 +25,7 @@ from torch import nn
 from zeroexp.config import TrainConfig
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.hashes import StepHashes
-from zeroexp.measure.profiler import profiling
+from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
 from zeroexp.measure.timeline import events_of
 from zeroexp.measure.trace import StepTrace, tracing_step
@@ -88,19 +88,20 @@ class Instruments:
             "displayTimeUnit": "ms",
             "traceEvents": events_of(trace, self.world.rank),
         }
-        (self.folder / f"trace.{self.world.rank}.{step}.json").write_text(
-            json.dumps(content), encoding="utf-8"
-        )
-        if trace.log is not None and trace.log.snapshot is not None:
-            path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
-            path.write_bytes(pickle.dumps(trace.log.snapshot))
+        path = self.folder / f"trace.{self.world.rank}.{step}.json"
+        with may_be_lost(path.name):
+            path.write_text(json.dumps(content), encoding="utf-8")
+            if trace.log is not None and trace.log.snapshot is not None:
+                path = self.folder / f"memory.{self.world.rank}.{step}.pickle"
+                path.write_bytes(pickle.dumps(trace.log.snapshot))
 
     @contextmanager
     def _hashing(self, step: int, module: nn.Module, strategy: Strategy) -> Generator[None]:
         hashes = StepHashes(step, module, self.blocks)
         with hashes.watching(strategy):
             yield
-        hashes.write(self.folder, self.world.rank)
+        with may_be_lost(f"hashes.{self.world.rank}.jsonl"):
+            hashes.write(self.folder, self.world.rank)
 
     def _profiles(self, step: int) -> bool:
         ranks = self.settings.profile_ranks
@@ -109,5 +110,6 @@ class Instruments:
 
 def memory_snapshot(path: Path) -> None:
     """Write the state of the GPU's caching allocator, which torch's memory viewer shows; without a GPU do nothing."""
-    if torch.cuda.is_initialized():
-        torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
+    with may_be_lost(path.name):
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]

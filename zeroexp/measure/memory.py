@@ -13,6 +13,7 @@ import hashlib
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from zeroexp.measure.record import KINDS
 from zeroexp.strategies.base import ModelStates
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
+NOT_COUNTED = (
+    "peak memory on the CPU is not counted: {}; set XDG_CACHE_HOME to a folder that is yours"
+)
 
 
 def bytes_by_kind(states: ModelStates) -> dict[str, int]:
@@ -127,8 +131,12 @@ def count_cpu_allocations() -> str | None:
     library = compile_allocator()
     if isinstance(library, str):
         return library
-    _installed = _CpuAllocations(ctypes.CDLL(str(library)))
-    _installed.install()
+    try:
+        counters = _CpuAllocations(ctypes.CDLL(str(library)))
+    except (OSError, AttributeError) as error:  # a cache on a disk from which no code may run
+        return NOT_COUNTED.format(error)
+    counters.install()
+    _installed = counters
     return None
 
 
@@ -145,34 +153,34 @@ def limit_cpu_allocations(num_bytes: int) -> None:
 def compile_allocator() -> Path | str:
     """Return the compiled counting allocator, or one line that tells why there is none.
 
-    It is compiled once per user, torch version and source. Several processes may call this at once. It creates no
-    thread, so that the process may fork afterwards.
+    It is compiled once per user, torch version and source, and again where its file is damaged or could be another
+    user's. Several processes may call this at once. It creates no thread, so that the process may fork afterwards.
     """
     try:
         return _compiled_allocator()
     except (OSError, RuntimeError) as error:  # a cache that takes no file, or a user without a home
-        remedy = "set XDG_CACHE_HOME to a folder that is yours"
-        return f"peak memory on the CPU is not counted: {error}; {remedy}"
+        return NOT_COUNTED.format(error)
 
 
 def _compiled_allocator() -> Path | str:
-    library = _cache_folder() / f"allocator-{_fingerprint()}.so"
-    if library.exists():
-        return library
+    folder = _cache_folder()
+    begin = f"allocator-{_fingerprint()}-"
+    for library in folder.glob(f"{begin}*.so"):
+        if _is_ours(library) and library.name == f"{begin}{_digest(library.read_bytes())}.so":
+            return library
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return "peak memory on the CPU is not counted: no C++ compiler (install g++ or set CXX)"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        made = Path(beside) / "allocator.so"
         compiled = subprocess.run(
             _compile(compiler, made), capture_output=True, encoding="utf-8", errors="replace"
         )
         if compiled.returncode != 0:
             error = compiled.stderr.strip().partition("\n")[0]
             return f"peak memory on the CPU is not counted: {compiler} failed: {error}"
-        made.replace(library)
-    return library
+        made.chmod(0o700)  # the umask may let a group write
+        return made.replace(folder / f"{begin}{_digest(made.read_bytes())}.so")
 
 
 def _compile(compiler: str, target: Path) -> list[str]:
@@ -187,10 +195,27 @@ def _compile(compiler: str, target: Path) -> list[str]:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
+    """Return the folder of compiled libraries. Raises OSError for one whose content another user may have chosen."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / "allocator"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_ours(folder):
+        raise OSError(f"{folder} is another user's, or others may write there")
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody but this user and root can have written what is there."""
+    found = path.lstat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @functools.cache
 def _fingerprint() -> str:
     source = SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
-    return hashlib.sha256(source).hexdigest()[:16]
+    return _digest(source)

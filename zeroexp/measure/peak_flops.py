@@ -45,8 +45,12 @@ class PeakFlops:
     name: str  # what it is the peak of, for readers: "NVIDIA H100 80GB HBM3, dense bfloat16"
 
 
-def peak_flops(world: World, dtype: torch.dtype, named_tflops: float | None = None) -> PeakFlops:
+def peak_flops(
+    world: World, dtype: torch.dtype, named_tflops: float | None = None
+) -> PeakFlops | None:
     """Return the peak of a rank that computes in `dtype`; all ranks call it together.
+
+    None where a rank can not measure it, which prints why: a run whose last step is done loses no result for it.
 
     named_tflops: what the config says, which counts before all else.
     """
@@ -57,8 +61,16 @@ def peak_flops(world: World, dtype: torch.dtype, named_tflops: float | None = No
         known = datasheet(torch.cuda.get_device_name(world.device), dtype)
         if known is not None:
             return known
-    measured = fmean(worlds.gather_objects(calibrate(world, dtype)))
-    return PeakFlops(measured, "calibrated", _product(world, dtype))
+    barrier()  # ranks that share cores slow one another down here as they do in training
+    try:
+        mine = calibrate(world, dtype)
+    except Exception as error:  # no memory for it, or no such product in this dtype
+        print(f"rank {world.rank}: utilisation is unknown, since no product was measured: {error}")
+        mine = None
+    measured = [one for one in worlds.gather_objects(mine) if one is not None]
+    if len(measured) < world.size:
+        return None
+    return PeakFlops(fmean(measured), "calibrated", _product(world, dtype))
 
 
 def datasheet(device: str, dtype: torch.dtype) -> PeakFlops | None:
@@ -71,13 +83,9 @@ def datasheet(device: str, dtype: torch.dtype) -> PeakFlops | None:
 
 
 def calibrate(world: World, dtype: torch.dtype) -> float:
-    """Return the operations per second of the fastest of a few products; all ranks call it together.
-
-    Ranks that share cores slow one another down here as they do in training.
-    """
+    """Return the operations per second of the fastest of a few products."""
     size = _size(world)
     left, right = (torch.ones(size, size, dtype=dtype, device=world.device) for _ in range(2))
-    barrier()
     return 2 * size**3 / min(_seconds(left, right) for _ in range(NUM_TRIALS))
 
 

@@ -32,10 +32,20 @@ def profiling(folder: Path, world: World, step: int) -> Generator[None]:
         finally:
             meter.annotate = None
     name = folder / f"profile.{world.rank}.{step}"
-    seen.export_chrome_trace(f"{name}.json")
-    on = "device" if world.device.type == "cuda" else "cpu"
-    averages: Any = seen.key_averages()
-    table: str = averages.table(
-        sort_by=f"self_{on}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
-    )
-    Path(f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+    with may_be_lost(name.name):
+        seen.export_chrome_trace(f"{name}.json")
+        on = "device" if world.device.type == "cuda" else "cpu"
+        averages: Any = seen.key_averages()
+        table: str = averages.table(
+            sort_by=f"self_{on}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
+        )
+        Path(f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+
+
+@contextmanager
+def may_be_lost(name: str) -> Generator[None]:
+    """Write an instrument's file inside; where it can not be written, as on a full disk, a line says so."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        print(f"{name} is not written: {error}")

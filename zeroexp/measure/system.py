@@ -30,13 +30,20 @@ def sampling_system(
         return
     over = threading.Event()
     path = folder / f"system.{node or socket.gethostname()}.jsonl"
-    thread = threading.Thread(target=_sample, args=(path, seconds, over), daemon=True)
+    thread = threading.Thread(target=_sample_while_it_goes, args=(path, seconds, over), daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def _sample_while_it_goes(path: Path, seconds: float, over: threading.Event) -> None:
+    try:
+        _sample(path, seconds, over)
+    except (OSError, ValueError, LookupError, RuntimeError) as error:  # a full disk, another /proc
+        print(f"{path.name} ends here: {error}")
 
 
 def _sample(path: Path, seconds: float, over: threading.Event) -> None:
