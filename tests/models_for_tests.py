@@ -6,6 +6,7 @@ words      toy with more words than a microbatch has tokens
 rows_apart words with the embedding's rows kept apart from the head's gradient (zeroexp/models/tied_rows.py)
 reused     toy with one block that runs twice in every forward
 dropout    toy that computes by its random state
+frozen_norm toy with a BatchNorm that stays in evaluation while the rest trains
 llama, gpt2, mixtral    of transformers
 moe_*      module-list experts, skipped on one rank, on all ranks, or by turns
 """
@@ -95,6 +96,27 @@ def _toy(order: tuple[int, ...], dropout: float = 0.0, vocabulary: int = VOCABUL
         return BuiltModel(module, ["blocks.0", "blocks.1", "blocks.2"])
 
 
+class FrozenNorm(Toy):
+    """As a pretrained backbone is fine-tuned: its BatchNorm keeps the statistics it came with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
+        self.statistics.running_mean.fill_(0.5)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(self.statistics(x.flatten(0, 1)).view_as(x))
+
+
+def _frozen_norm() -> BuiltModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return BuiltModel(FrozenNorm(), ["blocks.0", "blocks.1", "blocks.2"])
+
+
 def _rows_apart() -> BuiltModel:
     built = _toy((0, 1, 2), vocabulary=MANY_WORDS)
     assert keep_rows_apart(built.module) == 1
@@ -177,6 +199,7 @@ MODELS: dict[str, TestModel] = {
     "rows_apart": TestModel(_rows_apart, skips=True),
     "reused": TestModel(partial(_toy, (0, 1, 0, 2)), skips=True),
     "dropout": TestModel(partial(_toy, (0, 1, 2), dropout=0.5), skips=True),
+    "frozen_norm": TestModel(_frozen_norm, skips=True),
     "llama": TestModel(_llama),
     "gpt2": TestModel(_gpt2),
     "mixtral": TestModel(_mixtral),

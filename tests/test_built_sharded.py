@@ -174,6 +174,7 @@ def test_weights_of_files_are_those_that_transformers_loads(folder, head):
 # --- in every engine
 
 
+MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_master": torch.float32}
 FEW = [
     *(("zero3", family, "bf16_master") for family in ("parameter", "buffer", "torch")),
     ("zero1", "tensor", "bf16_master"),
@@ -213,11 +214,15 @@ def all_states(world: World, config: ModelConfig, engines: list[Any]) -> list[An
     [(FEW, 2), *(pytest.param(ALL, size, marks=pytest.mark.slow) for size in (1, 2, 3))],
 )
 def test_every_engine_starts_from_the_same_bits(ranks, engines, world_size):
-    answers = ranks(all_states, shrunk("small", num_layers=2), engines, world_size=world_size)
+    config = shrunk("small", num_layers=2)
+    plain = dict(build_model(config, seed=3).module.named_parameters())
+    answers = ranks(all_states, config, engines, world_size=world_size)
     for engine, per_rank in zip(engines, zip(*answers, strict=True), strict=True):
         later, _, whole, _ = zip(*per_rank, strict=True)
         ours, theirs = assembled(later), assembled(whole)
         assert ours.keys() == theirs.keys()
+        for name, first in plain.items():  # before any rounding to the dtype of compute
+            assert torch.equal(theirs[name]["weight"], first.to(MASTERS[engine[2]])), (engine, name)
         for name in theirs:
             assert torch.equal(ours[name]["weight"], theirs[name]["weight"]), (engine, name)
         for _, buffers, _, expected in per_rank:

@@ -126,6 +126,14 @@ def test_dropout_is_off_and_draws_nothing(ranks):
     assert often[-1].validation_loss == rarely[-1].validation_loss
 
 
+def test_what_was_in_evaluation_stays_there(ranks):
+    """A frozen BatchNorm computes with its own statistics, after a validation too."""
+    recipe, make = Recipe(model="frozen_norm"), ENGINES["zero3_buffer"].make
+    often, rarely = ranks(train_often_and_rarely, recipe, make)[0]
+    assert [(r.loss, r.grad_norm) for r in often] == [(r.loss, r.grad_norm) for r in rarely]
+    assert often[-1].validation_loss == rarely[-1].validation_loss
+
+
 # --- samples
 
 

@@ -127,6 +127,22 @@ def test_a_failed_save_is_told_and_the_next_one_tries_again(world, strategy, tmp
     assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 3]
 
 
+def test_a_run_that_stops_where_a_save_failed_saves_that_step(world, strategy, tmp_path):
+    """Saved once more, and only once: what stopped the run comes back to this step."""
+    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+    in_the_way = tmp_path / "checkpoint" / ".step-000002.0"
+    in_the_way.parent.mkdir(exist_ok=True)
+    in_the_way.touch()
+    saver.save(2)
+    with pytest.raises(CheckpointError):
+        saver.finish()
+    in_the_way.unlink(missing_ok=True)
+    for _ in range(2):
+        saver.save_now(2)
+    assert [saved["error"] is None for saved in log(tmp_path)] == [False, True]
+    assert folders.complete_checkpoints(tmp_path) == [checkpoint(tmp_path, 2)]
+
+
 def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
     old = Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
     old.save_now(1)

@@ -6,14 +6,17 @@ import json
 
 from tests.cluster.test_sweep import LIGHT, jobs, write_study, zeroexp
 from zeroexp.tracking import labels
-from zeroexp.tracking.files import read_records
+from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
 
 WORDS = ["-m", "world_size=1", "optimizer=sgd", *LIGHT, "train.steps=6"]
 
 
 def test_a_run_that_diverged_is_done_and_says_so_everywhere(tmp_path):
-    done = zeroexp(tmp_path, *WORDS, "optimizer.lr=0.001,1e6")
+    """A sweeper that learns is given no loss of it, which an optimizer may take for the best of all."""
+    done = zeroexp(
+        tmp_path, *WORDS, "hydra/sweeper=halving", "hydra.sweeper.rates=[0.001,1000000.0]"
+    )
     assert done.returncode == 0, done.stderr
     fine, diverged = (jobs(tmp_path)[f"zero3-buffer-n1-lr{lr}"] for lr in ("0.001", "1000000.0"))
     records = read_records(diverged.folder)
@@ -28,6 +31,9 @@ def test_a_run_that_diverged_is_done_and_says_so_everywhere(tmp_path):
     assert labels.run_tags(run, run.status)["verdict"] == verdict
     assert json.loads((diverged.folder / "summary.json").read_text())["diverged_at"] == first
     assert fine.state["reason"] is None
+    final = read_summary(fine.folder).final_loss
+    told = json.loads((tmp_path / "halving.json").read_text())
+    assert told == [[0.001, final], [1e6, None]]
     assert "verdict" not in labels.run_tags(read_run(fine.folder), "done")
 
 

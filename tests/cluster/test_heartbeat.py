@@ -169,6 +169,27 @@ def test_a_member_may_start_long_before_the_hub(
     assert (hub.lost(), member.lost()) == (None, None)
 
 
+def test_a_member_whose_call_was_refused_calls_again(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
+) -> None:
+    """First by nobody at the port, then by another program there, twice."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.setblocking(False)
+        port = stranger.getsockname()[1]
+        member = Task(1, hub_at, child, clock, start_seconds=1)
+        clock.pass_by(PERIOD_SECONDS)
+        ports.publish_port(hub_at.file, port)
+        for _ in range(2):
+            clock.pass_by(PERIOD_SECONDS)
+            stranger.accept()[0].close()
+    clock.pass_by(PERIOD_SECONDS)
+    hub = Task(0, hub_at, child, clock, start_seconds=1)
+    clock.pass_by(4 * PERIOD_SECONDS)
+    assert hub.waits and member.waits, "they have met"
+    child.kill()
+    assert (hub.lost(), member.lost()) == (None, None)
+
+
 def test_silence_is_a_loss(
     hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
 ) -> None:
