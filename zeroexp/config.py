@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.placement import reduce_each
@@ -24,6 +24,14 @@ AUTO = "auto"
 
 class ConfigError(ValueError):
     """A user's mistake. Its one line names key, value and remedy, and the user sees no traceback."""
+
+
+class DamagedFile(ConfigError):
+    """A file of a run that no writer of ours left so: a power cut leaves empty files, and zeros in others."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path}: damaged, as by a power cut ({what}); restore or remove it")
+        self.line = f"{path}: damaged, as by a power cut ({what})"
 
 
 class UndefinedCombination(ConfigError):
@@ -298,7 +306,10 @@ def save(config: Config, path: Path) -> None:
     import yaml
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+    with beside.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(asdict(config), file, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())
     beside.replace(path)
 
 
@@ -306,7 +317,13 @@ def load(path: Path) -> Config:
     """Read the config of a run that `save` wrote. Raises ConfigError for a key that no schema has."""
     import yaml
 
-    return from_mapping(Config, yaml.safe_load(path.read_text(encoding="utf-8")))
+    try:
+        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DamagedFile(path, "no YAML") from error
+    if not isinstance(values, dict) or "outputs" not in values:  # it stands at the end
+        raise DamagedFile(path, "cut short" if values else "empty")
+    return from_mapping(Config, cast(dict[str, Any], values))
 
 
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:

@@ -182,7 +182,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         folder, strategy, _environment_facts(config, data), world, attempt=attempt.own_number() or 0
     )
     num_steps = config.train.warmup_steps + config.train.steps
-    start_step = _resume(config, folder, strategy, shapes, world)
+    start_step, is_own = _resume(config, folder, strategy, shapes, world)
     steps = train(
         strategy,
         data,
@@ -193,7 +193,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
         stop=stop,
         instruments=Instruments(config.train, world, folder, model.module, blocks, _labels(config)),
     )
-    records = _run_steps(steps, saver, world, folder, start_step)
+    records = _run_steps(steps, saver, world, folder, start_step, is_own)
     advance.note_phase(num_steps, advance.AFTER)
     over = not records or records[-1].step + 1 == num_steps
     if not over:
@@ -244,30 +244,38 @@ def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[st
         return {}
 
 
-def _resume(config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World) -> int:
-    """Load the checkpoint that config.resume names, if there is one, and return the number of steps done."""
+def _resume(
+    config: Config, folder: Path, strategy: Strategy, shapes: Shapes, world: World
+) -> tuple[int, bool]:
+    """Load the run's newest checkpoint, else that of config.resume; return its steps, and whether it is the run's."""
     began = time.perf_counter()
     taken = load_newest(folder, config.resume, strategy, shapes, world)
     if taken is None:
-        return 0
+        return 0, False
     checkpoint, steps_done = taken
     seconds = time.perf_counter() - began
     print(f"rank {world.rank}: {checkpoint}, {steps_done} steps done, loaded in {seconds:.2f} s")
-    return steps_done
+    return steps_done, checkpoint.is_relative_to(folder)
 
 
 def _run_steps(
-    steps: Iterator[StepRecord], saver: Saver, world: World, folder: Path, start_step: int
+    steps: Iterator[StepRecord],
+    saver: Saver,
+    world: World,
+    folder: Path,
+    start_step: int,
+    is_own: bool,
 ) -> list[StepRecord]:
     """Run all steps and return their records.
 
-    Each record is written before the checkpoint of its step can become whole.
+    Each record is on the disk before the checkpoint of its step can become whole. is_own: the run began these steps.
     """
     records: list[StepRecord] = []
     with ExitStack() as stack:
         writer = None
         if world.rank == 0:
-            writer = stack.enter_context(RecordWriter(folder, from_step=start_step))
+            writer = RecordWriter(folder, from_step=start_step, rests_on=is_own)
+            stack.enter_context(writer)
         for record in steps:
             record.saving_seconds = saver.take_blocked_seconds()
             if writer:
@@ -275,6 +283,8 @@ def _run_steps(
             records.append(record)
             if saver.is_due(record.step + 1):
                 advance.note_phase(record.step + 1, advance.SAVING)
+                if writer:
+                    writer.sync()
                 saver.save(record.step + 1)
     return records
 

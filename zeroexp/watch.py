@@ -28,7 +28,7 @@ from zeroexp.report.progress import Progress
 from zeroexp.report.table import print_table
 from zeroexp.sync import open_uploads, sync
 from zeroexp.tracking import owner
-from zeroexp.tracking.run import UNFINISHED, read_run
+from zeroexp.tracking.run import UNFINISHED, read_runs
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -80,7 +80,7 @@ def watch(arguments: argparse.Namespace) -> int:
     uploads = open_uploads(jobs)
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
-    runs = [read_run(job.folder) for job in jobs]
+    runs = read_runs(job.folder for job in jobs)
     points = points_of(runs)
     print_table([point.pooled_summary for point in points])
     if not unfinished(jobs) and any(run.summary for run in runs):
@@ -89,7 +89,7 @@ def watch(arguments: argparse.Namespace) -> int:
         page.write_into(arguments.sweep, points)
     sync(jobs, uploads)
     failed = [job for job in jobs if job.state["status"] not in FINE]
-    return SOMETHING_FAILED if failed else EVERYTHING_FINE
+    return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 
 def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:

@@ -17,11 +17,13 @@ import pytest
 import yaml
 
 from tests.composing import composed
+from tests.run_folders import write_run
 from tests.warm import Warm
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.points import points_of
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, StudyConfig
-from zeroexp.tracking.files import read_records, read_summary
+from zeroexp.tracking.files import read_records, read_summary, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 # A second per point: three steps of two short samples, of a tiny language model, ...
@@ -296,6 +298,44 @@ def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     changed = [name for name, job in jobs(tmp_path).items() if job.state != first_states[name]]
     assert changed == [failed.name]
     assert (failed.folder / "earlier" / "1" / "failure.json").exists()
+
+
+def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
+    tmp_path, monkeypatch, capsys
+):
+    """Which runs a rerun would start, and what it says of those whose files do not let them go on."""
+    names = ("done", "failed", "state", "results", "config", "hole")
+    folders = {name: write_run(tmp_path / name, status="done") for name in names}
+    write_json(folders["failed"] / "state.json", {"status": "failed", "reason": "of its own"})
+    (folders["state"] / "state.json").write_bytes(b"")
+    summary = folders["results"] / "summary.json"
+    summary.write_bytes(bytes(summary.stat().st_size))
+    (folders["config"] / "config.yaml").write_bytes(b"")
+    write_json(folders["hole"] / "state.json", {"status": "failed", "reason": "power"})
+    records = folders["hole"] / "records.jsonl"
+    lines = records.read_bytes().split(b"\n")[:-1]
+    lines[2] = bytes(len(lines[2]))  # a page of zeros, in the curve that a checkpoint goes on
+    records.write_bytes(b"\n".join(lines) + b"\n")
+    checkpoint = folders["hole"] / "checkpoint/step-000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+
+    begun: list[Job] = []
+    monkeypatch.setattr(Sweep, "_execute", lambda _, again: begun.extend(again))
+    with Sweep([]) as sweep:
+        sweep.rerun(tmp_path)
+        assert {job.name for job in begun} == {"failed", "state", "results"}
+        assert sweep.conclude() == 1
+    told = capsys.readouterr().err.splitlines()
+    cut = "damaged, as by a power cut"
+    assert told == [
+        f"zeroexp: config is not run again: {folders['config']}/config.yaml: {cut} (empty); "
+        "restore or remove it",
+        f"zeroexp: hole is not run again: {records}: {cut} (1 steps are missing from 2 on); "
+        "restore or remove it",
+    ]
+    assert records.read_bytes().count(b"\n") == len(lines), "nothing of it has changed"
+    assert (folders["results"] / "earlier/1/summary.json").exists()
 
 
 def test_a_study_says_that_its_claim_holds(matrix):

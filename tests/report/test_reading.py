@@ -31,7 +31,6 @@ def changed(path: Path, **changes: Any) -> None:
         ("config.yaml", "model: [1, 2"),
         ("config.yaml", ""),
         ("config.yaml", "model: {name: small}"),
-        ("state.json", "{"),
         ("environment.json", "{"),
         ("summary.json", b"\xff\xfe"),
         ("state.json", '{"status": "done", "reason": {}}'),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.run_folders import record, records, summaries
 from zeroexp.cluster.tail import Tail
+from zeroexp.config import DamagedFile
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking.files import (
     RECORDS,
@@ -156,6 +157,22 @@ def test_steps_that_will_be_run_again_are_dropped(tmp_path: Path) -> None:
         writer.write(record(3, loss=0.5))
     assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3]
     assert (tmp_path / RECORDS).read_text().count("\n") == 4
+
+
+def test_no_checkpoint_goes_on_behind_a_hole(tmp_path: Path) -> None:
+    """A power cut leaves zeros at the end, which are dropped as a cut line is, unless a checkpoint rests on them."""
+    with RecordWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(record(step))
+    path = tmp_path / RECORDS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], bytes(len(lines[4]))]))
+    with pytest.raises(DamagedFile, match=r"records.jsonl: .*1 steps are missing from 4 on"):
+        RecordWriter(tmp_path, from_step=5, rests_on=True)
+    with RecordWriter(tmp_path, from_step=4, rests_on=True) as writer:
+        writer.write(record(5))
+    with pytest.raises(DamagedFile, match=r"1 steps are missing from 4 on"):
+        read_records(tmp_path)
 
 
 def test_a_follower_tells_a_file_put_in_its_place_from_the_beginning(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, hash_of
+from zeroexp.tracking.json_files import sync_folder
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of
 
@@ -84,7 +85,7 @@ def register_attempt(run: Path, attempt: int) -> None:
         _refuse_outdated(run, attempt)
         write_durably(folder / f"{ATTEMPT}.{attempt}", str(attempt).encode())
         (folder / f"{ATTEMPT}.{attempt}").replace(folder / ATTEMPT)
-        _sync(folder)
+        sync_folder(folder)
         for path in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path)
     except OSError as error:
@@ -100,13 +101,13 @@ def unfinished_folder(run: Path, step: int, attempt: int) -> Path:
 def commit(run: Path, step: int, attempt: int) -> Path:
     """Complete the checkpoint by one rename. Raises OSError, and CheckpointError for an outdated attempt."""
     source, target = unfinished_folder(run, step, attempt), run / FOLDER / f"step-{step:06d}"
-    _sync(source)
+    sync_folder(source)
     _refuse_outdated(run, attempt)
     if (target / MANIFEST).is_file():  # the run resumed from this step and saved before any other
         shutil.rmtree(source)
     else:
         source.rename(target)
-        _sync(target.parent)
+        sync_folder(target.parent)
     return target
 
 
@@ -166,12 +167,3 @@ def _refuse_outdated(run: Path, attempt: int) -> None:
         if registered > attempt:
             newer = f"attempt {registered} of this run has begun"
             raise CheckpointError(f"{run}: {newer}, attempt {attempt} may save no more")
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder: without this, a power cut may undo creations and renames in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

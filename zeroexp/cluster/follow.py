@@ -13,8 +13,7 @@ from zeroexp.cluster.submit import SUBMITTING, adopt, note
 from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.plan.machines import JobShape
 from zeroexp.report.progress import Progress
-from zeroexp.tracking.files import RECORDS, read_json, step_record, write_json
-from zeroexp.tracking.json_files import loads
+from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
@@ -159,8 +158,8 @@ class _Followed:
         return True
 
     def show_steps(self) -> None:
-        for line in self._records.new_lines() if self._started else ():
-            self._progress.step(self._number, step_record(loads(line)))
+        for row in read_rows(self._records.new_lines() if self._started else ()):
+            self._progress.step(self._number, step_record(row))
             self._on_step(self.job)
         for line in self._complaints.new_complaints():
             self._progress.note(line)

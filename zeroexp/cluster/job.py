@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroexp.checkpoint.folders import newest_checkpoint, step_of
-from zeroexp.config import Config, load
+from zeroexp.checkpoint.folders import complete_checkpoints, step_of
+from zeroexp.config import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking.files import drop_records, read_json, write_json
-from zeroexp.tracking.run import SLURM_FILE
+from zeroexp.tracking.run import SLURM_FILE, read_state
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
 Status = Literal[Ending, "pending", "running", "requeued", "preempted", "skipped"]
@@ -45,7 +45,7 @@ class Job:
     @property
     def state(self) -> dict[str, Any]:
         """`status`, `reason` and one `<status>_at` (Unix seconds) for each status so far."""
-        return read_json(self.folder / "state.json") or {"status": "pending", "reason": None}
+        return read_state(self.folder)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -80,15 +80,19 @@ class Job:
         """Make room for another attempt: the files of this one move to earlier/<number>/.
 
         Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
-        again.
+        again. Raises DamagedFile, before anything is moved, where the records of steps before it are lost.
         """
         moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
-        checkpoint = newest_checkpoint(self.folder)
-        steps_done = step_of(checkpoint) if checkpoint else 0
-        if steps_done < self.config.train.warmup_steps + self.config.train.steps:
+        num_steps = self.config.train.warmup_steps + self.config.train.steps
+        checkpoints = complete_checkpoints(self.folder)
+        if checkpoints and step_of(checkpoints[-1]) >= num_steps and not self._has_results():
+            last = checkpoints.pop()  # from it no step is left that could bring the results again
+            moved.append(str(last.relative_to(self.folder)))
+        steps_done = step_of(checkpoints[-1]) if checkpoints else 0
+        if steps_done < num_steps:
             moved.append("summary.json")
-        if checkpoint:
-            drop_records(self.folder, from_step=steps_done)
+        if checkpoints:
+            drop_records(self.folder, from_step=steps_done, rests_on=True)
         else:
             moved.append("records.jsonl")
         earlier = self.folder / "earlier"
@@ -97,7 +101,13 @@ class Job:
         attempt.mkdir()
         for name in moved:
             if (self.folder / name).exists():
-                (self.folder / name).rename(attempt / name)
+                (self.folder / name).rename(attempt / Path(name).name)
+
+    def _has_results(self) -> bool:
+        try:
+            return self.summary is not None
+        except DamagedFile:
+            return False
 
 
 def ending_of(status: Ending, failure: dict[str, Any] | None) -> Ending:

@@ -19,7 +19,7 @@ from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.config import ClusterConfig
 from zeroexp.tracking import failure
-from zeroexp.tracking.json_files import loads
+from zeroexp.tracking.files import read_rows
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
@@ -87,8 +87,8 @@ class LocalCluster:
             elif preparing.stands_still():
                 self._server.kill()
                 answer = dict[str, Any](ended="failed", hung=preparing.describe_hang())
-            for line in records.new_lines():
-                on_record(loads(line))
+            for row in read_rows(records.new_lines()):
+                on_record(row)
             for line in complaints.new_complaints():
                 on_event(line)
         if "lost" in answer:

@@ -19,8 +19,7 @@ from zeroexp.config import load
 from zeroexp.measure.record import StepRecord
 from zeroexp.network import without_password
 from zeroexp.tracking.failure import FAILURE
-from zeroexp.tracking.files import RECORDS, SUMMARY, step_record
-from zeroexp.tracking.json_files import loads
+from zeroexp.tracking.files import RECORDS, SUMMARY, read_rows, step_record
 from zeroexp.tracking.mlflow import MlflowTracker
 
 NICENESS = 19
@@ -50,7 +49,7 @@ class Sender:
             self._try(lambda: self._tracker.log_run(self._folder, "done"))
 
     def _send_steps(self) -> None:
-        rows = [loads(line) for line in self._tail.new_lines()]
+        rows = read_rows(self._tail.new_lines())
         self._unsent += [(row["written_at"], step_record(row)) for row in rows]
         if self._run_id is None:  # this sends params and tags too
             self._run_id = self._tracker.log_run(self._folder, "running")

@@ -7,6 +7,7 @@ before anything ran. A single point is a sweep too, and a sweeper that learns (O
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +29,14 @@ from zeroexp.cluster.points import Composed, Point, points_of
 from zeroexp.cluster.queue import Queue, cancel_unfinished
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ClusterConfig, Config, ConfigError, UndefinedCombination, save
+from zeroexp.config import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    DamagedFile,
+    UndefinedCombination,
+    save,
+)
 from zeroexp.report.agreement import judge_losses
 from zeroexp.report.points import Point as RunPoint
 from zeroexp.report.points import points_of as runs_as_points
@@ -38,7 +46,7 @@ from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
 from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
-from zeroexp.tracking.run import UNFINISHED, Run, read_run
+from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 from zeroexp.tracking.store import with_store
 
 FINE = ("done", "skipped")
@@ -53,6 +61,7 @@ class Sweep:
         self._arguments = arguments
         self._jobs: list[Job] = []
         self._folder: Path | None = None
+        self._num_damaged = 0  # runs of a rerun whose files do not let them go on
         self._uploads: Uploads | None = None
         self._clusters: dict[str, LocalCluster] = {}
         self._queue = Queue()
@@ -99,24 +108,46 @@ class Sweep:
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
         found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
-        jobs = sorted(found, key=lambda job: job.state.get("pending_at", 0.0))
+        jobs = [job for job in found if self._can_be_read(job)]
+        jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         refresh(jobs)
         if not all(slurm_id(job) for job in jobs):
             owner.take_ownership(folder)
             self._folder = folder
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
         again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
-        if not again:
+        if not again and not self._num_damaged:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder
-        for job in again:
-            job.set_aside()
-            job.enter("pending")
-            if job.config.resume:
-                pin(Path(job.config.resume), job.folder)
+        again = [job for job in again if self._set_aside(job)]
         self._execute(again)
+
+    def _can_be_read(self, job: Job) -> bool:
+        """Whether what a run needs to be run again can be read; a line names what can not."""
+        try:
+            _ = job.config, slurm_id(job), working_folder_of(job.folder)
+        except DamagedFile as error:
+            self._leave_out(job, error)
+            return False
+        return True
+
+    def _set_aside(self, job: Job) -> bool:
+        """Make room for another attempt at the run; False where its files do not let it go on."""
+        try:
+            job.set_aside()
+        except DamagedFile as error:
+            self._leave_out(job, error)
+            return False
+        job.enter("pending")
+        if job.config.resume:
+            pin(Path(job.config.resume), job.folder)
+        return True
+
+    def _leave_out(self, job: Job, error: DamagedFile) -> None:
+        self._num_damaged += 1
+        print(f"zeroexp: {job.name} is not run again: {error}", file=sys.stderr)
 
     @property
     def has_failures(self) -> bool:
@@ -125,24 +156,25 @@ class Sweep:
     def conclude(self) -> int:
         """Print the sweep's results; return the exit code. Print nothing if no point was run (--cfg, --info)."""
         if not self._jobs:
-            return 0
-        runs = [read_run(job.folder) for job in self._jobs]
+            return int(self._num_damaged > 0)
+        runs = read_runs(job.folder for job in self._jobs)
         points = runs_as_points(runs)
         print_table([point.pooled_summary for point in points])
         holds = self._verdict()
         if any(run.summary for run in runs):
             holds = self._tell_conclusions(points) and holds
         if self._uploads:
-            self._uploads.conclude(runs[0].folder.parent)
+            self._uploads.conclude(self._jobs[0].folder.parent)
         self._tell_of_queued(runs)
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
+        failed += len(self._jobs) - len(runs)
         if failed and self._folder:
             folder = os.path.relpath(self._folder)
             print(
-                f"\n{failed} of {len(runs)} points did not come to their end; run them again with"
+                f"\n{failed} of {len(self._jobs)} points did not come to their end; run them again with"
             )
             print(f"  python -m zeroexp --rerun {folder}")
-        return int(failed > 0 or not holds)
+        return int(failed > 0 or self._num_damaged > 0 or not holds)
 
     # ---- the steps of a batch
 
@@ -288,7 +320,11 @@ class Sweep:
         study = done[0].config.study
         if study.loss_agreement is None and not study.loss_must_fall:
             return True
-        curves = {job.name: [record.loss for record in read_records(job.folder)] for job in done}
+        try:
+            curves = {job.name: [step.loss for step in read_records(job.folder)] for job in done}
+        except DamagedFile as error:
+            print(f"\nno verdict: {error}")
+            return False
         verdict = judge_losses(curves, bound=study.loss_agreement, must_fall=study.loss_must_fall)
         diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))

@@ -9,6 +9,7 @@ error is printed at the end, with the command that sends the files of the runs.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from zeroexp import interruption
-from zeroexp.config import TrackingConfig
+from zeroexp.config import DamagedFile, TrackingConfig
 from zeroexp.network import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 
@@ -136,6 +137,8 @@ class _Worker:
             try:
                 if self.error is None:
                     action()
+            except DamagedFile as error:  # of one run: the others are sent
+                print(f"zeroexp: MLflow lacks a run: {error}", file=sys.stderr)
             except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
             self._num_open -= 1

@@ -24,6 +24,7 @@ FORMAT_AT = re.compile(rf'(?:{{"otherData": )?{{"{KEY}": (\d+)')
 # Torn files, and files of other versions, end in one of these.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 UNREADABLE += (ArithmeticError, RecursionError)
+STEP = re.compile(r'"step": (\d+)')
 LATEST = 1e11  # Unix seconds: no calendar goes further
 
 
@@ -94,6 +95,9 @@ def _why_unread(path: Path) -> str | None:
     refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
     lines = text.split("\n")[:-1] if path.name == RECORDS else [text.strip()]
     whole = all(line.startswith("{") and line.endswith("}") for line in lines)
+    if whole and path.name == RECORDS and lines:
+        steps = [int(found[1]) for end in (lines[0], lines[-1]) if (found := STEP.search(end))]
+        whole = len(steps) < 2 or len(lines) > steps[1] - steps[0]  # else the curve has a hole
     return None if whole else "is torn and left out"
 
 

@@ -7,10 +7,12 @@ cannot be reached, so this module refuses whatever they are about to write in th
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from zeroexp.config import DamagedFile
 from zeroexp.tracking.json_files import read_json, write_json
 
 ATTEMPTS = "attempts.json"
@@ -31,7 +33,11 @@ def own_number() -> int | None:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Return each attempt's `number`, `began_at` (Unix seconds) and, if it ended early, its `ended_at` and `reason`."""
-    content = read_json(folder / ATTEMPTS)
+    try:
+        content = read_json(folder / ATTEMPTS)
+    except DamagedFile as error:  # as by a power cut, which no attempt survives
+        print(error.line, file=sys.stderr)
+        return []
     return content["attempts"] if content else []
 
 

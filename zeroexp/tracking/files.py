@@ -11,18 +11,28 @@ which the steps were first written, so that MLflow, which identifies a value by 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from zeroexp.config import DamagedFile
 from zeroexp.measure.formats import FORMAT, KEY, refuse_newer_format
 from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
 from zeroexp.measure.times import times_from_json, verbs_from_json
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
+from zeroexp.tracking.json_files import (
+    dumps,
+    loads,
+    read_json,
+    sync_folder,
+    write_json,
+    write_through,
+)
 
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
@@ -32,14 +42,16 @@ ENGINE = "engine.json"
 class RecordWriter:
     """Appends to <folder>/records.jsonl; every line has reached the system when `write` returns.
 
-    Steps from `from_step` on are about to be repeated. Writing takes microseconds, but call it outside the timed region
-    all the same. Raises Superseded if a later attempt of the run has begun.
+    Steps from `from_step` on are about to be repeated, see `drop_records`. Writing takes microseconds, but call it
+    outside the timed region all the same. Raises Superseded if a later attempt of the run has begun.
     """
 
-    def __init__(self, folder: Path, *, from_step: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, from_step: int | None = None, rests_on: bool = False
+    ) -> None:
         attempt.refuse_superseded(folder)
         self._folder = folder
-        self._written_at = drop_records(folder, from_step=from_step)
+        self._written_at = drop_records(folder, from_step=from_step, rests_on=rests_on)
         self._file = (folder / RECORDS).open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
@@ -47,7 +59,13 @@ class RecordWriter:
         at = self._written_at.get(record.step) or time.time()
         self._file.write(dumps({KEY: FORMAT, **asdict(record), "written_at": at}) + "\n")
 
+    def sync(self) -> None:
+        """Bring all lines to the disk, since a checkpoint or the summary is about to rest on them."""
+        os.fsync(self._file.fileno())
+        sync_folder(self._folder)
+
     def close(self) -> None:
+        self.sync()
         self._file.close()
 
     def __enter__(self) -> RecordWriter:
@@ -63,13 +81,17 @@ class RecordWriter:
 
 
 def read_timed_records(folder: Path) -> list[tuple[float, StepRecord]]:
-    """Return (Unix seconds of writing, record) sorted by step; the list is empty if nothing was written yet."""
+    """Return (Unix seconds of writing, record) sorted by step; the list is empty if nothing was written yet.
+
+    Raises DamagedFile for a curve with a hole.
+    """
     path = folder / RECORDS
     if not path.exists():
         return []
-    # The text after the last newline is empty or incomplete.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [loads(line) for line in lines]
+    rows = read_rows(lines := _lines_of(path))
+    if len(rows) < len(lines):
+        raise DamagedFile(path, f"{len(lines) - len(rows)} lines are no steps")
+    _require_no_hole(path, [row["step"] for row in rows])
     by_step = {row["step"]: row for row in rows}
     return [(row["written_at"], step_record(row)) for _, row in sorted(by_step.items())]
 
@@ -78,26 +100,51 @@ def read_records(folder: Path) -> list[StepRecord]:
     return [record for _, record in read_timed_records(folder)]
 
 
-def drop_records(folder: Path, *, from_step: int | None = None) -> dict[int, float]:
+def read_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the steps in these lines of records.jsonl, without lines that a power cut has damaged."""
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = loads(line)
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
+    return rows
+
+
+def _lines_of(path: Path) -> list[str]:
+    """Return the whole lines: the text after the last newline is empty or incomplete."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+
+
+def _require_no_hole(path: Path, steps: Sequence[int], until: int | None = None) -> None:
+    """Raise DamagedFile if a step is missing between the first and the last, or before `until`."""
+    known = set(steps)
+    first, last = min(known, default=0), max(known, default=-1)
+    last = last if until is None else until - 1
+    if missing := [step for step in range(first, last + 1) if step not in known]:
+        raise DamagedFile(path, f"{len(missing)} steps are missing from {missing[0]} on")
+
+
+def drop_records(
+    folder: Path, *, from_step: int | None = None, rests_on: bool = False
+) -> dict[int, float]:
     """Drop an incomplete last line and the lines of steps from `from_step` on; return when those had been written.
+
+    rests_on: a checkpoint of this run is about to go on at `from_step`. Raises DamagedFile where its curve would have a
+    hole then.
 
     This replaces the file, which matters to its readers and to a writer left over from an earlier attempt.
     """
     path = folder / RECORDS
+    rows = read_rows(_lines_of(path)) if path.exists() else []
+    kept = [row for row in rows if from_step is None or row["step"] < from_step]
+    _require_no_hole(path, [row["step"] for row in kept], until=from_step if rests_on else None)
     if not path.exists():
         return {}
-    # The text after the last newline is empty or incomplete.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [loads(line) for line in lines]
-    kept = [
-        f"{line}\n"
-        for line, row in zip(lines, rows, strict=True)
-        if from_step is None or row["step"] < from_step
-    ]
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(kept), encoding="utf-8")
+    write_through(beside, "".join(f"{dumps(row)}\n" for row in kept))
     beside.replace(path)
-    return {row["step"]: row["written_at"] for row in rows[len(kept) :]}
+    return {row["step"]: row["written_at"] for row in rows if row not in kept}
 
 
 def write_engine(folder: Path, settings: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zeroexp.config import DamagedFile
+
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -59,11 +61,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if there is no such file."""
+    """Return the object in a JSON file; None if there is no such file. Raises DamagedFile."""
     try:
-        return loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = loads(text)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise DamagedFile(path, "no JSON") from error
+    if not isinstance(content, dict):
+        raise DamagedFile(path, "no JSON object")
+    return content
 
 
 def write_through(path: Path, text: str) -> None:
@@ -71,6 +79,15 @@ def write_through(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder: without this, a power cut may undo creations and renames in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def reserve(folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from zeroexp.config import DamagedFile
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
-from zeroexp.tracking.files import ENGINE, read_json, read_summary
+from zeroexp.tracking.files import ENGINE, SUMMARY, read_json, read_summary
 
 LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
@@ -64,11 +66,11 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run. Raises FileNotFoundError if the folder holds no config.yaml."""
+    """Read a run. Raises FileNotFoundError if the folder holds no config.yaml, and DamagedFile."""
     state = state_of(folder)
     return Run(
         folder=folder,
-        config=dict(_flat_config((folder / "config.yaml").read_text(encoding="utf-8"))),
+        config=dict(_read_config(folder / "config.yaml")),
         status=state["status"],
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
@@ -80,13 +82,43 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return state.json's content; a run whose state or results are damaged counts as failed, to be run again."""
+    state: dict[str, Any] = {"status": "pending", "reason": None}
+    try:
+        state = read_json(folder / "state.json") or state
+        if state["status"] == "done":
+            read_json(folder / SUMMARY)
+    except DamagedFile as error:
+        return {**state, "status": "failed", "reason": error.line}
+    return state
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """Read runs; one whose files are damaged costs a line on standard error, and itself alone."""
+    runs: list[Run] = []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except DamagedFile as error:
+            print(f"zeroexp: {folder.name} is left out: {error}", file=sys.stderr)
+    return runs
+
+
 def state_of(folder: Path) -> dict[str, Any]:
     """Return state.json's content; an unfinished point whose process is dead counts as cancelled."""
-    state = read_json(folder / "state.json") or {"status": "pending", "reason": None}
+    state = read_state(folder)
     by_slurm = (folder / SLURM_FILE).exists() or (folder / HELD_FILE).exists()
     if state["status"] in UNFINISHED and not by_slurm and (reason := owner.is_abandoned(folder)):
         return {**state, "status": "cancelled", "reason": reason}
     return state
+
+
+def _read_config(path: Path) -> dict[str, str]:
+    try:
+        return _flat_config(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise DamagedFile(path, "no YAML") from error
 
 
 @lru_cache(maxsize=256)
