@@ -47,7 +47,7 @@ ORDER = [
     {"zeroexp.measure.verbs"},
     {"zeroexp.hub", "zeroexp.sharding.bucket"},
     {"zeroexp.rendezvous"},
-    {"zeroexp.world", "zeroexp.check", "zeroexp.adopt"},
+    {"zeroexp.world", "zeroexp.check"},
     {"zeroexp.comm", "zeroexp.strategies.canonical"},
     {
         *("zeroexp.strategies.buffers", "zeroexp.strategies.elementwise"),
@@ -57,7 +57,7 @@ ORDER = [
     {"zeroexp.models", "zeroexp.data", "zeroexp.stop"},
     {"zeroexp.strategies"},
     {"zeroexp.validation_loss"},
-    {"zeroexp.train", "zeroexp.tracking"},
+    {"zeroexp.train", "zeroexp.tracking", "zeroexp.adopt"},
     {"zeroexp.checkpoint"},
     {"zeroexp.links"},
     {"zeroexp.plan"},

@@ -11,22 +11,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
 from tests.composing import compose_once, composed
-from tests.oracle import Recipe, configured
+from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
+from zeroexp import export
 from zeroexp.adopt import adopt_published_config
+from zeroexp.checkpoint.load import load
+from zeroexp.checkpoint.save import Saver
 from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.data.build import build_data
 from zeroexp.models.build import build_deferred, build_model
 from zeroexp.models.loss import loss_sum
 from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.strategies.base import Strategy
+from zeroexp.strategies.buffers import persistent_buffers
+from zeroexp.strategies.canonical import BUFFER
 from zeroexp.world import World
 
 WORDS, SEQ_LEN, RANKS, STEPS = 67, 8, 2, 3
@@ -108,12 +114,15 @@ def share(model: Any, task: str, step: int, rank: int) -> Tensor:
 
 
 def losses_of_one_process(config: ModelConfig) -> list[float]:
+    return losses_of(build_model(config, seed=1).module, config.task)
+
+
+def losses_of(module: Any, task: str) -> list[float]:
     recipe = Recipe().optimizer_config()
-    module = build_model(config, seed=1).module
     optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe))
     losses: list[float] = []
     for step in range(STEPS):
-        shares = [share(module, config.task, step, rank) for rank in range(RANKS)]
+        shares = [share(module, task, step, rank) for rank in range(RANKS)]
         for each in shares:
             each.backward()
         optimizer.step()
@@ -126,20 +135,22 @@ def train(
     world: World, configs: list[ModelConfig], stage: str = "zero3", engine: str = "buffer"
 ) -> list[list[float]]:
     """This rank's share of the loss of each step, by model."""
-    told: list[list[float]] = []
-    for config in configs:
-        built = build_deferred(config, seed=1)
-        strategy = configured(stage, engine)(built, Recipe(), world)
-        losses: list[float] = []
-        for step in range(STEPS):
-            with strategy.microbatch(last=True):
-                loss = share(strategy.model, config.task, step, world.rank)
-                strategy.backward(loss)
-            strategy.step(drain=True)
-            strategy.zero_grad()
-            losses.append(loss.item())
-        told.append(losses)
-    return told
+    made = configured(stage, engine)
+    return [
+        run_steps(world, made(build_deferred(c, seed=1), Recipe(), world), c.task) for c in configs
+    ]
+
+
+def run_steps(world: World, strategy: Strategy, task: str) -> list[float]:
+    losses: list[float] = []
+    for step in range(STEPS):
+        with strategy.microbatch(last=True):
+            loss = share(strategy.model, task, step, world.rank)
+            strategy.backward(loss)
+        strategy.step(drain=True)
+        strategy.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_parity(ranks: Any, configs: list[ModelConfig], **how: str) -> None:
@@ -257,6 +268,147 @@ def test_a_head_for_classes_on_a_language_model(here):
     module = build_model(config, seed=0).module
     tokens, _ = microbatch("classification", 0, 0)
     assert module(input_ids=tokens).logits.shape == (2, 3)
+
+
+# --- saved buffers
+
+
+class NormedConfig(transformers.LlamaConfig):
+    model_type = "normed"
+
+
+class NormedForCausalLM(transformers.LlamaForCausalLM):
+    """A LLaMA with running statistics, of which one buffer holds a whole number."""
+
+    config_class = NormedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.statistics = torch.nn.BatchNorm1d(config.vocab_size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = self.statistics(output.logits.transpose(1, 2)).transpose(1, 2)
+        return output
+
+
+transformers.AutoConfig.register("normed", NormedConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(NormedConfig, NormedForCausalLM, exist_ok=True)
+setattr(transformers, NormedForCausalLM.__name__, NormedForCausalLM)
+
+ROUTED = {
+    **{"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+}
+LATENT = {
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 1}
+BUFFERED = {
+    "DeepseekV3ForCausalLM": transformers.DeepseekV3Config(**NARROW, **ROUTED, **LATENT),
+    "Glm4MoeForCausalLM": transformers.Glm4MoeConfig(**GROUPED, **ROUTED),
+    "Ernie4_5_MoeForCausalLM": transformers.Ernie4_5_MoeConfig(**GROUPED, **ERNIE),
+    "NormedForCausalLM": NormedConfig(**GROUPED),
+}
+
+
+def train_and_go_on(world: World, configs: list[Config], runs: Path) -> list[Any]:
+    """By model: the losses from its folder, its state as saved, and as an engine of other weights loads it."""
+    told: list[Any] = []
+    for config in configs:
+        model, run = config.model, runs / config.model.name
+        strategy = configured("zero3", "buffer")(build_deferred(model, seed=1), Recipe(), world)
+        losses = run_steps(world, strategy, model.task)
+        if world.rank == 0:
+            run.mkdir()
+        saver = Saver(run, strategy, config, world)
+        saver.save_now(STEPS)
+        saver.close()
+        random = build_deferred(replace(model, weights=None), seed=5)
+        shapes = {name: tuple(p.shape) for name, p in random.module.named_parameters()}
+        other = configured("zero3", "buffer")(random, Recipe(), world)
+        load(run / "checkpoint" / f"step-{STEPS:06d}", other, shapes, world)
+        told.append((losses, pieces_of(strategy), pieces_of(other)))
+    return told
+
+
+def test_saved_buffers_are_loaded_trained_with_saved_and_exported(here, ranks):
+    """The bias by which DeepSeek-V3, GLM-4.5 and Ernie choose experts, and running statistics."""
+    configs = [from_folder_with_buffers(kind) for kind in BUFFERED]
+    (runs := Path.cwd() / "runs").mkdir()
+    answers = ranks(train_and_go_on, configs, runs, world_size=RANKS)
+    for kind, *told in zip(BUFFERED, *answers, strict=True):
+        plain = of_folder(kind)
+        before = {name: plain.state_dict()[name].clone() for name in persistent_buffers(plain)}
+        saved, loaded = (assembled([each[place] for each in told]) for place in (1, 2))
+        assert loaded.keys() == saved.keys() and before.keys() <= saved.keys()
+        for name, entry in saved.items():
+            assert all(torch.equal(loaded[name][key], entry[key]) for key in entry), name
+        export.export(export.choose_checkpoint(runs / kind), Path("to") / kind)
+        exported = of_folder(Path("to") / kind).state_dict()
+        assert_same(
+            {name: exported[name] for name in before},
+            {name: saved[name][BUFFER] for name in before},
+        )
+        if kind == "NormedForCausalLM":  # each rank has statistics of its own samples
+            assert exported["statistics.num_batches_tracked"] == BATCHES_BEFORE + STEPS
+            continue
+        assert_same({name: exported[name] for name in before}, before)
+        losses = [sum(step) for step in zip(*(each[0] for each in told), strict=True)]
+        expected = losses_of(plain, "causal")
+        torch.testing.assert_close(losses, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+BATCHES_BEFORE = 7
+
+
+def from_folder_with_buffers(kind: str) -> Config:
+    """Saved by transformers, with a bias of routers and statistics that are not those of a new model."""
+    torch.manual_seed(3)
+    module = getattr(transformers, kind)(BUFFERED[kind])
+    for name, tensor in module.state_dict().items():
+        if name.endswith(("correction_bias", "running_mean")):
+            tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) * 0.01)
+        if name.endswith("num_batches_tracked"):
+            tensor.fill_(BATCHES_BEFORE)
+    module.save_pretrained(kind)
+    config = adopt_published_config(composed("model=hf", f"model.path={kind}"))
+    built = build_model(config.model, seed=0).module.state_dict()
+    assert_same(built, of_folder(kind).state_dict())
+    return config
+
+
+def test_layers_that_transformers_leaves_out_are_left_out(here):
+    """DeepSeek-V3's folder has a layer 61, which predicts a second token, beside its 61 layers."""
+    config = from_folder_with_buffers("DeepseekV3ForCausalLM").model
+    file = Path("DeepseekV3ForCausalLM/model.safetensors")
+    tensors = {**load_file(file), "model.layers.61.eh_proj.weight": torch.ones(16, 32)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    built = build_model(config, seed=0).module.state_dict()
+    assert_same(built, of_folder("DeepseekV3ForCausalLM").state_dict())
+    save_file({**tensors, "model.layers.7.mlp.b": torch.ones(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.layers\.7\.mlp\.b in it, not in model\.name="):
+        build_model(config, seed=0)
+
+
+def test_infinity_in_a_published_config(here):
+    """transformers writes it as {"__float__": "Infinity"}: JSON has no such number."""
+    shape = {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4, **CAUSAL["mamba"]}
+    folder = saved(Path("mamba2"), "Mamba2ForCausalLM", transformers.Mamba2Config(**shape))
+    assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
+    config = of_line("model.path=mamba2")
+    assert_same(build_model(config, seed=0).module.state_dict(), of_folder(folder).state_dict())
+
+
+def of_folder(folder: str | Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 SPELT = {"!": 0, "good": 1, "bad": 2, "</s>": 3}
@@ -422,8 +574,6 @@ def test_a_run_from_a_folder(here, monkeypatch):
     (run,) = Path("outputs").glob("*/*/summary.json")
     config = (run.parent / "config.yaml").read_text()
     assert "model_type: qwen2" in config
-    from zeroexp import export
-
     export.export(export.choose_checkpoint(run.parent), Path("trained"))
     before = load_file("qwen/model.safetensors")
     after = transformers.AutoModelForCausalLM.from_pretrained("trained").state_dict()

@@ -5,7 +5,6 @@ Only config.json is read, before anything is checked, so that all rules and the 
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,7 +83,10 @@ def _read_published_config(model: ModelConfig) -> dict[str, Any]:
 
         folder = hub.config_folder(model.path)
     try:
-        published = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # transformers takes two seconds to import.
+        from zeroexp.models.huggingface_keys import read_config_json
+
+        published = read_config_json(folder)
     except FileNotFoundError:
         _refuse(model, "no config.json in it", "use a folder that save_pretrained wrote")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint one by one, whole and verified, without an engine."""
+"""Read the weights and buffers of a checkpoint one by one, whole and verified, without an engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, hash_of
+from zeroexp.strategies.canonical import BUFFER
 
 REMEDY = "give another checkpoint"
 
@@ -17,12 +18,16 @@ class Weights:
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
-        # Buffers have no "weight"; a model of transformers recreates its own.
-        self._stored = {n: e["weight"] for n, e in manifest.state.items() if "weight" in e}
+        self._stored = {
+            name: entry[kind]
+            for name, entry in manifest.state.items()
+            for kind in ("weight", BUFFER)
+            if kind in entry
+        }
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return a weight in its saved dtype. Raises CheckpointError if a piece is missing, truncated or damaged."""
+        """Return a tensor in its saved dtype. Raises CheckpointError if a piece is missing, truncated or damaged."""
         stored = self._stored[name]
         flat = torch.empty(torch.Size(stored.shape).numel(), dtype=getattr(torch, stored.dtype))
         self._fill(flat.view(torch.uint8).numpy().data, stored, name)

@@ -180,7 +180,9 @@ def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig)
 
 
 def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
-    """Return the weights that `config.weights` names, for a `module` on meta; a missing head is drawn.
+    """Return the weights that `config.weights` names, for a `module` on meta, and fill in its saved buffers.
+
+    A missing head is drawn.
 
     Raises ConfigError unless they are the weights of exactly this model, and CannotDefer if they can not be read one
     parameter at a time.
@@ -190,7 +192,9 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
     _keep_quiet()
     model: Any = module
     found = huggingface_weights_check.require_fitting(config, folder, model.config, module)
-    return Stored(module, found, drawn)
+    values = Stored(module, found, drawn)
+    values.fill_buffers()
+    return values
 
 
 def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from zeroexp.config import ConfigError, ModelConfig
 from zeroexp.models.build import build_model
 from zeroexp.models.families import MODELS, vocabulary
+from zeroexp.strategies.buffers import persistent_buffers
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -52,17 +53,19 @@ def write(
     tokenizer: Tokenizer | None,
     labels: Sequence[Any] | None = None,
 ) -> None:
-    """Fill the empty `folder`. `read` returns a parameter by its name in `shapes`; each is read once, in any order.
+    """Fill the empty `folder`. `read` returns a parameter or buffer by its name in `shapes`; each is read once.
 
-    Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. `max_shard_size` is written as in
-    transformers: 5GB, 500MB. Raises OSError, and ConfigError if transformers does not have the model or the parameters
-    differ. labels: what the classes are called, in their order.
+    Weights are rounded to `dtype` to the nearest, ties to even; float32 is exact. Buffers keep their dtypes.
+    `max_shard_size` is written as in transformers: 5GB, 500MB. labels: what the classes are called, in their order.
+    Raises OSError, and ConfigError if transformers does not have the model or the parameters differ.
     """
     module = empty_model(config, shapes)
+    as_saved = {name: buffer.dtype for name, buffer in persistent_buffers(module).items()}
+    dtypes = {name: as_saved.get(name, dtype) for name in shapes}
     if labels is not None and list(labels) != list(range(len(labels))):
         module.config.id2label = {number: str(name) for number, name in enumerate(labels)}
         module.config.label2id = {name: number for number, name in module.config.id2label.items()}
-    _write_weights(folder, module, shapes, read, dtype, max_shard_size)
+    _write_weights(folder, module, shapes, read, dtypes, max_shard_size)
     module.config.architectures = [type(module).__name__]
     module.config.dtype = dtype
     module.config.use_cache = True  # it is off only in training
@@ -90,7 +93,8 @@ def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
 
 
 def _require_same(module: nn.Module, shapes: Shapes) -> None:
-    expected = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    ours = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     for name in (*expected, *shapes):
         if expected.get(name) != shapes.get(name):
             told = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
@@ -103,14 +107,14 @@ def _write_weights(
     module: Any,
     shapes: Shapes,
     read: Callable[[str], Tensor],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     max_shard_size: str,
 ) -> None:
-    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
+    empty = {name: torch.empty(s, dtype=dtypes[name], device="meta") for name, s in shapes.items()}
     plan = _plan(empty, max_shard_size)
     file_of: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
-        tensors = {name: read(name).to(dtype) for name in names}
+        tensors = {name: read(name).to(dtypes[name]) for name in names}
         file_of.update((name, file) for name in _write_file(folder / file, module, tensors))
         del tensors  # frees memory before the next file's tensors are read
     if plan.is_sharded:

@@ -6,7 +6,9 @@ transformers accepts a misspelt key silently, and takes many keys that this proj
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -35,6 +37,17 @@ SIZES = (
     *("num_local_experts", "num_experts_per_tok", "sliding_window"),
 )
 PAD = "pad_token_id"
+
+
+def read_config_json(folder: Path) -> Any:
+    """Return what config.json holds, as transformers reads it: it writes infinity as `{"__float__": "Infinity"}`.
+
+    Raises OSError and ValueError.
+    """
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(written, dict):
+        return written  # which transformers does not expect
+    return PreTrainedConfig.get_config_dict(folder, local_files_only=True)[0]
 
 
 def check_keys(config: ModelConfig, kind: str) -> None:

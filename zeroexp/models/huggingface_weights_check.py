@@ -1,4 +1,4 @@
-"""Check that the weights in a folder are those of the configured model, without reading their values.
+"""Check that weights and saved buffers in a folder are those of the configured model, without reading their values.
 
     config.json ── transformers' class fills in its defaults ──▶ every key that decides the function has our value
     headers of the files of weights ───────────────────────────▶ every name is one of ours and has our shape
@@ -23,8 +23,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config import ConfigError, ModelConfig
-from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
+from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS, read_config_json
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
+from zeroexp.strategies.buffers import persistent_buffers
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
 # drawn. Neither does RANDOMNESS.
@@ -49,8 +50,8 @@ def require_fitting(
     was made from the config `shape`. A classification head may be missing or be replaced by another task's head.
     """
     _require_config(config, folder, shape)
-    found = _without_prefix(_headers(config, folder), module)
-    expected = {name: tuple(tensor.shape) for name, tensor in _published(module).items()}
+    expected = _published(module)
+    found = _of_model(_headers(config, folder), module, expected)
     _require_names(config, expected, found)
     _require_shapes(config, expected, found)
     _require_tied(config, shape, module, found)
@@ -97,7 +98,7 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
 
 def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
     try:
-        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        written = read_config_json(folder)
     except FileNotFoundError:
         problem = "no config.json in it, so nothing tells which model its weights are"
         _refuse(config, problem, "add the one that was published with them")
@@ -162,18 +163,28 @@ def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
 
 def _published(module: nn.Module) -> dict[str, Tensor]:
     """Return names and shapes as in the family's files; each tied tensor appears once."""
-    return revert_weight_conversion(
-        cast(Any, module), {name: p.detach().to("meta") for name, p in module.named_parameters()}
-    )
+    ours = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    on_meta = {name: tensor.detach().to("meta") for name, tensor in ours.items()}
+    return revert_weight_conversion(cast(Any, module), on_meta)
 
 
-def _without_prefix(found: dict[str, Header], module: nn.Module) -> dict[str, Header]:
-    """Return the names as in the model with its head: files saved without a head lack the base model's prefix."""
-    prefix = f"{cast(Any, module).base_model_prefix}."
+def _of_model(
+    found: dict[str, Header], module: Any, expected: Mapping[str, Tensor]
+) -> dict[str, Header]:
+    """Return the names as in the model with its head: files saved without a head lack the base model's prefix.
+
+    What transformers' own class says to leave out (layers that predict several tokens at once) is no part of the model.
+    """
+    prefix = f"{module.base_model_prefix}."
     heads = tuple(head for names in HEADS.values() for head in names)
     if not any(name.startswith(prefix) for name in found):
         found = {n if n.startswith(heads) else prefix + n: h for n, h in found.items()}
-    return {name: header for name, header in found.items() if not TABLES.search(name)}
+    none_of_it = [TABLES, *(module._keys_to_ignore_on_load_unexpected or ())]
+    return {
+        name: header
+        for name, header in found.items()
+        if name in expected or not any(re.search(each, name) for each in none_of_it)
+    }
 
 
 # ---- what must agree
@@ -200,13 +211,14 @@ def _require_names(
 
 
 def _require_shapes(
-    config: ModelConfig, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Header]
+    config: ModelConfig, expected: Mapping[str, Tensor], found: Mapping[str, Header]
 ) -> None:
     for name, header in found.items():
-        if header.dtype not in FLOATS:
+        counts = name in expected and not expected[name].is_floating_point()  # a buffer of integers
+        if header.dtype not in FLOATS and not counts:
             problem = f"{name} is {header.dtype} in {header.file.name}"
             _refuse(config, problem, f"use weights in one of {', '.join(FLOATS)}")
-        shape = expected.get(name, header.shape)
+        shape = tuple(expected[name].shape) if name in expected else header.shape
         if header.shape != shape:
             problem = (
                 f"{name} is {_by(header.shape)} in it, {_by(shape)} in model.name={config.name}"

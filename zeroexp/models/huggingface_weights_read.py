@@ -1,5 +1,7 @@
 """Read a model's weights from files, one parameter at a time, and of it the ranges that this rank holds.
 
+Buffers that belong to the model's state (the bias of a router, running statistics) are read whole: every rank has all.
+
     model.layers.0.mlp.up_proj.weight     one tensor of the file, as it stands        rows of it are read
     model.layers.0.mlp.experts.down_proj  made of several tensors of the file         put together whole, then cut
     score.weight                          not in the file (a new head)                drawn
@@ -22,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.models.deferred import CannotDefer, Drawn, ranges_of
 from zeroexp.models.weight_files import Header, read_range, read_tensor
+from zeroexp.strategies.buffers import persistent_buffers
 from zeroexp.strategies.values import Read
 
 
@@ -31,17 +34,25 @@ class Stored:
     def __init__(self, module: nn.Module, found: Mapping[str, Header], drawn: Drawn) -> None:
         self._module = module
         self._found = found
-        shapes = {name: p.shape for name, p in module.named_parameters()}
-        self._parts = {name: self._parts_of(name, shape) for name, shape in shapes.items()}
-        self._shapes = shapes
+        self._buffers = persistent_buffers(module)
+        ours = {**dict(module.named_parameters()), **self._buffers}
+        self._shapes = {name: tensor.shape for name, tensor in ours.items()}
+        self._parts = {name: self._parts_of(name, shape) for name, shape in self._shapes.items()}
         missing = {name for name, parts in self._parts.items() if not set(parts) <= set(found)}
         self._drawn = drawn.only(missing)
         for name in missing:
             del self._parts[name]
 
+    def fill_buffers(self) -> None:
+        """Give the module's buffers their values; those have memory already, whatever its parameters have."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._put_together(name))
+
     def __iter__(self) -> Iterator[tuple[str, Read]]:
         for name, parts in self._parts.items():
             header = self._found[parts[0]]
+            if name in self._buffers:
+                continue
             if len(parts) == 1 and header.shape == tuple(self._shapes[name]):
                 yield name, partial(read_range, header)
             else:
@@ -73,8 +84,10 @@ class Stored:
             raise CannotDefer(f"{name} is published with other parameters ({told})") from error
 
     def _put_together(self, name: str) -> Tensor:
-        """Return the whole parameter, in float32, see [Note: what is where]."""
-        shape = self._shapes[name]
+        """Return the whole tensor, in float32, see [Note: what is where]; a buffer that is not cut in its own dtype."""
+        shape, parts = self._shapes[name], self._parts[name]
+        if len(parts) == 1 and self._found[parts[0]].shape == tuple(shape):
+            return read_tensor(self._found[parts[0]])
         small = shape.numel() <= torch.iinfo(torch.int32).max
         numbers = torch.arange(shape.numel(), dtype=torch.int32 if small else torch.int64)
         whole = torch.empty(shape.numel(), dtype=torch.float32)

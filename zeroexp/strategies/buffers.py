@@ -202,6 +202,12 @@ class Buffers:
         return sent.nbytes
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the module's state, each under all of its names."""
+    found = _registered(module)
+    return {name: tensor for name, owner, key, tensor in found if _is_persistent(owner, key)}
+
+
 def _find(module: nn.Module) -> list[_Buffer]:
     """List the module's buffers in the order of the modules."""
     return [_new(*each) for each in _registered(module)]
