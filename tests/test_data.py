@@ -174,6 +174,18 @@ def test_packing_loses_nothing_but_the_tail():
     assert len(TOKENIZER.encode(text[len(decoded) :]).ids) < 100
 
 
+def test_packing_goes_on_from_one_batch_of_documents_to_the_next(tmp_path):
+    """`datasets` hands on 1,000 rows at a time: the tokens that fill no sample go to the front of the next ones."""
+    lines = [f"line {number} of the text" for number in range(2500)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
+    data = opened("hf", path=str(tmp_path / "lines.txt"), seq_len=97)
+    rows = in_stored_order(data).microbatches
+    stream = rows[0].inputs["input_ids"][0, :1].tolist()
+    stream += [token for row in rows for token in row.labels[0].tolist()]
+    expected = [token for each in TOKENIZER.encode_batch(lines) for token in (*each.ids, 0)]
+    assert stream == expected[: len(stream)] and len(expected) - len(stream) < 97
+
+
 def test_a_text_of_ones_own(tmp_path):
     (tmp_path / "b.txt").write_text("second " * 50, newline="\n")
     (tmp_path / "a.txt").write_text("first " * 50, newline="\n")
