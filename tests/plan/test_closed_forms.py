@@ -116,7 +116,7 @@ def form_of(
 def run_step(
     strategy: Sharded, accumulation: int, held: dict | None = None, *, drain: bool = False
 ) -> Traffic:
-    """One optimizer step; with `held`, the bytes of each moment are left there (reading them drains the engine)."""
+    """One optimizer step; with `held`, the bytes of each moment are left there, and nothing is gathered ahead."""
 
     def read(moment: str) -> None:
         if held is not None:
@@ -131,7 +131,7 @@ def run_step(
                 read("after_forward")
             strategy.backward(loss)
     read("after_backward")
-    strategy.step(drain=drain)
+    strategy.step(drain=drain or held is not None)
     read("after_step")
     strategy.zero_grad()
     read("at_rest")

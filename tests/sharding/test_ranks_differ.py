@@ -2,15 +2,26 @@
 
 On one host a gather reads what was offered and needs no counterpart, so that all of it is right. By message, and in
 the backend's collectives, every gather has one: where a rank does not come, the others end with an error.
+
+Ranks that run the same program, and differ in what their collector of garbage, their threads and their clocks do, give
+their backend the same collectives in the same order, and the values of one process.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
@@ -195,3 +206,291 @@ def test_in_the_backend_every_difference_is_right_or_an_error(ranks, way, stage,
     except AssertionError as error:
         text = str(error)
         assert "the ranks do not do the same" in text or "in different orders" in text, text
+
+
+# -- ranks that do the same, beside which other things happen -----------------------------------------
+
+EVERY_RANK_GATHERS = pytest.mark.parametrize("transport", ["gloo", "native"])
+NUM_MICROBATCHES = 2
+
+
+class Backend(TorchDispatchMode):
+    """Notes what torch.distributed hands to the backend, in order: the operation, and a message's tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[tuple[str, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            sizes = [each.numel() for each in args if isinstance(each, Tensor)]
+            message = name.startswith(("c10d.send", "c10d.recv"))
+            self.issued.append((name, str(args[-1] if message else sizes)))
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(nn.Module):
+    """A tied embedding and head around blocks, which reads its weights before the embedding's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(4))
+        self.seen: list[float] = []
+        self.kept: Callable[[Tensor], None] = lambda weight: None
+
+    def penalty(self) -> Tensor | None:
+        """Return what is added to the loss, computed from weights that are whole until backward has ended."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        self.kept(self.embed.weight)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.seen.append(float(self.embed.weight.detach().norm())))
+        for block in self.blocks:
+            x = block(x).tanh()
+        return nn.functional.linear(x, self.embed.weight)
+
+
+class Scaled(nn.Module):
+    """A block of which a parameter gets a gradient on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.9))
+        self.scales = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return y * (self.scale if self.scales else self.scale.detach())
+
+
+class Reentrant(Seen):
+    """Each block is recomputed by a backward of its own inside the backward of the microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return nn.functional.linear(x, self.embed.weight)
+
+
+class Penalised(Seen):
+    """Some ranks lack a gradient of each block, so that they reduce it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def penalty(self) -> Tensor | None:
+        return self.embed.weight.square().sum() / 100
+
+
+def ids_of(step: int, microbatch: int, rank: int) -> Tensor:
+    seed = 100 * step + 10 * microbatch + rank
+    return torch.randint(40, (2, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def made(kind: type[Seen], rank: int) -> Seen:
+    torch.manual_seed(3)
+    model = kind()
+    for block in model.blocks:
+        if isinstance(block, Scaled):
+            block.scales = rank != 1
+    return model
+
+
+class Habit:
+    """What happens on one rank beside the program; this one is nothing."""
+
+    def begin(self, strategy: Sharded, model: Seen) -> None: ...
+    def after_forward(self, output: Tensor) -> None: ...
+    def before_backward(self) -> None: ...
+    def after_backward(self) -> None: ...
+    def after_microbatch(self) -> None: ...
+    def after_step(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class Garbage(Habit):
+    """Outputs with their graphs and views of weights stay in cycles, which nobody collects."""
+
+    def begin(self, strategy: Sharded, model: Seen) -> None:
+        gc.disable()
+        model.kept = lambda weight: self.after_forward(weight.detach())
+
+    def after_forward(self, output: Tensor) -> None:
+        cycle: list[Any] = [output]
+        cycle.append(cycle)
+
+    def end(self) -> None:
+        gc.enable()
+
+
+class Collected(Habit):
+    """Garbage is collected before each backward."""
+
+    def before_backward(self) -> None:
+        gc.collect()
+
+
+class Thread(Habit):
+    """A thread holds a weight's memory while backward runs, as those of a backend do for a moment."""
+
+    def begin(self, strategy: Sharded, model: Seen) -> None:
+        self._held: list[Tensor] = []
+        model.kept = lambda weight: self._held.append(weight.detach())
+
+    def before_backward(self) -> None:
+        self._ends = threading.Event()
+        held, self._held = self._held, []
+        self._thread = threading.Thread(target=lambda held: self._ends.wait(), args=(held,))
+        self._thread.start()
+
+    def after_backward(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        del self._thread  # and with it what it held
+
+
+class Late(Habit):
+    """It takes longer, now here and now there."""
+
+    def begin(self, strategy: Sharded, model: Seen) -> None:
+        self._chance = random.Random(5)
+        for block in model.blocks:
+            block.register_forward_hook(self._sleep_at)
+
+    def after_step(self) -> None:
+        self._sleep()
+
+    def _sleep_at(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self._sleep()
+        if output.requires_grad:
+            output.register_hook(lambda _: self._sleep())
+
+    def _sleep(self) -> None:
+        time.sleep(self._chance.choice([0.0, 0.0, 0.01]))
+
+
+class Asking(Habit):
+    """It asks for its own state, and waits for what is in flight, at every pause."""
+
+    def begin(self, strategy: Sharded, model: Seen) -> None:
+        self._strategy = strategy
+
+    def after_microbatch(self) -> None:
+        self._strategy.model_states()
+        self._strategy.drain()
+
+    def after_step(self) -> None:
+        self._strategy.state_dict()
+
+
+HABITS = {
+    "garbage": (Collected, Garbage),
+    "thread": (Habit, Thread),
+    "time": (Habit, Late),
+    "asks": (Asking, Habit),
+    "no difference": (Habit, Habit),
+}
+
+
+def train_with_habits(
+    world: World, kind: type[Seen], habits: tuple[type[Habit], ...], stage: str, transport: str
+) -> tuple[list[tuple[str, ...]], list[float], dict[str, Tensor]]:
+    """Return what the backend was given, what the model saw of its weights in backward, and the weights."""
+    model = made(kind, world.rank)
+    strategy = Sharded(
+        model,
+        blocks=[f"blocks.{i}" for i in range(4)],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+        options=Options(transport=transport),
+    )
+    habit = habits[world.rank]()
+    with Backend() as backend:
+        habit.begin(strategy, model)
+        for step in range(NUM_STEPS):
+            for index in range(NUM_MICROBATCHES):
+                with strategy.microbatch(last=index == NUM_MICROBATCHES - 1):
+                    ids = ids_of(step, index, world.rank)
+                    habit.after_forward(model(ids))  # a look without backward
+                    output = model(ids)
+                    habit.after_forward(output)
+                    habit.before_backward()
+                    loss = output.square().sum() / 100
+                    if kind.penalty is Seen.penalty:
+                        strategy.backward(loss)
+                    else:
+                        with strategy.gathered():
+                            strategy.backward(loss + model.penalty())
+                    del output, loss
+                    habit.after_backward()
+                habit.after_microbatch()
+            strategy.step()
+            habit.after_step()
+            strategy.zero_grad()
+        habit.end()
+        with strategy.gathered():
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    barrier()
+    return backend.issued, model.seen, weights
+
+
+def train_plainly(kind: type[Seen], world_size: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Return what one process saw in each rank's backwards, and its weights."""
+    models = [made(kind, rank) for rank in range(world_size)]
+    for step in range(NUM_STEPS):
+        for index in range(NUM_MICROBATCHES):
+            for rank, model in enumerate(models):
+                loss = model(ids_of(step, index, rank)).square().sum() / 100
+                penalty = model.penalty()
+                (loss if penalty is None else loss + penalty).backward()
+        with torch.no_grad():
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                total = sum(p.grad for p in parameters if p.grad is not None)
+                for parameter in parameters:
+                    parameter -= 0.1 * total
+                    parameter.grad = None
+    weights = {name: p.detach() for name, p in models[0].named_parameters()}
+    return [model.seen for model in models], weights
+
+
+def issue_the_same(ranks: Any, kind: type[Seen], habit: str, stage: str, transport: str) -> None:
+    """Expect of all ranks the same collectives, and of messages the same tags; and the values of one process."""
+    answers = ranks(train_with_habits, kind, HABITS[habit], stage, transport)
+    seen, expected = train_plainly(kind, len(answers))
+    first, *others = [issued for issued, _, _ in answers]
+    assert len(first) > NUM_STEPS * NUM_MICROBATCHES
+    for issued in others:
+        assert issued == first
+    for rank, (_, norms, weights) in enumerate(answers):
+        assert norms == pytest.approx(seen[rank], rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@EVERY_RANK_GATHERS
+@pytest.mark.parametrize("habit", HABITS)
+def test_garbage_threads_time_and_questions_change_no_collective(ranks, habit, transport):
+    issue_the_same(ranks, Seen, habit, "zero3", transport)
+
+
+@EVERY_RANK_GATHERS
+def test_gradients_that_one_rank_lacks_change_no_collective(ranks, transport):
+    issue_the_same(ranks, Reentrant, "no difference", "zero3", transport)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_penalty_is_compared_after_what_one_rank_reduces_later(ranks, stage):
+    issue_the_same(ranks, Penalised, "no difference", stage, "native")

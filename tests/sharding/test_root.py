@@ -1,4 +1,7 @@
-"""The root gives its memory back once the head has had its backward, unless something to come needs its weights."""
+"""The root gives its memory back once the head has had its backward, unless something to come needs its weights.
+
+Where a gather needs all ranks it stays until the end of the microbatch.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +139,10 @@ EVERY_TRANSPORT = pytest.mark.parametrize("transport", ["direct", "gloo", "nativ
 
 @EVERY_TRANSPORT
 def test_the_embeddings_backward_finds_the_roots_memory_given_back(ranks, transport):
+    """Only where a rank gathers without the others, since each rank decides it by itself."""
+    there = 0 if transport == "direct" else 4 * VOCABULARY * WIDTH + 64  # the norm's 48 are aligned
     for seen, _ in ranks(train, Language, nothing, transport):
-        assert [num_bytes for _, num_bytes in seen] == [0] * 4
+        assert [num_bytes for _, num_bytes in seen] == [there] * 4
 
 
 @EVERY_TRANSPORT

@@ -262,11 +262,11 @@ def watch(strategy: Sharded) -> list[str]:
     return events
 
 
-def step(strategy: Sharded, *, accumulation: int = 1) -> None:
+def step(strategy: Sharded, *, accumulation: int = 1, drain: bool = False) -> None:
     for index in range(accumulation):
         with strategy.microbatch(last=index == accumulation - 1):
             strategy.backward(strategy.model(microbatch_of(0, index, 0)[0]).float().sum())
-    strategy.step()
+    strategy.step(drain=drain)
     strategy.zero_grad()
 
 
@@ -393,7 +393,7 @@ def test_nothing_gathered_outlives_its_unit_but_the_pools(unit, keep, prefetch):
         for name, units in seen:
             ahead = {u for u in units if u and not u.startswith(name) and u != "norm"}
             assert len(ahead) <= prefetch
-        strategy.drain()
+        step(strategy, drain=True)
         assert gathered(strategy) == set()
         assert any(unit.has_private_store for unit in strategy.units)
 

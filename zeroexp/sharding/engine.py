@@ -155,11 +155,12 @@ class Sharded:
             gathered(self.units, self._schedule, self.wire, write=write),
         ):
             yield
+        if self._schedule.calls.in_microbatch:
+            return  # its end refuses what was written
         reads_only = not (write or self._methods.may_load or self.wire.world.size == 1)
         if reads_only and self._parameters.were_written():
             raise written_while_reading()
-        if not self._schedule.calls.in_microbatch:
-            self._parameters.note_versions()
+        self._parameters.note_versions()
 
     def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
@@ -194,8 +195,11 @@ class Sharded:
         self._schedule.calls.zero_grad()
 
     def drain(self) -> None:
-        """Wait for everything in flight; afterwards the parameters may be read outside of `model`."""
-        self._schedule.drain()
+        """Wait for everything in flight; afterwards the parameters may be read outside of `model`.
+
+        Like `model_states` and `state_dict` it concerns this rank alone: one rank may call it where others do not.
+        """
+        self._schedule.wait()
 
     def model_states(self) -> ModelStates:
         self.drain()
@@ -227,7 +231,7 @@ class Sharded:
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        self.drain()
+        self._schedule.drain()
         refuse_weights_alone(state, self.optimizer, self.wire)
         self.wire.quiesce()
         load_canonical(
@@ -241,7 +245,7 @@ class Sharded:
         )
         for unit in self.units:
             self._schedule.gathers.publish(unit)
-        self.drain()
+        self._schedule.drain()
 
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]

@@ -57,7 +57,6 @@ def gathered(
         yield
         # `sum` visits every unit, since `_was_written` also takes back parameters that were moved.
         written = sum(_was_written(unit, wire.world.rank) for unit in units) > 0
-        written = not wire.same_everywhere(int(written)) or written
         if write:
             shown = [_whole_chunk(t)[: t.chunk.unpadded_numel] for u in units for t in u.chunks]
             sums = [sum_of_bits(each) for each in shown]
@@ -74,7 +73,15 @@ def gathered(
         if write:  # after an error too, since peers can gather no piece before it is offered again
             for unit in units:
                 schedule.gathers.publish(unit)
-    if written and not write:
+    if schedule.calls.in_microbatch:  # ranks that lack gradients have reductions still to launch
+        schedule.at_end_of_microbatch.append(lambda: _refuse_written(wire, written=written))
+    elif not write:
+        _refuse_written(wire, written=written)
+
+
+def _refuse_written(wire: Collectives, *, written: bool) -> None:
+    """Raise on all ranks if on any of them parameters were written."""
+    if not wire.same_everywhere(int(written)) or written:
         raise written_while_reading()
 
 

@@ -112,6 +112,9 @@ class Gathers:
     def await_published(self) -> None:
         """Return when all parameters that rest replicated are there."""
 
+    def wait(self) -> None:
+        """Return when nothing is in flight; what was gathered ahead stays for its use."""
+
     def drain(self) -> None:
         """Return when nothing is in flight and nothing is gathered ahead; what is in use stays."""
 

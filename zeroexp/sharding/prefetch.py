@@ -46,6 +46,11 @@ class Prefetch(Gathers):
             if unit not in self.sharded:
                 self._wait_gathered(unit)
 
+    def wait(self) -> None:
+        self.await_published()
+        for pending in self._arriving.values():
+            pending.wait()
+
     def drain(self) -> None:
         for unit in list(self._arriving):
             self._wait_gathered(unit)

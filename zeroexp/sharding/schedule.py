@@ -14,13 +14,17 @@ of a module's output is about to be used, everything created after that output h
 began after that module ended gets no further gradient and needs its parameters no more.
 
 [Note: in step] Where every rank takes part in a gather (over messages, and in the backend's own collectives), all
-ranks must issue gathers and reductions in one order. Ranks may get their gradients at different times; so a unit is
-freed and reduced there when a module's backward begins, or at the end, and never when its last gradient comes.
+ranks must issue gathers and reductions in one order. So only what the program does decides there which collectives a
+rank issues and when: a forward or backward of a module that begins, the end of a microbatch, a call of the engine. No
+decision of one rank alone may: which parameters have a gradient, how many references a tensor has, whether garbage was
+collected, how much time has passed. A unit is freed and reduced when a module's backward begins, or at the end, and
+never when its last gradient comes; and the root, of which only reference counts tell whether something to come still
+needs it, stays gathered until the end of the microbatch, as in FSDP2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,8 +60,6 @@ class UnitProgress:
     # Parameters that have no gradient yet.
     missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     closed: bool = False  # gradients are complete and parameters are needed no more
-    # Parameters that got a gradient in a backward that does not close units.
-    inner: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
 
 
 class Schedule:
@@ -88,6 +90,10 @@ class Schedule:
         self._in_step = bool(self.gathers.sharded) and not wire.facts.moves_on_wait
         self._agreed = False
         self._closing = ClosingBackward()
+        # Units gathered by another backward than the closing one, and autograd's task id of it.
+        self._inner: dict[Unit, int] = {}
+        # Comparisons of the ranks, which come once all ranks have launched their reductions.
+        self.at_end_of_microbatch: list[Callable[[], None]] = []
         self.num_private = 0  # units that found their pool in use and got their own memory
         self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
         self.saved = SavedWeights(self.gathers.sharded, self._make_ready_for_backward)
@@ -100,6 +106,8 @@ class Schedule:
         self._last = last
         self._microbatch += 1
         self._tick = self._num_running = 0
+        self._inner = {}
+        self.at_end_of_microbatch = []
         self.gathers.begin_microbatch()
         self._reductions.begin_microbatch(last=last)
         for unit in self._units:
@@ -114,6 +122,7 @@ class Schedule:
         use = self._uses[unit]
         use.first = use.first if use.first is not None else self._tick
         use.running.append(self._tick)
+        self._free_after_inner_backward()
         if not unit.is_pinned:
             self.gathers.make_ready(unit)
         if current_task() != NO_TASK and not self.saved.sees_what_is_saved():
@@ -161,7 +170,7 @@ class Schedule:
             elif use.in_backward and use.began > ended:
                 # It was used twice: backward of the earlier use comes later.
                 self._after_backward(other)
-        if closes and not unit.is_root:
+        if closes and not unit.is_root and not self._in_step:
             self._let_root_go()
         if not self._uses[unit].closed:
             self._uses[unit].began = began
@@ -171,7 +180,6 @@ class Schedule:
         use = self._uses[unit]
         self.calls.gradient(unit, is_reduced=self._reductions.is_complete(unit))
         if not self._closing.is_current():
-            self._count_inner(unit, parameter)
             return
         use.missing.discard(parameter)
         if self._in_step:
@@ -188,6 +196,8 @@ class Schedule:
         for unit in reversed(self._units):
             self._close(unit)
         self._reductions.end_microbatch()
+        for compare in self.at_end_of_microbatch:
+            compare()
         if not self._agreed:
             self._agree_on_order()
         self.gathers.end_microbatch()
@@ -203,8 +213,16 @@ class Schedule:
 
     # -- after the step ---------------------------------------------------------------------------
 
+    def wait(self) -> None:
+        """Wait for all that is in flight. Nothing is issued or freed, so that one rank alone may wait."""
+        self._reductions.finish()
+        self.gathers.wait()
+
     def drain(self) -> None:
-        """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays."""
+        """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays.
+
+        All ranks call it together: what is freed has to be gathered again.
+        """
         self._reductions.finish()
         self.gathers.drain()
 
@@ -224,6 +242,8 @@ class Schedule:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
         self.calls.expect_microbatch(f"backward of {unit}")
         self._uses[unit].in_backward = True
+        if unit not in self.gathers.in_use and not self._closing.is_current():
+            self._inner[unit] = current_task()
         self.gathers.make_ready(unit)
 
     def _is_idle(self, unit: Unit) -> bool:
@@ -244,15 +264,15 @@ class Schedule:
         self._uses[root].in_backward = False
         self.gathers.free_until_used(root, partial(self._make_ready_for_backward, root))
 
-    def _count_inner(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Count a gradient of a backward that does not close units; free the unit when all have come."""
+    def _free_after_inner_backward(self) -> None:
+        """Free what was gathered by a backward that ran inside the closing one, or before it, and has ended."""
         if self._in_step and not self._closing.is_open:
             return
-        inner = self._uses[unit].inner
-        inner.add(parameter)
-        if len(inner) == len(unit.trainable_parameters()) and not unit.has_frozen:
-            inner.clear()
-            self._after_backward(unit)
+        for unit, task in list(self._inner.items()):
+            if task > current_task():  # a backward inside another has the greater id
+                del self._inner[unit]
+                if not self._uses[unit].running:
+                    self._after_backward(unit)
 
     def _agree_on_order(self) -> None:
         """Agree on one order after the first microbatch, see `Reductions.agree`; without agreement do not prefetch."""

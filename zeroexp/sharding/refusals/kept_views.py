@@ -51,21 +51,31 @@ class OwnViews:
             ):
                 continue
             for storage in _storages(unit):
-                uses = _num_uses(storage)
-                if uses > self._own[storage]:
+                if _num_uses(storage) > self._own[storage]:
                     self._refuse(unit, storage)
-                    self._own[storage] = uses
+                    self._own[storage] = _num_uses(storage)
 
     def _refuse(self, unit: Unit, storage: int) -> None:
-        """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to."""
+        """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to.
+
+        A view in garbage is kept by nobody, whether or not this rank has collected it yet.
+        """
+        if self._kept_shape(storage) is None:
+            return
+        gc.collect()
+        shape = self._kept_shape(storage)
+        if shape is not None:
+            raise RuntimeError(
+                f"a view of parameters of {unit}, or of a unit that shares its memory, outlives the module's "
+                f"forward (shape {shape}): clone what is kept of weights, or read them inside "
+                "`with strategy.gathered():`"
+            )
+
+    def _kept_shape(self, storage: int) -> list[int] | None:
+        """Return the shape of a view of this storage that is neither the engine's nor checkpointing's."""
         known = {id(t) for each in self._units for t in _own_tensors(each)} | _of_checkpointing()
-        for each in _living(Tensor):
-            if id(each) not in known and _storage_of(each) == storage:
-                raise RuntimeError(
-                    f"a view of parameters of {unit}, or of a unit that shares its memory, outlives the module's "
-                    f"forward (shape {list(each.shape)}): clone what is kept of weights, or read them inside "
-                    "`with strategy.gathered():`"
-                )
+        kept = (t for t in _living(Tensor) if id(t) not in known and _storage_of(t) == storage)
+        return next((list(each.shape) for each in kept), None)
 
 
 def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
