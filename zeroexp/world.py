@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
+from torch import nn
 
 from zeroexp import advance
 from zeroexp.ports import SCHEME
@@ -117,15 +118,27 @@ def _rendezvous_arguments(
     return {"store": open_store(address, rank=rank, size=size, timeout_seconds=timeout_seconds)}
 
 
-def current(device: torch.device | str = "cpu", timeout_seconds: float = 600.0) -> World:
+def current(
+    device: nn.Module | torch.device | str = "cpu", timeout_seconds: float = 600.0
+) -> World:
     """Return the world of a process that called `init_process_group` itself, as a user of the library does.
 
+    device: the model, or the device on which it lies.
     timeout_seconds: ranks of one host give up waiting for each other after it. A wait for a message ends after the
     `timeout` that was given to `init_process_group`.
     """
-    backend = str(dist.get_backend())
+    if isinstance(device, nn.Module):
+        device = next(device.parameters()).device
+    device = torch.device(device)
+    # `get_backend` names no backend where the group has one for each device, or chose it itself.
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"world.current(): the process group has no backend for {device}, only for {', '.join(backends)}: give "
+            "init_process_group(backend=...) one, or current() the device on which the model lies"
+        )
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, torch.device(device), backend, timeout_seconds)
+    return World(rank, size, device, backends[device.type], timeout_seconds)
 
 
 def host_identity() -> tuple[str, int]:

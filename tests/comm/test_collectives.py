@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from zeroexp import advance
 from zeroexp.comm.base import GatherPart, ReducePart
@@ -22,7 +23,7 @@ from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm, 
 from zeroexp.sharding.chunk import Chunk, ParameterSpec
 from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
+from zeroexp.world import World, barrier, current, leave_process_group
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
 # Elements of float32: more than a segment for each of three ranks, and the least that is not packed with others.
@@ -287,3 +288,19 @@ def test_a_move_counts_when_it_starts_and_when_a_rank_begins_to_wait_for_it(rank
     """Whoever looks for a hang tells by it which of two ranks in one phase has done less."""
     for before, under_way, awaited in ranks(moves_counted, world_size=2):
         assert before < under_way < awaited
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_group_takes_one_transport_however_its_backend_was_named(backend, monkeypatch):
+    """None is torch's default. Ranks that took different transports would wait for each other for ever."""
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = current(nn.Linear(2, 2))
+        assert (world.backend, world.device) == ("gloo", torch.device("cpu"))
+        assert Collectives(world).facts.name == "direct"
+        if backend != "gloo":  # which torch takes for every device
+            with pytest.raises(ValueError, match="no backend for cuda:0, only for cpu: give"):
+                current("cuda:0")
+    finally:
+        leave_process_group()
