@@ -332,6 +332,7 @@ class Garbage(Habit):
 
     def end(self) -> None:
         gc.enable()
+        gc.collect()
 
 
 class Collected(Habit):

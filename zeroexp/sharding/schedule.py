@@ -106,7 +106,6 @@ class Schedule:
         self._last = last
         self._microbatch += 1
         self._tick = self._num_running = 0
-        self._inner = {}
         self.at_end_of_microbatch = []
         self.gathers.begin_microbatch()
         self._reductions.begin_microbatch(last=last)
@@ -195,6 +194,7 @@ class Schedule:
     def end_microbatch(self) -> None:
         for unit in reversed(self._units):
             self._close(unit)
+        self._inner.clear()
         self._reductions.end_microbatch()
         for compare in self.at_end_of_microbatch:
             compare()
@@ -209,6 +209,7 @@ class Schedule:
         self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         self.gathers.abandon_microbatch()
         self._uses = {unit: UnitProgress() for unit in self._units}
+        self._inner.clear()
         self._num_running = 0
 
     # -- after the step ---------------------------------------------------------------------------
