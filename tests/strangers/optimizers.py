@@ -461,3 +461,106 @@ def a_state_of_weights_alone_that_is_loaded(lab: Lab) -> None:
     fresh.load_state_dict(weights)
     lab.train(fresh, steps=[1])
     t.load_state_dict(weights)
+
+
+# -- who reaches for the optimizer's own tensors --------------------------------------------------------
+
+GRADIENTS: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "clip_by_norm": lambda own: nn.utils.clip_grad_norm_(own, 0.1),
+    "clip_by_value": lambda own: nn.utils.clip_grad_value_(own, 0.01),
+    "scale": lambda own: [p.grad.mul_(0.5) for p in own if p.grad is not None],
+    "set": lambda own: [setattr(p, "grad", torch.ones_like(p)) for p in own],
+}
+
+
+def _own(t: Any) -> list[nn.Parameter]:
+    return [p for group in t.optimizer.param_groups for p in group["params"]]
+
+
+@variants([*GRADIENTS], EVERY_WAY, quick=["clip_by_norm", "set"], refused="max_grad_norm")
+def gradients_of_its_own_tensors(lab: Lab, way: str) -> None:
+    """Between backward and step, over the optimizer's groups in place of the model's parameters."""
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    GRADIENTS[way](_own(t))
+    t.step()
+
+
+@scenario(EVERY_WAY, refused="max_grad_norm")
+def a_hook_that_clips_by_norm_before_the_step(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    t.optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(_own(t), 0.1))
+    lab.train(t)
+
+
+WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "decay": lambda own: [p.mul_(0.9) for p in own],
+    "foreach": lambda own: torch._foreach_mul_(own, 0.9),
+    "clamp_data": lambda own: [p.data.clamp_(-0.2, 0.2) for p in own],
+    "alias": lambda own: [p.detach().view(-1).mul_(0.9) for p in own],
+    "assign": lambda own: [setattr(p, "data", p.detach() * 0.9) for p in own],
+}
+
+
+@variants([*WRITES], EVERY_WAY, quick=["decay", "clamp_data"], refused=r"gathered\(write=True\)")
+def its_own_tensors_written_between_steps(lab: Lab, way: str) -> None:
+    """Weight decay by hand, or the clipping of a WGAN."""
+    t = lab.wrap(Net())
+    for step in (0, 1):
+        lab.train(t, steps=[step])
+        with torch.no_grad():
+            WRITES[way](_own(t))
+
+
+@variants([*WRITES], EVERY_WAY, quick=["alias"], refused=r"gathered\(write=True\)")
+def its_own_tensors_written_before_the_step(lab: Lab, way: str) -> None:
+    t = lab.wrap(Net())
+    for batch in lab.batches(0):
+        with t.microbatch(last=True):
+            t.backward(plain_loss(t.model, batch))
+    with torch.no_grad():
+        WRITES[way](_own(t))
+    t.step()
+
+
+class Averaging(torch.optim.SGD):
+    """Evaluates an average of the weights, which `eval` puts in their place, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.mul_(0.99)  # behind the step of the class above it
+            self.state[p].setdefault("mean", p.detach().clone()).lerp_(p, 0.3)
+        return loss
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.copy_(self.state[p]["mean"])
+
+
+@scenario(EVERY_WAY)
+def an_optimizer_that_goes_on_after_its_step(lab: Lab) -> None:
+    """Its pieces may be read between steps, and copied."""
+    t = lab.wrap(Net(), optimizer=lambda groups: Averaging(groups, lr=0.05))
+    t.optimizer.register_step_post_hook(lambda *_: [float(p.norm()) for p in _own(t)])
+    lab.train(t)
+    copied = copy.deepcopy(t.optimizer)
+    with torch.no_grad():
+        assert all(
+            map(torch.equal, [p.detach() for p in _own(t)], copied.param_groups[0]["params"])
+        )
+        copied.param_groups[0]["params"][0].zero_()
+    lab.train(t, steps=[3])
+
+
+@scenario(EVERY_WAY, refused=r"gathered\(write=True\)")
+def an_optimizer_that_swaps_weights_for_an_evaluation(lab: Lab) -> None:
+    t = lab.wrap(Net(), optimizer=lambda groups: Averaging(groups, lr=0.05))
+    lab.train(t)
+    t.optimizer.eval()
+    for batch in lab.batches(3):
+        batch.note(plain_loss(t.model, batch))

@@ -157,7 +157,11 @@ class StepHashes:
 
     def _gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
-        pairs = [(_local_tensor(p), _local_tensor(p.grad)) for p in masters if p.grad is not None]
+        # Our engine shows these gradients to no other hook.
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            pairs = [
+                (_local_tensor(p), _local_tensor(p.grad)) for p in masters if p.grad is not None
+            ]
         for name, start, piece in self._pieces:
             for master, gradient in pairs:
                 offset = _offset_in(master, piece)

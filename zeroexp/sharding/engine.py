@@ -27,6 +27,7 @@ from zeroexp.sharding.pool_assignment import assign_memory
 from zeroexp.sharding.refusals import arguments
 from zeroexp.sharding.refusals.changes import ParameterWatch
 from zeroexp.sharding.refusals.methods import OwnMethods
+from zeroexp.sharding.refusals.pieces import OwnPieces
 from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, describe_param_groups
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import (
@@ -122,6 +123,7 @@ class Sharded:
         names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
         self._python = PythonValues(self.optimizer, names)
         self._methods = OwnMethods(module, self.optimizer, self.zero_grad)
+        self._pieces = OwnPieces(self.optimizer)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -165,6 +167,7 @@ class Sharded:
     def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
         self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self.units))
+        self._parameters.refuse_writes_between()
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
@@ -246,6 +249,7 @@ class Sharded:
         for unit in self.units:
             self._schedule.gathers.publish(unit)
         self._schedule.drain()
+        self._parameters.note_versions()
 
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]
@@ -262,14 +266,9 @@ class Sharded:
         if scale is not None and handed:
             gradients = [each.gradient for each in handed]
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-        for each in handed:
-            each.master.grad = each.gradient
-        try:
-            with self._methods.stepping():
-                self.optimizer.step()
-        finally:
-            for each in handed:
-                each.master.grad = None
+        gradients = [(each.master, each.gradient) for each in handed]
+        with self._pieces.updated(gradients), self._methods.stepping():
+            self.optimizer.step()
 
 
 def _masters_in_groups(

@@ -160,4 +160,5 @@ def _make_masters(tensors: ChunkTensors, dtypes: Dtypes) -> None:
         shape = tensors.shapes[span.member]
         # A parameter that is owned whole keeps its shape, so that optimizers of matrices work.
         whole = span.numel == shape.numel()
-        tensors.masters.append(nn.Parameter(value.view(shape) if whole else value))
+        # `.data` gives it a version counter of its own, which only writes into the master advance.
+        tensors.masters.append(nn.Parameter((value.view(shape) if whole else value).data))

@@ -20,7 +20,7 @@ from zeroexp.sharding.unit import Unit
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
 from zeroexp.strategies.buffers import Buffers
 from zeroexp.strategies.canonical import (
-    NO_MOMENTS,
+    BUFFER,
     WEIGHT,
     SavedMoments,
     empty_moment,
@@ -76,7 +76,7 @@ def refuse_weights_alone(state: CanonicalState, optimizer: Optimizer, wire: Coll
     has_moments = (
         not wire.same_everywhere(int(has_moments)) or has_moments
     )  # a rank may own nothing
-    if has_moments and not any(entry.keys() - NO_MOMENTS for entry in state.values()):
+    if has_moments and not any(entry.keys() - {WEIGHT, BUFFER} for entry in state.values()):
         raise ValueError(
             "strategy.load_state_dict: the state holds weights and no moments, and the optimizer, which has taken "
             "steps, would start anew: load weights inside `with strategy.gathered(write=True):` by "

@@ -133,7 +133,7 @@ class Unit:
         for tensors, gradients in zip(self.trainable, self._gradients, strict=True):
             owned = zip(tensors.owned, tensors.masters, gradients.owned(), strict=True)
             for span, master, gradient in owned:
-                gradient = gradient.to(master).view_as(master)
+                gradient = gradient.to(master.dtype).view(master.shape)
                 handed.append(MasterGradient(tensors.parameters[span.member], master, gradient))
         return handed
 

@@ -8,4 +8,5 @@ changes.py       parameters that were replaced, moved, thawed or written behind 
 kept_views.py    views of gathered parameters that outlive them
 layouts.py       chunks of others' layouts that do not hold each parameter once
 methods.py       methods of model and optimizer that would go past the engine
+pieces.py        the optimizer's own tensors, where somebody else writes them or asks for their gradients
 """

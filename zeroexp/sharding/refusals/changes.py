@@ -46,7 +46,9 @@ class ParameterWatch:
         ]
         self._held = [(each._parameters, len(each._parameters), name) for name, each in modules]
         self._num_children = [(each._modules, len(each._modules), name) for name, each in modules]
+        masters = [pair for unit in self._units for pair in unit.parameters_with_masters()]
         self._all = [p for unit in self._units for p in unit.parameters()]
+        self._all += [master for _, master in masters]
         # Plain code may write parameters on a single rank whose optimizer updates the parameters themselves.
         self._alone = world.size == 1 and not any(unit.has_separate_masters for unit in self._units)
         self._versions: list[int] = []
@@ -59,6 +61,7 @@ class ParameterWatch:
             for parameter in tensors.parameters
         ]
         self._names = {seat.parameter: seat.name for seat in self._seats}
+        self._names |= {master: self._names[parameter] for parameter, master in masters}
         # Tensors of a fake world may have no address.
         self._addresses = [
             (parameter, view.data_ptr())
@@ -95,15 +98,18 @@ class ParameterWatch:
         with unguarded():
             return [parameter._version for parameter in self._all]
 
-    def refuse_changes(self) -> None:
-        """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
-        versions = self._read_versions()
-        if not self._alone and versions != self._versions:
+    def refuse_writes_between(self) -> None:
+        """Raise RuntimeError if parameters, or the optimizer's own tensors, were written in place between two steps."""
+        if not self._alone and self.were_written():
             raise RuntimeError(
                 "parameters were written in place between two steps, while other ranks may still have been reading "
                 "them: write weights inside `with strategy.gathered(write=True):`"
             )
-        self._versions = versions
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError if something was changed; it names the parameter or module and the remedy."""
+        self.refuse_writes_between()
+        self.note_versions()
         for seat in self._seats:
             if seat.held.get(seat.key) is not seat.parameter:
                 raise _changed(seat.name, "was replaced or removed")
