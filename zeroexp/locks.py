@@ -53,8 +53,11 @@ def is_held(path: Path) -> bool:
 def _open(path: Path) -> io.FileIO:
     try:
         return io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")  # NFS asks for writing
-    except PermissionError:
-        return io.FileIO(path)  # somebody else's, which may still be locked elsewhere
+    except PermissionError as denied:
+        try:
+            return io.FileIO(path)  # somebody else's, which may still be locked
+        except FileNotFoundError:
+            raise denied from None
 
 
 def _flock(file: io.FileIO, operation: int) -> None:

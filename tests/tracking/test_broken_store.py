@@ -8,9 +8,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,12 @@ import pytest
 from tests.cluster.test_dead_owner import FOR_EVER, wait_for_steps
 from tests.cluster.test_sweep import LIGHT, jobs, start, statuses
 from tests.run_folders import write_run
+from tests.somebody_else import not_root, open_to_all, read_only
+from zeroexp.cluster import uploads
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import TrackingConfig
+from zeroexp.config import ConfigError, TrackingConfig
+from zeroexp.tracking import store
+from zeroexp.tracking.mlflow import MlflowTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -124,3 +129,118 @@ def test_a_store_that_is_held_delays_no_step_and_no_ctrl_c_and_an_open_one_hears
     os.kill(again.pid, signal.SIGTERM)
     end(again)
     assert statuses_in_mlflow(tmp_path / "outputs") == ["KILLED"]
+
+
+# -- a sound store that does not take what is sent now ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outputs() -> Iterator[Path]:
+    """A folder that everybody may enter, with a store."""
+    with open_to_all() as folder:
+        MlflowTracker(None, "x", folder).write_views("made")
+        yield folder
+
+
+class Clock:
+    """The time of `uploads`, which passes only while `passes`, and far more of it than the store's thread needs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: Callable[[], bool]) -> None:
+        self._passes, self._now = passes, 0.0
+        monkeypatch.setattr(uploads, "time", self)
+        self.clock_gettime, self.pthread_getcpuclockid = (
+            time.clock_gettime,
+            time.pthread_getcpuclockid,
+        )
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if threading.current_thread() is threading.main_thread() and self._passes():
+            self._now += 0.7 * uploads.END_SECONDS
+
+
+@contextmanager
+def locked_by_another_program(database: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("begin exclusive")
+        yield connection
+
+
+def in_store(outputs: Path, name: str) -> list[str]:
+    with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+        told = connection.execute("select status from runs where name = ?", [name])
+        return [status for (status,) in told]
+
+
+def test_a_busy_store_is_waited_for_and_then_told_as_busy(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(store, "BUSY_SECONDS", 0.05)
+    folder = write_run(outputs / "busy" / "busy-run", num_steps=4)
+    with locked_by_another_program(outputs / "mlflow.db"):
+        sent = Uploads(TrackingConfig(), outputs, "busy")
+        Clock(monkeypatch, lambda: sent._worker.busy is not None)
+        sent.send(folder)
+        assert not sent.failed
+        sent.conclude(folder.parent)
+    said = capsys.readouterr().out
+    assert f"(StoreBusy: {outputs / 'mlflow.db'} is busy: another program has locked it); l" in said
+    assert "move it away" not in said
+    assert in_store(outputs, "busy-run") == []
+
+    with locked_by_another_program(outputs / "mlflow.db") as lock:
+        again = Uploads(TrackingConfig(), outputs, "busy")
+
+        def is_busy() -> bool:
+            if again._worker.busy is not None and lock.in_transaction:
+                lock.execute("rollback")
+            return False
+
+        Clock(monkeypatch, is_busy)
+        again.send(folder)
+        again.conclude(folder.parent)
+    assert not again.failed
+    assert in_store(outputs, "busy-run") == ["FINISHED"]
+
+
+def test_a_queue_of_sweeps_that_advances_is_no_standing_still(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another sweep sends its runs for longer than a store may stand still, and this one's come after them."""
+    folder = write_run(outputs / "queue" / "queue-run", num_steps=4)
+    lock, turns = ExitStack(), list(range(5))
+    lock.enter_context(held(outputs / "mlflow.db.lock"))
+
+    def other_writes() -> bool:
+        if not turns:
+            lock.close()
+            return False
+        with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+            connection.execute(f"create table if not exists turn{turns.pop()} (id integer)")
+        return True
+
+    sent = Uploads(TrackingConfig(), outputs, "queue")
+    Clock(monkeypatch, other_writes)
+    sent.conclude(folder.parent)
+    assert not sent.failed and not turns, capsys.readouterr().out
+
+
+def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Path) -> None:
+    folder, database = write_run(outputs / "mine" / "run"), outputs / "mlflow.db"
+    tracker = MlflowTracker(None, "x", outputs)
+    run_id = tracker.start_run(folder)
+    missing = MlflowTracker(f"sqlite:///{outputs}/other.db", "x")
+    database.chmod(0o644)
+    with read_only(outputs), not_root():
+        with pytest.raises(ConfigError, match=r"mlflow\.db: .*: this user may not write it and"):
+            tracker.store.send(run_id, tags={"a": "b"})
+        with pytest.raises(ConfigError, match=r"other\.db\.lock: Permission denied: this user may"):
+            missing.write_views("x")
+    database.chmod(0)
+    with not_root(), pytest.raises(ConfigError) as unreadable:
+        MlflowTracker(None, "x", outputs).write_views("x")
+    assert "this user may not write it" in str(unreadable.value)
+    assert "move it away" not in str(unreadable.value)

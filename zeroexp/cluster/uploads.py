@@ -3,7 +3,8 @@
 The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too. The first point
 waits for both, because the rest of either import would disturb its measured steps, but it waits for the store only
 while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C: its
-error is printed at the end, with the command that sends the files of the runs.
+error is printed at the end, with the command that sends the files of the runs. What a busy store does not take is tried
+again until then, and the end waits for other sweeps that still write to the store.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from zeroexp import interruption
 from zeroexp.config import DamagedFile, TrackingConfig
 from zeroexp.network import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.store import StoreBusy
 
 SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
 STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
-END_SECONDS = 30.0  # the same, at the end of a sweep
+END_SECONDS = (
+    30.0  # the same, at the end of a sweep, where writes of others to the store count as work too
+)
+RETRY_SECONDS = 0.5  # between two tries of what a busy store did not take
 WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
 LISTED = 100  # runs that MLflow's page asks its server for at once; no view can say another number
@@ -34,7 +39,7 @@ class Uploads:
         """Raises ConfigError for a store that MLflow refuses."""
         self._tracker = MlflowTracker(config.uri, config.experiment, outputs)
         self._views: list[tuple[str, str]] = []
-        self._worker = _Worker()
+        self._worker = _Worker(self._tracker.store.written_at)
         self._looked: dict[Path, float] = {}  # time.monotonic() of the last look at each run
         self._worker.do(lambda: self._open(outputs, sweep))
 
@@ -64,9 +69,9 @@ class Uploads:
     def conclude(self, folder: Path) -> None:
         """Send the sweep's page and print the addresses, or the error and the command that sends the folder again."""
         self._worker.do(lambda: self._send_page(folder))
-        if not self._worker.wait(END_SECONDS, again=True) and not self.failed:
+        if not self._worker.wait(END_SECONDS, at_end=True) and not self.failed:
             where = self._tracker.store.waits_for or "the store"
-            self._worker.error = TimeoutError(f"no answer from {where}")
+            self._worker.error = self._worker.busy or TimeoutError(f"no answer from {where}")
         if (error := self._worker.error) is not None:
             first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
@@ -94,10 +99,16 @@ class Uploads:
 class _Worker:
     """A thread that runs one action after the other, and no more once one has failed. It ends with the process,
     whatever it waits for.
+
+    written_at: when the store last took something from any process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written_at: Callable[[], int]) -> None:
         self.error: Exception | None = None
+        self.busy: StoreBusy | None = (
+            None  # why the action that is tried again failed the last time
+        )
+        self._written_at = written_at
         self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_open, self._stands_still = 0, False
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -110,17 +121,20 @@ class _Worker:
     def idle(self) -> bool:
         return self._num_open == 0
 
-    def wait(self, still_seconds: float, *, again: bool = False) -> bool:
+    def wait(self, still_seconds: float, *, at_end: bool = False) -> bool:
         """Wait until all is done, no work was done for `still_seconds`, or the user is impatient.
 
-        Returns False if not all is done. A worker that once stood still is waited for only with `again`.
+        Returns False if not all is done. A worker that once stood still is waited for only with `at_end`, where
+        waiting in a queue of sweeps that advances is no standing still.
         """
-        if self._stands_still and not again and not self.idle():
+        if self._stands_still and not at_end and not self.idle():
             return False
-        worked, since = self._cpu_seconds(), time.monotonic()
+        worked, written, since = self._cpu_seconds(), 0, time.monotonic()
         while not self.idle():
-            if self._cpu_seconds() - worked > WORK_SECONDS:
-                worked, since = self._cpu_seconds(), time.monotonic()
+            others = self._written_at() if at_end else 0
+            advances = self._cpu_seconds() - worked > WORK_SECONDS or others != written
+            if advances and self.busy is None:
+                worked, written, since = self._cpu_seconds(), others, time.monotonic()
             self._stands_still = time.monotonic() - since > still_seconds
             if self._stands_still or interruption.was_asked_twice():
                 return False
@@ -135,10 +149,20 @@ class _Worker:
         while True:
             action = self._to_do.get()
             try:
-                if self.error is None:
-                    action()
+                while self.error is None and not self._try(action):
+                    time.sleep(RETRY_SECONDS)
             except DamagedFile as error:  # of one run: the others are sent
                 print(f"zeroexp: MLflow lacks a run: {error}", file=sys.stderr)
             except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
+            self.busy = None
             self._num_open -= 1
+
+    def _try(self, action: Callable[[], object]) -> bool:
+        """Run the action; return False if the store is busy."""
+        try:
+            action()
+        except StoreBusy as error:
+            self.busy = error
+            return False
+        return True

@@ -5,20 +5,20 @@ mlflow is imported by this file and by mlflow.py alone, on first use, since impo
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shlex
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
+from zeroexp import locks
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import server_answers, without_password
 from zeroexp.tracking.entries import Entry
@@ -36,6 +36,9 @@ VERSION = "select version_num from alembic_version"
 METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # a server's limit
 UI_PORT = 5000
+BUSY_SECONDS = (
+    5.0  # for a lock that another program holds on a sqlite file; MLflow itself waits for 20
+)
 # MLflow's own limits are minutes: 7 retries of 120 s. Whatever a store does not accept now is sent later.
 CLIENT_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -43,6 +46,14 @@ CLIENT_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
+NO_PERMISSION = (
+    "this user may not write it and its folder; ask for the permission, or name another store: "
+    "tracking.uri=sqlite:///path/to/mlflow.db"
+)
+
+
+class StoreBusy(Exception):
+    """Another program has locked the store for longer than one waits for a lock; it may be free later."""
 
 
 class Store:
@@ -62,23 +73,55 @@ class Store:
     def opened(self) -> Iterator[MlflowClient]:
         """Open the store; all access goes through this. Not reentrant.
 
-        One process at a time may use a sqlite file: the first one creates the tables, and none fails after waiting too
-        long for another.
+        One process of ours at a time may use a sqlite file: the first one creates the tables, and none fails after
+        waiting too long for another. Raises StoreBusy if another program has locked it.
         """
-        local = self.uri.startswith(SQLITE)
-        with self.locked(Path(f"{_database(self.uri)}.lock")) if local else nullcontext():
-            if self._client is None:
-                self._client = _open_client(self.uri)
+        if not self._is_file:
+            self._client = self._client or _open_server(self.uri)
             yield self._client
+            return
+        _client_class()  # whoever imports for seconds holds up nobody else
+        database = _database(self.uri)
+        with self.locked(Path(f"{database}.lock")):
+            try:
+                self._client = self._client or _open_file(database)
+                yield self._client
+            except Exception as error:
+                if cause := _error_of_sqlite(error):
+                    raise _explain(database, cause) from error
+                raise
+
+    @property
+    def _is_file(self) -> bool:
+        return self.uri.startswith(SQLITE)
+
+    def written_at(self) -> int:
+        """Return when any process last wrote to a sqlite store (nanoseconds); 0 for a server."""
+        if not self._is_file:
+            return 0
+        database, times = _database(self.uri), [0]
+        with suppress(OSError):  # a folder that is not there, a journal that has just gone
+            for path in os.scandir(database.parent):
+                if (
+                    database.name in path.name
+                ):  # its journal, too, and one whose tables are being made
+                    times.append(path.stat().st_mtime_ns)
+        return max(times)
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
         """Hold a lock among all processes of this host; the system releases it when its holder dies."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            self.waits_for = f"{path}, which another process holds"
-            fcntl.flock(file, fcntl.LOCK_EX)
+        self.waits_for = f"{path}, which another process holds"
+        try:
+            held = locks.take(path, wait=True)
+        except locks.NoLocks:  # sqlite has its own, where there are any
+            held = None
+        except PermissionError as error:
+            raise ConfigError(f"{path}: {error.strerror}: {NO_PERMISSION}") from error
+        finally:
             self.waits_for = None
+        with held or nullcontext():
             yield
 
     @cached_property
@@ -98,7 +141,7 @@ class Store:
     def _create_experiment(self, client: MlflowClient) -> str:
         # Relative artifact locations would depend on the folder in which the UI is started.
         location = None
-        if self.uri.startswith(SQLITE):
+        if self._is_file:
             location = (_database(self.uri).parent / "mlartifacts" / self.experiment).as_uri()
         # Without this kind, the UI opens its view for agents.
         kind = {"mlflow.experimentKind": "custom_model_development"}
@@ -203,37 +246,72 @@ def _database(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE))
 
 
-def _open_client(uri: str) -> MlflowClient:
+def _open_server(uri: str) -> MlflowClient:
     if uri.startswith(SERVERS) and not server_answers(uri):
         raise ConnectionError(f"no server answers at {without_password(uri)}")
+    return _client_class()(uri)
+
+
+def _open_file(database: Path) -> MlflowClient:
+    if not _has_tables(database):
+        _make_tables(database)
+    return _client_class()(f"{SQLITE}{database}")
+
+
+def _client_class() -> type[MlflowClient]:
+    """Import MLflow's client, which takes seconds the first time, and keep it quiet."""
     for name, value in CLIENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    for chatter in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(chatter).setLevel(logging.WARNING)
-    if uri.startswith(SQLITE) and not _has_tables(_database(uri)):
-        _make_tables(_database(uri))
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It prints a traceback of an error that it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # This hides a warning for each retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    return MlflowClient(uri)
+    return MlflowClient
 
 
 def _has_tables(database: Path) -> bool:
     """Tell whether the file has tables; ConfigError for a file on whose opening MLflow would fail after a minute."""
     if not database.exists():
         return False
-    remedy = f"move it away ({database}.broken) and send the runs again, which makes a new one"
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as tables:
-            names = {name for (name,) in tables.execute("select name from sqlite_master")}
-            version = "alembic_version" in names and tables.execute(VERSION).fetchone()
-    except sqlite3.Error as error:
-        raise ConfigError(f"{database}: no database of MLflow ({error}); {remedy}") from error
+    with closing(
+        sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+    ) as tables:
+        names = {name for (name,) in tables.execute("select name from sqlite_master")}
+        version = "alembic_version" in names and tables.execute(VERSION).fetchone()
     if names and not version:
         problem = "its tables are incomplete: whoever made them was killed meanwhile"
-        raise ConfigError(f"{database}: {problem}; {remedy}")
+        raise ConfigError(f"{database}: {problem}; {_move_away(database)}")
     return bool(names)
+
+
+def _error_of_sqlite(error: BaseException | None) -> sqlite3.Error | None:
+    """Return the error of sqlite that an error of MLflow was made from."""
+    while error is not None and not isinstance(error, sqlite3.Error):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explain(database: Path, error: sqlite3.Error) -> Exception:
+    """Return what to tell a user of an error of sqlite, whose number tells more than its class."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of the number details it
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreBusy(f"{database} is busy: another program has locked it")
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or database.is_dir():
+        return ConfigError(f"{database}: no database of MLflow ({error}); {_move_away(database)}")
+    if not _may_write(database) or not _may_write(database.parent):
+        return ConfigError(f"{database}: {error}: {NO_PERMISSION}")
+    return ConfigError(f"{database}: {error}")
+
+
+def _move_away(database: Path) -> str:
+    return f"move it away ({database}.broken) and send the runs again, which makes a new one"
+
+
+def _may_write(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.W_OK, effective_ids=True)
 
 
 def _make_tables(database: Path) -> None:
