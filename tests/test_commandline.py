@@ -40,7 +40,7 @@ def test_help_is_one_screen(monkeypatch, capsys):
 
 
 def test_every_key_and_group_has_help(monkeypatch, capsys):
-    for key, kind, _ in help._keys():
+    for key, kind, _ in help.keys_of():
         assert help.about(key, CONF).startswith(f"{key}: {kind}")
     assert say(monkeypatch, "--help", "strategy.prefetch", "precision") == 0
     told = capsys.readouterr().out
@@ -138,6 +138,20 @@ def test_a_line_of_one_point_is_what_hydra_composes_of_each_of_two():
     (alone,) = points_of_line(*TINY, "optimizer.lr=0.1")
     (_, values, files), _ = points_of_line(*TINY, "optimizer.lr=0.1,0.2")
     assert alone == ([], values, files)
+
+
+def test_a_key_that_is_text_gets_the_text_that_was_typed():
+    """Hydra reads numbers with underscores, and truths; other keys keep what it reads."""
+    (alone,) = points_of_line(*TINY, "study.name=2026_11_23", "data.subset=1.10", "resume=null")
+    _, values, _ = alone
+    assert (values["study"]["name"], values["data"]["subset"]) == ("2026_11_23", "1.10")
+    assert values["resume"] is None and values["world_size"] == 1
+    swept = points_of_line(*TINY, "data.subset=1.10,1.20,true,x", "optimizer.lr=1e-2")
+    assert [values["data"]["subset"] for _, values, _ in swept] == ["1.10", "1.20", "true", "x"]
+    assert {values["optimizer"]["lr"] for _, values, _ in swept} == {0.01}
+    overrides, values, _ = swept[0]
+    (point,) = points_of(overrides, values)
+    assert point.name == "zero3-buffer-n1-subset1.10"
 
 
 def test_a_group_that_a_file_leaves_open_is_asked_for(monkeypatch, tmp_path, capsys):

@@ -26,7 +26,7 @@ from zeroexp.cluster.points import Composed
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help, verbs
 from zeroexp.commandline.explain import MISTAKES, explain, first_line
-from zeroexp.commandline.words import flags_last, only_shows, refuse_words
+from zeroexp.commandline.words import as_text, flags_last, only_shows, refuse_words
 from zeroexp.config import Config, ConfigError
 from zeroexp.network import without_password
 
@@ -135,7 +135,7 @@ def compose(
     if "schema.yaml" not in store.repo:  # a process of many lines, as of tests, makes it once
         store.store(name="schema", node=Config)
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
-    words = [plugins.as_list(w) for w in arguments if w not in ("-m", "--multirun")]
+    words = [as_text(plugins.as_list(w)) for w in arguments if w not in ("-m", "--multirun")]
     refuse_words(words, _conf())
     shows = only_shows(words)
     _know_plugins(words, os.environ.get("COMP_LINE", "").split() if shows else [])

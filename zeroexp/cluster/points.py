@@ -87,6 +87,7 @@ def _name(overrides: Sequence[str], config: Config) -> str:
     parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
+        value = re.sub(r"^'([\w.+-]+)'$", r"\1", value)
         if key not in (*IN_EVERY_NAME, *TOO_LONG_FOR_A_NAME):
             parts.append(key.rpartition(".")[2] + value if "." in key else value)
     name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)

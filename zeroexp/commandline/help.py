@@ -48,7 +48,7 @@ def screen(conf: Path, verbs: str) -> str:
 
 def about(key: str, conf: Path) -> str:
     """Return the help of one key or group. Raises ConfigError for an unknown one."""
-    known = {name: (kind, default) for name, kind, default in _keys()}
+    known = {name: (kind, default) for name, kind, default in keys_of()}
     if key in _groups(conf):
         return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key, known)])
     if owners := [
@@ -117,12 +117,12 @@ def _listed(words: list[str], indent: int) -> str:
     return text if len(text) <= most else text[: most - 4].rpartition(" ")[0] + " ..."
 
 
-def _keys(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str, Any]]:
+def keys_of(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str, Any]]:
     hints, made = get_type_hints(schema), schema()
     for item in fields(schema):
         kind, value = hints[item.name], getattr(made, item.name)
         if is_dataclass(kind):
-            yield from _keys(kind, f"{parent}{item.name}.")  # pyright: ignore[reportArgumentType]
+            yield from keys_of(kind, f"{parent}{item.name}.")  # pyright: ignore[reportArgumentType]
         else:
             yield parent + item.name, str(item.type), value
 

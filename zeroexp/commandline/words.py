@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from zeroexp.check.refusal import refuse_password, suggest_nearest
+from zeroexp.commandline.help import keys_of
 from zeroexp.config import Config, ConfigError
 
 # These flags of Hydra print something and run nothing.
@@ -35,6 +37,9 @@ REFUSED_FLAGS = {
 }
 # These values of a group end in a traceback of Hydra.
 NO_OPTION = re.compile(r"|null|None|true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+# One value or several, without quotes, brackets and functions; and what Hydra takes for another thing than text.
+SIMPLE = re.compile(r"[\w.+,-]+")
+NO_TEXT = re.compile(r"[-+]?[\d_.]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false", re.IGNORECASE)
 # Hydra's own settings that have an effect here. Folders are ours: outputs/<sweep>/<run>.
 HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath")
 
@@ -58,6 +63,20 @@ def refuse_words(words: Sequence[str], conf: Path) -> None:
         _refuse_empty_group(word, conf)
         _refuse_idle(word)
         _refuse_several_studies(word)
+
+
+def as_text(word: str) -> str:
+    """Quote values of a key that is text where Hydra reads a number or a truth: 1.10 is no 1.1 in data.subset."""
+    key, equals, value = word.partition("=")
+    if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in _text_keys():
+        return word
+    parts = [f"'{one}'" if NO_TEXT.fullmatch(one) else one for one in value.split(",")]
+    return f"{key}={','.join(parts)}"
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    return frozenset(key for key, kind, _ in keys_of() if kind in ("str", "str | None"))
 
 
 def flags_last(words: Sequence[str]) -> list[str]:
