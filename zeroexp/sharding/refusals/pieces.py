@@ -67,7 +67,8 @@ class OwnPieces:
     """The pieces of one optimizer, guarded but while its own step runs."""
 
     def __init__(self, optimizer: Optimizer):
-        self._pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        self._pieces = [piece for piece in pieces if type(piece) is nn.Parameter]  # no fake tensor
         # torch calls them in order; it is typed as a dict.
         self._hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
         self._num_running = 0  # a step may call that of the class it inherits from
