@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,3 +113,42 @@ def test_hundreds_of_units(ranks, stage, num_blocks):
 def test_ten_thousand_tensors_in_one_unit(ranks, stage):
     ranks(many, stage, 1, 10_000, "buffer")
     ranks(many, stage, 1, 10_000, "tensor")
+
+
+def lines_to_build(
+    world: World, shapes: list[tuple[int, int]], stage: str, family: str
+) -> list[int]:
+    """How many lines of ours run, each turn of a loop counted, to build an engine of each shape, and its state."""
+    engine(world, stage, 1, 1, family).state_dict()  # what is done once
+    counted = []
+    for num_blocks, num_tensors in shapes:
+        num_lines = 0
+
+        def count(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal num_lines
+            if "/zeroexp/" not in frame.f_code.co_filename:
+                return None
+            num_lines += event == "line"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            engine(world, stage, num_blocks, num_tensors, family).state_dict()
+        finally:
+            sys.settrace(before)
+        counted.append(num_lines)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("stage", "family"), [("zero1", "tensor"), ("zero3", "buffer"), ("zero3", "parameter")]
+)
+@pytest.mark.parametrize("kind", ["blocks", "tensors"])
+def test_building_takes_as_long_for_each_parameter(ranks, stage, family, kind):
+    """The second difference of what is linear is nothing, and of one turn for each pair it is twice STEP squared."""
+    step = 60
+    sizes = [step, 2 * step, 3 * step]
+    shapes = [(size, 1) if kind == "blocks" else (1, size) for size in sizes]
+    for one, two, three in ranks(lines_to_build, shapes, stage, family):
+        assert abs(three - 2 * two + one) < step * step / 10

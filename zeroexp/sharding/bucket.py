@@ -93,10 +93,10 @@ def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]
 
 
 def _bucket(chunks: Sequence[Chunk], picked: Sequence[tuple[int, Range]]) -> Bucket:
-    indices = sorted({index for index, _ in picked})
-    return Bucket(
-        tuple(_slice(i, chunks[i], [r for index, r in picked if index == i]) for i in indices)
-    )
+    ranges: dict[int, list[Range]] = {}
+    for index, each in picked:
+        ranges.setdefault(index, []).append(each)
+    return Bucket(tuple(_slice(i, chunks[i], ranges[i]) for i in sorted(ranges)))
 
 
 def _slice(index: int, chunk: Chunk, picked: Sequence[Range]) -> Slice:
@@ -110,7 +110,7 @@ def _slice(index: int, chunk: Chunk, picked: Sequence[Range]) -> Slice:
         members.append(Member(whole.name, top, top + each.numel))
         top += each.numel
         low, high = whole.start + each.start, whole.start + each.stop
-        for rank, (start, stop) in enumerate(pairwise(chunk.cuts)):
-            owned[rank] += max(0, min(high, stop) - max(low, start))
+        for rank, start, stop in chunk.shares(low, high):
+            owned[rank] += stop - start
     cuts = (0, *accumulate(owned))
     return Slice(index, ranges, Chunk(tuple(members), cuts, chunk.kind))

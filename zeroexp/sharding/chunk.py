@@ -9,6 +9,8 @@ This is a chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, cut eve
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,15 +91,20 @@ class Chunk:
         """Return a span for each whole member, as a rank owns it where nothing is sharded; `offset` is in the chunk."""
         return tuple(Span(i, 0, m.stop - m.start, m.start) for i, m in enumerate(self.members))
 
+    def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (rank, start, stop) for each part of these elements that one rank owns."""
+        rank = bisect_right(self.cuts, start) - 1
+        while start < stop:
+            end = min(stop, self.cuts[rank + 1])
+            if start < end:
+                yield rank, start, end
+            start, rank = end, rank + 1
+
     @cached_property
     def _spans_by_rank(self) -> tuple[tuple[Span, ...], ...]:
-        return tuple(self._cut(rank) for rank in range(len(self.cuts) - 1))
-
-    def _cut(self, rank: int) -> tuple[Span, ...]:
-        low, high = self.cuts[rank], self.cuts[rank + 1]
-        spans: list[Span] = []
+        spans: list[list[Span]] = [[] for _ in self.cuts[1:]]
         for index, member in enumerate(self.members):
-            start, stop = max(low, member.start), min(high, member.stop)
-            if start < stop:
-                spans.append(Span(index, start - member.start, stop - member.start, start - low))
-        return tuple(spans)
+            for rank, start, stop in self.shares(member.start, member.stop):
+                first, last = start - member.start, stop - member.start
+                spans[rank].append(Span(index, first, last, start - self.cuts[rank]))
+        return tuple(map(tuple, spans))

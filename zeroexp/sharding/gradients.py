@@ -33,7 +33,7 @@ class Gradients:
         self._chunk = tensors.chunk
         self._parameters = tensors.parameters
         self._owned = tensors.owned
-        self._span_of = {span.member: index for index, span in enumerate(self._owned)}
+        self._span_of = tensors.span_of
         self._rank, self._device = world.rank, world.device
         self._rests = stage.gradients
         self._dtype = dtypes.reduce

@@ -9,7 +9,7 @@ replicated, and nothing is gathered or copied. Only `stage_for_world` decides th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -45,14 +45,15 @@ def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> lis
         "module": list(_parameter_modules(module, blocks)),
     }[unit]
     claims: dict[nn.Parameter, set[str]] = {}
+    homes = set(names)
     for full_name, parameter in module.named_parameters(remove_duplicate=False):
-        claims.setdefault(parameter, set()).add(_home_of(full_name, names))
+        claims.setdefault(parameter, set()).add(_home_of(full_name, homes))
     members: dict[str, Named] = {name: {} for name in ["", *names]}
     for full_name, parameter in module.named_parameters():
         if not parameter.numel():
             continue  # an empty parameter has nothing to hold or to train
-        homes = claims[parameter]
-        members[homes.pop() if len(homes) == 1 else ""][full_name] = parameter
+        claimed = claims[parameter]
+        members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
     return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
 
 
@@ -73,22 +74,28 @@ def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str
     lists = [
         name for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)
     ]
-    inside = [name for name in lists if any(name.startswith(block + ".") for block in blocks)]
-    choosers = [name.rpartition(".")[0] for name in inside]  # named_modules yields outer ones first
-    choosers += [name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)]
+    named_blocks = set(blocks)
+    inside = [name for name in lists if not named_blocks.isdisjoint(outer_names(name))]
+    choosers = {name.rpartition(".")[0] for name in inside}
+    choosers |= {name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)}
     taken: set[str] = set()
     for name, submodule in module.named_modules():
         # A list of parameters has no forward, so its parameters belong to the module that holds the list.
         is_list = isinstance(submodule, nn.ParameterList | nn.ParameterDict)
         user = name.rpartition(".")[0] if is_list else name
-        owner = next((c for c in choosers if f"{user}.".startswith(c + ".")), user)
+        owner = next((name for name in [*outer_names(user), user] if name in choosers), user)
         if not owner or owner in taken or not list(submodule.parameters(recurse=False)):
             continue
         taken.add(owner)
         yield owner
 
 
-def _home_of(full_name: str, names: Sequence[str]) -> str:
+def outer_names(name: str) -> list[str]:
+    """Return the names of the modules around a module, the outermost first, without the root."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]
+
+
+def _home_of(full_name: str, names: Collection[str]) -> str:
     """Return the innermost of the named modules that contains the parameter; "" is the root."""
     module_name = full_name.rpartition(".")[0]
     while module_name and module_name not in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapreplace
 from typing import cast
 
 from zeroexp.registry import Registry
@@ -18,13 +19,13 @@ def own_contiguously(specs: Sequence[ParameterSpec], world_size: int) -> dict[st
 def own_greedily(specs: Sequence[ParameterSpec], world_size: int) -> dict[str, int]:
     """Give the least loaded rank the largest parameter left (longest processing time); never worse than contiguous."""
     owner_of: dict[str, int] = {}
-    load = [0] * world_size
+    loads = [(0, rank) for rank in range(world_size)]  # a heap
     for spec in sorted(specs, key=lambda spec: -spec.numel * spec.itemsize):
-        rank = load.index(min(load))
+        load, rank = loads[0]
         owner_of[spec.name] = rank
-        load[rank] += spec.numel * spec.itemsize
+        heapreplace(loads, (load + spec.numel * spec.itemsize, rank))
     contiguous = own_contiguously(specs, world_size)
-    return owner_of if max(load) <= fullest_bytes(specs, contiguous) else contiguous
+    return owner_of if max(loads)[0] <= fullest_bytes(specs, contiguous) else contiguous
 
 
 def fullest_bytes(specs: Sequence[ParameterSpec], owner_of: dict[str, int]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.sharding.grouping import outer_names
 from zeroexp.sharding.pools import Pool, PrivateStore
 from zeroexp.sharding.unit import Unit
 
@@ -25,7 +26,7 @@ def assign_memory(
         return []
     private = private_units([unit.name for unit in units], keep)
     alone = [unit for unit in units if unit.name in private]
-    sharing = [unit for unit in units if unit not in alone]
+    sharing = [unit for unit in units if unit.name not in private]
     pools: list[Pool] = []
     for index in range(num_pools):
         tenants = sharing[index::num_pools]
@@ -41,4 +42,5 @@ def private_units(names: Sequence[str], keep: str) -> set[str]:
     """Return the units that cannot share a pool: kept ones, and those inside of which others run ("" is the root)."""
     if keep == "all":
         return set(names)
-    return {n for n in names if not n or any(other.startswith(n + ".") for other in names)}
+    around = {outer for name in names for outer in ("", *outer_names(name))}
+    return around.intersection(names)

@@ -21,6 +21,7 @@ from torch import nn
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.bucket import Bucket
+from zeroexp.sharding.grouping import outer_names
 from zeroexp.sharding.unit import Unit
 
 
@@ -162,10 +163,9 @@ def _is_inside_out(units: Sequence[Unit]) -> bool:
     Suppose an outer unit is done before its inner ones on one rank, and after them on another, where one of its
     parameters gets no gradient. The two would reduce it between different gathers and wait for one another.
     """
-    outer_first = [
-        (outer, inner)
-        for index, outer in enumerate(units)
-        for inner in units[index + 1 :]
-        if not outer.name or inner.name.startswith(outer.name + ".")
-    ]
-    return not outer_first
+    before: set[str] = set()
+    for unit in units:
+        if not before.isdisjoint(["", *outer_names(unit.name)]):
+            return False
+        before.add(unit.name)
+    return True

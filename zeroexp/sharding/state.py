@@ -59,9 +59,13 @@ class ChunkTensors:
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
     empty: Tensor = field(init=False)  # the empty tensor that freed parameters show
+    span_of: dict[int, int] = field(
+        init=False
+    )  # index of the owned span, by member: a rank owns one at most
 
     def __post_init__(self) -> None:
         self.empty = self.piece.new_empty(0)
+        self.span_of = {span.member: index for index, span in enumerate(self.owned)}
 
     @property
     def is_trainable(self) -> bool:
@@ -112,13 +116,15 @@ class ChunkTensors:
         if self.full is not None:
             whole = self.chunk.members[member]
             self.full[whole.start : whole.stop].copy_(read(0, whole.stop - whole.start))
-        for index, (span, place) in enumerate(self.own_elements()):
-            if span.member != member:
-                continue
-            if self.full is None:
-                place.copy_(read(span.start, span.stop))
-            if self.master_flat is not None:
-                self.masters[index].detach().view(-1).copy_(read(span.start, span.stop))
+        index = self.span_of.get(member)
+        if index is None:
+            return
+        span = self.owned[index]
+        if self.full is None:
+            place = self.owned_memory[span.offset : span.offset + span.numel]
+            place.copy_(read(span.start, span.stop))
+        if self.master_flat is not None:
+            self.masters[index].detach().view(-1).copy_(read(span.start, span.stop))
 
 
 def allocate(

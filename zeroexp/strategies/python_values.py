@@ -45,14 +45,17 @@ class PythonValues:
         self._at_first = self._current_values()
         self._before = self._at_first
         self._counted: list[set[str]] = [set() for _ in names]
+        self._num_keys = 0  # of the optimizer's state, when all were parameters
         optimizer.register_step_pre_hook(lambda *_: self._note_values_before())
         optimizer.register_step_post_hook(lambda *_: self._note_changed_keys())
 
     def of(self, name: str, parameter: Tensor) -> dict[str, CanonicalTensor]:
         """Return the entry to add to this parameter's state; it is empty if there are no values."""
-        for key in self._optimizer.state:
-            if not isinstance(key, Tensor):
-                raise ValueError(self._unknown(key, "outside of any parameter"))
+        if len(self._optimizer.state) != self._num_keys:
+            for key in self._optimizer.state:
+                if not isinstance(key, Tensor):
+                    raise ValueError(self._unknown(key, "outside of any parameter"))
+            self._num_keys = len(self._optimizer.state)
         values = {
             "state": python_values_of(self._optimizer.state.get(parameter, {})),
             "group": self._numbers_of(name),
