@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
-from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pytest import MonkeyPatch
 
+from zeroexp.__main__ import BEHAVIOUR, store_schema
 from zeroexp.config import Config, from_mapping
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -20,8 +20,8 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 @cache
 def composed(*overrides: str) -> Config:
     """The config of `python -m zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    store_schema()
+    with initialize_config_dir(str(CONF), **BEHAVIOUR):
         values = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(values, dict)
     return from_mapping(Config, {str(key): value for key, value in values.items()})

@@ -39,6 +39,8 @@ WITHOUT_DOCSTRINGS = (
 )
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
 BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+# Hydra 1.4 wants to be told that what is stored may be there, as that of a plugin from an earlier line of a process.
+REPLACES: dict[str, Any] = {} if BEHAVIOUR else {"replace": True}
 
 
 def main() -> int:
@@ -123,6 +125,13 @@ class TakesPoints(Protocol):
     def run(self, batch: Sequence[Composed], /) -> list[Any]: ...
 
 
+def store_schema() -> None:
+    """Make the schema of conf/config.yaml known to Hydra, once in a process of many lines, as of tests."""
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=Config)
+
+
 def compose(
     taker: TakesPoints, arguments: list[str], *, further: Sequence[str] = (), writes: bool = True
 ) -> None:
@@ -131,9 +140,7 @@ def compose(
     further: words that no user may say. writes: False: the folders that a sweep needs are neither made nor tried.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
-    store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:  # a process of many lines, as of tests, makes it once
-        store.store(name="schema", node=Config)
+    store_schema()
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     words = [as_text(plugins.as_list(w)) for w in arguments if w not in ("-m", "--multirun")]
     refuse_words(words, _conf())
@@ -183,7 +190,7 @@ def _know_plugins(words: Sequence[str], completed: Sequence[str]) -> None:
     else:
         plugins.load(plugins.modules_named_in(words))
     for group, name, values in plugins.options_named_in(words):
-        ConfigStore.instance().store(group=group, name=name, node=values)
+        ConfigStore.instance().store(group=group, name=name, node=values, **REPLACES)
 
 
 @contextlib.contextmanager

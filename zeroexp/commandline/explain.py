@@ -49,7 +49,9 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error)
     if isinstance(error, OverrideParseException):
-        if "LexerNoViableAlt" in (said := first_line(error)):
+        # Hydra 1.4 begins with a line of which word it was.
+        said = re.sub(r"\AError when parsing index: .*\n", "", str(error)).partition("\n")[0]
+        if "LexerNoViableAlt" in said:
             said = "a character in it has a meaning of its own for Hydra"
             return f"{error.override}: {said}; put the value in quotes: 'key=\"value\"'"
         return f"{error.override}: {said}; write key=value, lists as key=[1,2]"

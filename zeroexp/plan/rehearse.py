@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 import zeroexp
+from zeroexp.check.fit import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
 from zeroexp.data.words import words_of_data
@@ -98,7 +99,7 @@ class RehearsedRank:
 class Rehearsal:
     """The rehearsed ranks of one point.
 
-    device: cpu or cuda, whose kernels decide what autograd saves; cuda needs a torch that was built for it, but no GPU.
+    device: cpu or cuda, whose kernels decide what autograd saves; cuda needs a GPU.
     depths: the numbers of blocks that were rehearsed. If the model's own is not among them, all numbers are
     extrapolated along a line through the first two, and the third lay on it to the byte.
     """
@@ -193,8 +194,12 @@ def prepared(config: Config, world_size: int | None) -> Config:
 
 
 def _device(config: Config) -> str:
-    """Return whose kernels are rehearsed: a torch that was built without CUDA knows those of the CPU alone."""
-    return "cuda" if torch.backends.cuda.is_built() and config.cluster.device != "cpu" else "cpu"
+    """Return whose kernels are rehearsed: without a GPU those of the CPU.
+
+    A torch that was built for CUDA asks a real device for its streams in each backward, also in one of fake tensors.
+    """
+    has_cuda = torch.backends.cuda.is_built() and num_gpus() > 0
+    return "cuda" if has_cuda and config.cluster.device != "cpu" else "cpu"
 
 
 def rehearse_rank(
