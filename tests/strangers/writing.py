@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, GATHERED, WIDTH, Lab, Setting, adamw, scenario, variants
+from tests.strangers.lab import EVERY_WAY, WIDTH, Lab, Setting, adamw, scenario, variants
 from tests.strangers.models import Net
 
 WRITE = r"gathered\(write=True\)"
@@ -271,7 +271,6 @@ def changed_after_wrapping_by(lab: Lab, way: str) -> None:
         "requires_grad",
         "modules_without_new_parameters",
     ],
-    may_refuse={"zero3": GATHERED},
 )
 def changed_to_what_it_is_by(lab: Lab, way: str) -> None:
     """Calls that change nothing in PyTorch change nothing here."""

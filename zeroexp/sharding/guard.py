@@ -59,7 +59,7 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with unguarded():
-            sets_itself = func is functions.SET_DATA and args[1] is args[0]
+            sets_itself = func == functions.SET_DATA and args[1] is args[0]
             told_by_shape = func in functions.NEEDS_SHAPE and _guard_of(args[0]).freed
             if func not in functions.HARMLESS and not sets_itself and not told_by_shape:
                 for parameter in _guarded_among([*args, *kwargs.values()]):
