@@ -101,6 +101,36 @@ def evaluated_between_backward_and_the_step(lab: Lab) -> None:
         t.zero_grad()
 
 
+class Shortened(Net):
+    """Leaves after `depth` blocks, as early exits and probes of hidden layers do."""
+
+    depth = 3
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers[: self.depth]:
+            x = layer(x)
+        return x
+
+
+@variants(["direct", "gloo"])
+def a_shorter_forward_between_backward_and_the_step_over(lab: Lab, transport: str) -> None:
+    """What was gathered ahead for it, and not used, is of weights that the step changes."""
+    t = lab.wrap(Shortened(), transport=transport, prefetch=1)
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True):
+                t.backward(plain_loss(t.model, batch))
+        for t.model.depth in (3, 1, 3, 2):
+            look(t, lab, "no_grad")
+        t.model.depth = 1
+        look(t, lab, "no_grad")
+        lab.note(t.step())
+        t.zero_grad()
+        t.model.depth = 3
+        look(t, lab, "no_grad")
+
+
 @scenario(EVERY_WAY)
 def evaluated_at_other_sizes(lab: Lab) -> None:
     """A single sample, an empty batch, a long one."""

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import EVERY_WAY, GATHERED, Batch, Lab, plain_loss, scenario, variants
+from tests.strangers.lab import (
+    EVERY_WAY,
+    GATHERED,
+    Batch,
+    Lab,
+    Setting,
+    plain_loss,
+    scenario,
+    variants,
+)
 from tests.strangers.models import Block, Net
 
 
@@ -88,6 +97,26 @@ def an_error_on_one_rank_and_then_on(lab: Lab, place: str) -> None:
                 if lab.plain and place == "backward":
                     raise
         t.model.layers[2].where = ""
+        lab.note(t.step())
+        t.zero_grad()
+
+
+@variants(["direct", "gloo", "native"], [Setting(stage) for stage in ("zero3", "zero2")])
+def a_microbatch_dropped_among_others_over(lab: Lab, transport: str) -> None:
+    """The second of three fails before its backward; the step is made of the gradients of the other two."""
+    t = lab.wrap(Net(Failing), transport=transport, reduce_each="microbatch")
+    for step in range(3):
+        for microbatch in range(3):
+            for batch in lab.batches(step, 3):
+                if batch.microbatch != microbatch:
+                    continue
+                fails = step == 1 and microbatch == 1
+                t.model.layers[1].where = "forward" if fails else ""
+                try:
+                    with t.microbatch(last=batch.last):
+                        t.backward(plain_loss(t.model, batch))
+                except Oops:
+                    batch.note("dropped")
         lab.note(t.step())
         t.zero_grad()
 

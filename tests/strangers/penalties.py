@@ -57,6 +57,23 @@ def penalty_whose_backward_comes_after_the_context(lab: Lab) -> None:
     lab.train(t, loss)
 
 
+@scenario(refused=r"optimizer step has changed since the forward|modified by an inplace operation")
+def penalty_from_before_the_step(lab: Lab) -> None:
+    """The graph of a penalty is kept, and its backward runs in the next step: with which weights, nobody knows."""
+    t = lab.wrap(Net())
+    penalties: list[Tensor] = []
+    for step in range(2):
+        for batch in lab.batches(step):
+            with t.microbatch(last=True), t.gathered():
+                penalties.append(0.01 * squares(t.model))
+                if step == 0:
+                    t.backward(plain_loss(t.model, batch))
+                else:
+                    t.backward(plain_loss(t.model, batch) + penalties[0])
+        t.step()
+        t.zero_grad()
+
+
 @scenario(EVERY_WAY, refused={"zero3": GATHERED})
 def penalty_without_a_context(lab: Lab) -> None:
     t = lab.wrap(Net())

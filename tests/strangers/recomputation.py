@@ -49,6 +49,9 @@ class Recomputed(Net):
         if self.where == "a_block_twice":
             x = self.run(self.layers[0], x)
             return self.run(self.layers[0], self.layers[1](x))
+        if self.where == "a_block_in_two_groups":
+            x = self.run(lambda x: self.all_of(x, 0, 1), x)
+            return self.run(lambda x: self.all_of(x, 0), x)
         if self.where == "a_block_twice_in_one":
             return self.run(lambda x: self.all_of(x, 0, 1, 0), x)
         if self.where == "one_in_another":
@@ -78,6 +81,35 @@ def checkpoint_around(lab: Lab, where: str) -> None:
 @variants(PLACES, EVERY_WAY, quick=["each_block", "two_groups", "a_block_twice_in_one"])
 def reentrant_checkpoint_around(lab: Lab, where: str) -> None:
     lab.train(lab.wrap(Recomputed(where, reentrant=True)), num_microbatches=2)
+
+
+class RecomputedInside(Net):
+    """One block runs in a checkpoint, and again beside another one in a checkpoint inside of that."""
+
+    def body(self, x: Tensor) -> Tensor:
+        run = partial(checkpoint, use_reentrant=False)
+        first, second, _ = self.layers
+
+        def outer(x: Tensor) -> Tensor:
+            x = first(x)
+            return x * run(lambda x: second(first(x)), x)
+
+        return run(outer, self.inp(x))
+
+
+@scenario(may_refuse={"zero3": r"recomputed for backward"})
+def checkpoint_inside_a_checkpoint_of_one_block(lab: Lab) -> None:
+    """Its block is recomputed, and needed again in another's backward before those values were used."""
+    lab.train(lab.wrap(RecomputedInside()), num_microbatches=2)
+
+
+REMEDIES: dict[str, dict[str, Any]] = {"prefetch": {"prefetch": 1}, "unit": {"unit": "model"}}
+
+
+@variants([*REMEDIES])
+def checkpoint_inside_a_checkpoint_with_another(lab: Lab, remedy: str) -> None:
+    """What the refusal says to set."""
+    lab.train(lab.wrap(RecomputedInside(), **REMEDIES[remedy]), num_microbatches=2)
 
 
 @variants(["two_blocks", "all_blocks", "each_block"])
