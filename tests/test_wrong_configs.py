@@ -249,6 +249,7 @@ WRONG = {
     "cluster=slurm +cluster.slurm.sbatch.a={b:1}": ("cluster.slurm.sbatch.a=", "reservation=mine"),
     "cluster.slurm.setup=[ls]": ("cluster.slurm.setup=", "no effect"),
     "cluster.heartbeat_s=5": ("cluster.heartbeat_s=5:", "use cluster=slurm"),
+    "cluster.force=true": ("cluster.force=true:", "use cluster=slurm"),
     "cluster.rehearse_s=5": ("cluster.rehearse_s=5:", "use cluster=slurm"),
     "optimizer=sgd optimizer.betas=[0.8,0.9]": ("optimizer.betas=[0.8, 0.9]:", "optimizer=adamw"),
     "optimizer=sgd optimizer.eps=1e-6": ("optimizer.eps=1e-06:", "use optimizer=adamw"),

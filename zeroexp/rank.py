@@ -86,9 +86,11 @@ def main(folder: Path, *, device: str | None = None) -> None:
     place = worlds.rank_info_from_environment(os.environ)
     _send_output_to(failure.log_path(folder, place.rank))
     advance.share()
+    spare = os.open(os.devnull, os.O_RDONLY)
     try:
         code = _run(folder, device)
     except Exception as error:
+        os.close(spare)  # else a rank that ran out of files could not write down that it did
         if isinstance(error, torch.OutOfMemoryError):
             memory_snapshot(folder / f"memory.{place.rank}.pickle")
         failure.write_raised(folder, place.rank, error, peak_bytes=most_held_bytes())

@@ -20,6 +20,7 @@ from zeroexp.cluster.queue import cancel_unfinished
 from zeroexp.cluster.slurm import JobShape, SlurmCluster
 from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
+from zeroexp.cluster.submit import _complaint, _sbatch
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
 from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.tracking import attempt, failure
@@ -325,3 +326,14 @@ def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int
     config = Config(cluster=cluster or ClusterConfig(), world_size=world_size)
     save(config, folder / "config.yaml")
     return Job(folder)
+
+
+def test_an_sbatch_that_is_killed_is_said_to_be(monkeypatch, tmp_path):
+    """It says nothing, and the line that told of it was empty."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\nkill -9 $$\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "batch.sh").write_text("#!/bin/sh\ntrue\n")
+    job_id, words = _sbatch(tmp_path / "batch.sh", "name")
+    assert job_id is None and _complaint(words).startswith("sbatch was killed, or ended without")

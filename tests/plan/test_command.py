@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,13 @@ def test_a_mistake_is_one_line(line, planned):
     assert code == 2 and out == "" and len(err.splitlines()) == 1, err
     start, remedy = WRONG[line]
     assert err.startswith(f"zeroexp: {start}") and remedy in err
+
+
+def test_no_place_for_temporary_files_is_one_line(planned, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/1/nowhere")
+    code, out, err = planned("model=tiny data=synthetic")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1, err
+    assert err.startswith("zeroexp: TMPDIR=") and "set TMPDIR" in err
 
 
 @pytest.mark.slow

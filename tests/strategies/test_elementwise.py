@@ -106,6 +106,17 @@ def test_what_no_strategy_can_step_is_refused_by_name(factory, told):
             )
 
 
+def test_steps_to_infinity_are_no_random_numbers():
+    with pytest.raises(ValueError, match=r"AdamW moves weights to infinity or NaN .*: lower its"):
+        refuse_unless_elementwise(
+            lambda groups: optim.AdamW(groups, lr=1e308),
+            matrices(),
+            family="buffer",
+            cut=True,
+            shared=True,
+        )
+
+
 def test_a_factory_that_ignores_its_groups_is_refused():
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="makes SGD over other parameters than it is handed"):

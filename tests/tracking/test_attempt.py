@@ -94,6 +94,12 @@ def test_a_failure_counts_until_the_next_attempt(run: Path) -> None:
     assert Job(run).failure is None
 
 
+def test_a_limit_that_was_reached_is_told_with_its_remedy(run: Path) -> None:
+    os.environ[attempt.NUMBER] = "2"
+    failure.write_raised(run, 1, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert "Too many open files; raise the limit" in (Job(run).failure or {})["message"]
+
+
 def test_last_words_find_room(tmp_path: Path) -> None:
     """The disk is full as long as the reserve is there."""
     reserve(tmp_path)

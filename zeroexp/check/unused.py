@@ -21,7 +21,7 @@ from zeroexp.config import (
 from zeroexp.models.families import MODELS
 from zeroexp.optim import OPTIMIZERS
 
-SLURMS_OWN = ("dry_run", "wait", "heartbeat_s", "rehearse_s")
+SLURMS_OWN = ("dry_run", "wait", "heartbeat_s", "rehearse_s", "force")
 
 
 def check_settings_of_plugins(config: Config) -> None:

@@ -76,7 +76,7 @@ def _submit(notes: Mapping[Path, dict[str, Any]], file: Path, name: str) -> str:
     for folder, content in notes.items():
         write_json(folder / SUBMITTING, content)
     job_id, words = _sbatch(file, name)
-    if job_id is None and UNSURE.search(words):
+    if job_id is None and (not words or UNSURE.search(words)):
         job_id = _look_for(name)
     if job_id is None:
         for folder in notes:
@@ -185,5 +185,7 @@ def _complaint(words: str) -> str:
     errors = [
         line.partition("error:")[2].strip() for line in words.splitlines() if "error:" in line
     ]
+    if not words:
+        return "sbatch was killed, or ended without a word, and no job of it was found; try again"
     line = "sbatch: error: " + "; ".join(errors) if errors else words.partition("\n")[0]
     return f"{line}; {NO_GPUS}" if "generic resource" in line else line

@@ -20,6 +20,7 @@ Exit codes: 0 planned (points that mean nothing are skipped with their reason); 
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -75,7 +76,12 @@ def _answer(arguments: Sequence[str]) -> str:
         raise ConfigError(f"{FIGURE} {figure}: only --fit draws a picture; add it")
     plans = Plans(words, rehearses=REHEARSE in arguments)
     # Hydra writes down what it sweeps, and a plan leaves no file.
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        place = tempfile.TemporaryDirectory()
+    except OSError as error:
+        told = "no temporary folder can be written, which a plan needs; set TMPDIR to one"
+        raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
+    with place as folder:
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     if not flags:
         return render(plans.planned, plans.notes)

@@ -281,10 +281,13 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
 
 def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome, why: str) -> str:
     """Return the error message; an optimizer whose result depends on the random seed gets a different one."""
+    name = type(whole.optimizer).__name__
+    if not all(bool(moved.isfinite().all()) for moved in whole.moved):
+        told = f"optimizer {name} moves weights to infinity or NaN in its first steps"
+        return f"{told}: lower its learning rate (optimizer.lr)"
     again = _run(factory, trials, _wholes, seed=1)
     if _near(again.moved, whole.moved):
         return f"optimizer {why}"
-    name = type(whole.optimizer).__name__
     told = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
     return f"{told}: use another optimizer"
 

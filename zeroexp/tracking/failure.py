@@ -29,6 +29,7 @@ REMEDIES = {
     errno.ENOMEM: "use a smaller model or fewer ranks",
     errno.EMFILE: "raise the limit of open files (ulimit -n), or use fewer ranks",
     errno.ENFILE: "close files of other programs",
+    errno.ENOSYS: "ranks need memfds and pidfds; use a newer kernel, or another sandbox",
 }
 # What C++ and Python say where the system gives no thread.
 NO_THREAD = (os.strerror(errno.EAGAIN), "can't start new thread")
@@ -58,6 +59,8 @@ def write_raised(
     message = str(error)
     if isinstance(error, RuntimeError) and message in NO_THREAD:
         message = f"no thread can be started: {message}; {REMEDIES[errno.EAGAIN]}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        message = f"{message}; {REMEDIES[error.errno]}"
     cause = _cause(folder, rank, type(error).__name__, message, trace)
     if short := describe_shortage(error, peak_bytes):
         cause |= _of_memory(short)
