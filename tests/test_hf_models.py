@@ -456,6 +456,27 @@ def test_without_any_token_that_pads_nothing_runs(here):
         build_data(config.data, config.model, 0)
 
 
+ALBERT = {**NARROW, "vocab_size": 2048, "embedding_size": 8, "pad_token_id": 0}
+
+
+def test_a_model_that_runs_one_layer_many_times_trains_as_its_refusal_says(
+    here, ranks, monkeypatch, capsys
+):
+    saved(Path("albert"), "AlbertForMaskedLM", transformers.AlbertConfig(**ALBERT))
+    line = (
+        "model=hf model.path=albert model.task=classification model.num_labels=3 model.init=random"
+    )
+    shipped = "data=yelp data.path=nothing.csv data.seq_len=8 world_size=1 tracking=files"
+    Path("nothing.csv").write_text("text,label\ngood,0\n")
+    told = told_by(f"{line} {shipped}", monkeypatch, capsys)
+    assert "the model has no repeated block; name some: model.blocks=[" in told
+    config = of_line(*line.split()[1:], told.rpartition("name some: ")[2])
+    assert build_model(config, seed=0, device="meta").blocks == [
+        "albert.encoder.albert_layer_groups.0"
+    ]
+    assert_parity(ranks, [config])
+
+
 TINY_RUN = "data=synthetic data.seq_len=8 data.global_batch_size=2 train.steps=1 train.warmup_steps=1 tracking=files"
 
 
@@ -564,8 +585,8 @@ def test_what_can_not_be_trained_is_one_line_and_nothing_runs(case, here, monkey
     assert expected in told_by(f"{words} {TINY_RUN}", monkeypatch, capsys)
 
 
-def test_a_run_from_a_folder(here, monkeypatch):
-    """Through the command line, with a frozen embedding; what was trained is exported and read again."""
+def test_a_run_from_a_folder(here, monkeypatch, capsys):
+    """Through the command line, with a frozen embedding; what was trained is exported and read again as that says."""
     qwen()
     start_servers_with(monkeypatch, Warm)
     words = f"model=hf model.path=qwen model.freeze=[model.embed_tokens.*] world_size=2 checkpoint.every=2 {TINY_RUN}"
@@ -574,10 +595,16 @@ def test_a_run_from_a_folder(here, monkeypatch):
     (run,) = Path("outputs").glob("*/*/summary.json")
     config = (run.parent / "config.yaml").read_text()
     assert "model_type: qwen2" in config
-    export.export(export.choose_checkpoint(run.parent), Path("trained"))
+    monkeypatch.setattr(sys, "argv", ["export", str(run.parent), "--to", "trained"])
+    assert export.main() == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("trained:")]
+    family, *use = line.rpartition("; ")[2].removeprefix("start from it with ").split()
+    again = build_model(of_line(*use), seed=0).module
+    assert family == "model=hf"
     before = load_file("qwen/model.safetensors")
     after = transformers.AutoModelForCausalLM.from_pretrained("trained").state_dict()
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert_same(again.state_dict(), after)
     moved = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(before[moved], after[moved])
 

@@ -51,6 +51,24 @@ WRONG = {
         "train.activation_checkpointing=maybe:",
         "use true or false",
     ),
+    "train.activation_checkpointing=true train.recompute_every=0": (
+        "train.recompute_every=0:",
+        "use at least 1",
+    ),
+    "train.recompute_every=2": ("train.recompute_every=2: no effect", "set it to true"),
+    "train.recompute_except=[aten.mm]": ("train.recompute_except=", "set it to true"),
+    "train.activation_checkpointing=true train.recompute_except=[aten.matmull]": (
+        "train.recompute_except=aten.matmull: torch has no such operator",
+        "name one as aten.mm",
+    ),
+    "train.activation_checkpointing=true train.recompute_except=[aten.t.default]": (
+        "train.recompute_except=aten.t.default: returns a view",
+        "name one that computes",
+    ),
+    "train.activation_checkpointing=true train.recompute_except=[aten.mm] strategy.unit=module": (
+        "train.recompute_except=",
+        "use strategy.unit=block",
+    ),
     "train=3": ("train=3:", "set one of its keys"),
     "optimizer.lr=0": ("optimizer.lr=0", "use more than 0"),
     "optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),

@@ -161,6 +161,9 @@ class TrainConfig:
     steps: int = 20  # measured steps
     validate_every: int | None = None  # steps between two validations; None = only at the end
     activation_checkpointing: bool = False  # recompute each block in backward
+    recompute_every: int | None = None  # only every so-many-th block is recomputed; None = each
+    # Operators whose results recomputed blocks keep, as aten.mm.
+    recompute_except: list[str] = field(default_factory=list[str])
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
     trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
     hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared

@@ -3,6 +3,7 @@
     python -m zeroexp.export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
     python -m zeroexp.export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
     python -m zeroexp model.weights=DIR                     start from it
+    python -m zeroexp model=hf model.path=DIR               start from that of a run with model=hf
 
 It reads one tensor after the other, checks each hash and writes file by file into a hidden folder beside DIR. When all
 is written, one rename gives the folder its name. Exit codes: 0 written, 2 refused with the reason in one line.
@@ -35,7 +36,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return 2
-    print(f"{target}: the weights of {checkpoint} in {arguments.dtype}; model.weights={target}")
+    use = _words_that_start_from(target, checkpoint)
+    print(f"{target}: the weights of {checkpoint} in {arguments.dtype}; start from it with {use}")
     return 0
 
 
@@ -74,6 +76,15 @@ def default_target(checkpoint: Path) -> Path:
     if checkpoint.parent.name != folders.FOLDER:
         raise ConfigError(f"--to=null: {checkpoint} lies in no run's folder; set --to=DIR")
     return checkpoint.parents[1] / "exported" / checkpoint.name
+
+
+def _words_that_start_from(target: Path, checkpoint: Path) -> str:
+    """Return what a command line says to begin with the exported weights."""
+    model = from_mapping(Config, read_manifest(checkpoint).config).model
+    if model.family != "hf":
+        return f"model.weights={target}"
+    head = f" model.task={model.task} model.num_labels={model.num_labels}"
+    return f"model=hf model.path={target}" + (head if model.num_labels else "")
 
 
 def export(

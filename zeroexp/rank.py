@@ -41,7 +41,7 @@ from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.measure.system import sampling_system
 from zeroexp.models.build import build_deferred, build_model
-from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.plan.beside import plan_beside
@@ -167,8 +167,7 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     needed = flops_per_sample(model.module, config.model, config.data.seq_len)
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-    if config.train.activation_checkpointing:
-        checkpoint_blocks(model.module, model.blocks)
+    checkpoint_as_configured(model.module, model.blocks, config.train)
     config = links.settle_bucket_size(config, folder, world)
     strategy = build_strategy(config, model, world)
     build_peak_bytes = memory.peak_bytes()

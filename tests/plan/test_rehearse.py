@@ -22,7 +22,7 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
-from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.families import MODELS
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.optim import OPTIMIZERS, OptimizerKind
@@ -105,8 +105,7 @@ def train_with_memory(config: Config, rank: int) -> tuple[list[StepRecord], int]
     words = config.data.vocab_size
     model = build_model(config.model, seed=0, device="cpu", vocab_size=words)
     with fake_world(rank, config.world_size) as world:
-        if config.train.activation_checkpointing:
-            checkpoint_blocks(model.module, model.blocks)
+        checkpoint_as_configured(model.module, model.blocks, config.train)
         strategy = build_strategy(config, model, world)
         instruments = Instruments(config.train, world, Path())
         return list(
@@ -159,6 +158,24 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
     kept = RNG_STATE_BYTES * depth_of(config) if recomputes else 0
     kept += FSDP2_BYTES if implementation == "torch" else 0
     assert 0 <= peak - before - rehearsed.peak_bytes <= kept
+
+
+@pytest.mark.parametrize(
+    "words", ["train.recompute_every=3", "train.recompute_except=[aten.mm,aten.addmm.default]"]
+)
+def test_blocks_that_recompute_a_part_have_the_peak_of_the_same_step_with_memory(words):
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)
+    recomputing = config_of(*LLAMA, "strategy=zero3", "train.activation_checkpointing=true")
+    config = config_of(*LLAMA, "strategy=zero3", "train.activation_checkpointing=true", words)
+    records, before = train_with_memory(config, 1)
+    (rehearsed,) = rehearse(config, ranks=[1]).ranks
+    assert rehearsed.held_bytes == records[-1].memory_bytes
+    assert rehearsed.traffic == records[UNDISTURBED_STEP].traffic
+    peak = records[UNDISTURBED_STEP].peak_bytes
+    assert peak is not None
+    assert 0 <= peak - before - rehearsed.peak_bytes <= RNG_STATE_BYTES * depth_of(config)
+    assert rehearsed.peak_bytes > rehearse(recomputing, ranks=[1]).ranks[0].peak_bytes
 
 
 def with_idle_parameters(config: ModelConfig, words: int | None) -> nn.Module:

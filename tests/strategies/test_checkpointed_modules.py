@@ -8,18 +8,21 @@ recomputing anything, arrives at the same weights, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import Recipe, assembled, pieces_of
 from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
+from zeroexp.config import TrainConfig
 from zeroexp.models.build import BuiltModel, build_model
-from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.sharding.options import Options
 from zeroexp.strategies.base import CanonicalState
@@ -39,6 +42,9 @@ SHIPPED = [
 ]
 # A product with a matrix of one row (one token alone with its expert) is rounded by where in memory the weights lie.
 TOLERANCE = {"moe_tiny": 2e-5, "mixtral_tiny": 2e-5}
+
+
+RECOMPUTES = TrainConfig(activation_checkpointing=True)
 
 
 def built(name: str) -> BuiltModel:
@@ -71,9 +77,11 @@ def oracle(name: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def train(world: World, name: str, make: Ours) -> CanonicalState:
+def train(
+    world: World, name: str, make: Ours, recomputation: TrainConfig = RECOMPUTES
+) -> CanonicalState:
     model = built(name)
-    checkpoint_blocks(model.module, model.blocks)
+    checkpoint_as_configured(model.module, model.blocks, recomputation)
     strategy = make(model, Recipe(), world)
     for step in range(STEPS):
         for index in range(MICROBATCHES):
@@ -106,3 +114,48 @@ def test_units_inside_blocks_that_recompute_equal_the_oracle(ranks, name, stage)
             atol=bound,
             msg=lambda text, where=key: f"{where}: {text}",
         )
+
+
+@pytest.mark.parametrize(
+    ("unit", "selective"),
+    [
+        ("module", {"recompute_every": 2}),
+        ("block", {"recompute_except": ["aten.mm", "aten.silu.default"]}),
+    ],
+)
+def test_blocks_that_recompute_a_part_equal_the_oracle(ranks, unit, selective):
+    make = Ours("zero3", Options(family="buffer", unit=unit, reduce_each="step"))
+    recomputation = replace(RECOMPUTES, **selective)
+    state = assembled(ranks(train, "tiny", make, recomputation, world_size=RANKS))
+    for key, expected in oracle("tiny").items():
+        assert torch.equal(state[key]["weight"], expected), key
+
+
+def test_an_operator_that_is_kept_runs_once_and_every_other_block_is_left_as_it_is():
+    """Of two blocks: products run in forward alone where they are kept, twice where they are recomputed."""
+    counts: dict[str, int] = {}
+    for case, selective in {
+        "all": {},
+        "second": {"recompute_every": 2},
+        "kept": {"recompute_except": ["aten.mm"]},
+    }.items():
+        model = built("tiny")
+        checkpoint_as_configured(model.module, model.blocks, replace(RECOMPUTES, **selective))
+        with Counting() as counting:
+            loss_of(model.module, shrunk("tiny", num_layers=2), 0, 0, 0)[0].backward()
+        counts[case] = counting.products
+    plain = built("tiny").module
+    with Counting() as counting:
+        loss_of(plain, shrunk("tiny", num_layers=2), 0, 0, 0)[0].backward()
+    assert counts["kept"] == counting.products
+    assert counts["all"] - counting.products == 2 * (counts["second"] - counting.products) > 0
+
+
+class Counting(TorchDispatchMode):
+    """The number of products of matrices."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))

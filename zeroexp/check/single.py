@@ -61,6 +61,7 @@ AT_LEAST = {
     "train.warmup_steps": 0,
     "train.steps": 1,
     "train.validate_every": 1,
+    "train.recompute_every": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "cluster.threads_per_rank": 1,
@@ -125,7 +126,7 @@ MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
 LISTS_OF_WORDS = (
-    *("model.freeze", "model.blocks", "data.labels", "study.must_equal"),
+    *("model.freeze", "model.blocks", "data.labels", "study.must_equal", "train.recompute_except"),
     *("cluster.slurm.setup", "cluster.slurm.srun"),
 )
 

@@ -70,6 +70,19 @@ def check_profiled_ranks(config: Config) -> None:
         _unless_default(config, key, TrainConfig, why, "set train.profile_steps")
 
 
+def check_recomputation_settings_are_used(config: Config) -> None:
+    if not config.train.activation_checkpointing:
+        why, remedy = "train.activation_checkpointing=false", "set it to true"
+        for key in ("train.recompute_every", "train.recompute_except"):
+            _unless_default(config, key, TrainConfig, why, remedy)
+    if config.train.recompute_except and config.strategy.unit == "module":
+        # torch counts each operator of forward and of the recomputation, and those of gathers differ.
+        problem = (
+            "strategy.unit=module gathers inside of recomputed blocks, whose operators torch counts"
+        )
+        refuse_combination(config, "train.recompute_except", problem, "use strategy.unit=block")
+
+
 def check_tracking_settings_are_used(config: Config) -> None:
     if not config.tracking.mlflow:
         for key in ("tracking.uri", "tracking.experiment"):
@@ -117,6 +130,7 @@ RULES = (
     check_model_shape_is_used,
     check_optimizer_settings_are_used,
     check_checkpoint_settings_are_used,
+    check_recomputation_settings_are_used,
     check_profiled_ranks,
     check_tracking_settings_are_used,
     check_reserved_memory,

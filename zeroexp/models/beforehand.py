@@ -12,7 +12,9 @@ from torch import nn
 from zeroexp import hub
 from zeroexp.config import Config, ConfigError, ModelConfig
 from zeroexp.data.words import words_of_data
+from zeroexp.models.blocks import list_names
 from zeroexp.models.build import build_model
+from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.families import MODELS
 from zeroexp.models.fused_experts import check_experts
 from zeroexp.sharding.dtypes import DTYPES
@@ -30,6 +32,7 @@ def check_model(config: Config) -> None:
 
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
+    operators_of(config.train.recompute_except)
     model, words, dtype = config.model, words_of_data(config), config.precision.compute
     if (model, words, dtype) in _fine:
         return
@@ -49,7 +52,11 @@ def _build(model: ModelConfig, words: int | None) -> nn.Module:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{named}: no model can be built of it ({reason}); change it") from error
     if not built.blocks:
-        raise ConfigError(f"{named}: the model has no block; use one layer or more")
+        lists = list_names(built.module) if model.family == "hf" else []
+        remedy = (
+            f"name some: model.blocks=[{','.join(lists)}]" if lists else "use one layer or more"
+        )
+        raise ConfigError(f"{named}: the model has no repeated block; {remedy}")
     return built.module
 
 

@@ -28,13 +28,18 @@ def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
     blocks: list[str] = []
     for name in chosen:
         if name not in known or not name:
-            lists = ", ".join(n for n, _ in _outermost_lists(module)) or "none"
+            lists = ", ".join(list_names(module)) or "none"
             raise ConfigError(
                 f"model.blocks={name}: the model has no such module; its lists: {lists}"
             )
         inside = [f"{name}.{i}" for i, _ in enumerate(known[name].children())]
         blocks += inside if isinstance(known[name], nn.ModuleList) else [name]
     return blocks
+
+
+def list_names(module: nn.Module) -> list[str]:
+    """Return the names of the lists that `model.blocks` may take."""
+    return [name for name, _ in _outermost_lists(module)]
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:

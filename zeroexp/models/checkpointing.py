@@ -1,28 +1,74 @@
-"""Activation checkpointing: a block keeps only its inputs and recomputes its activations in backward."""
+"""Activation checkpointing: a block keeps only its inputs and recomputes its activations in backward.
+
+Selective, as torch has it: every k-th block alone recomputes (`train.recompute_every`), or recomputed blocks keep what
+named operators returned, as of their products of matrices (`train.recompute_except=[aten.mm]`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from zeroexp.config import ConfigError, TrainConfig
 
 
-def checkpoint_blocks(module: nn.Module, blocks: Iterable[str]) -> None:
+def checkpoint_as_configured(module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> None:
+    """Make those of the blocks recompute that the config says. Raises ConfigError for an operator that torch lacks."""
+    if train.activation_checkpointing:
+        every = train.recompute_every or 1
+        checkpoint_blocks(module, blocks[every - 1 :: every], kept=train.recompute_except)
+
+
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[str], kept: Sequence[str] = ()) -> None:
     """Make each block, named as in `BuiltModel.blocks`, recompute its activations; this changes `module` in place.
 
     Only `forward` is wrapped, so hooks on the block run outside of the recomputation: a block is gathered once before
-    backward, and not again by its own recomputation.
+    backward, and not again by its own recomputation. kept: names of operators whose results are kept.
     """
+    operators = operators_of(kept)
     for name in blocks:
         block = module.get_submodule(name)
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block.forward, operators)
 
 
-def _recomputed(forward):
+def operators_of(names: Sequence[str]) -> list[torch._ops.OpOverload]:
+    """Return the operators that are named, as `aten.mm`, or one overload of it, as `aten.mm.default`.
+
+    Raises ConfigError for what torch does not have, and for an operator that returns a view: of a weight, whose memory
+    may be freed before backward.
+    """
+    found: list[torch._ops.OpOverload] = []
+    for name in names:
+        key = f"train.recompute_except={name}"
+        try:
+            named = functools.reduce(getattr, name.split("."), torch.ops)
+        except (AttributeError, RuntimeError):
+            named = None
+        if isinstance(named, torch._ops.OpOverloadPacket):
+            named = [getattr(named, overload) for overload in named.overloads()]
+        elif isinstance(named, torch._ops.OpOverload):
+            named = [named]
+        else:
+            raise ConfigError(f"{key}: torch has no such operator; name one as aten.mm")
+        named = [each for each in named if not any(r.alias_info for r in each._schema.returns)]
+        if not named:
+            problem = "returns a view or writes in place, so that nothing can be kept of it"
+            raise ConfigError(f"{key}: {problem}; name one that computes, as aten.mm")
+        found += named
+    return found
+
+
+def _recomputed(forward, operators: list[torch._ops.OpOverload]):
+    contexts = noop_context_fn
+    if operators:
+        contexts = functools.partial(create_selective_checkpoint_contexts, operators)
+
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed

@@ -3,7 +3,8 @@
 Whether it is a line is not assumed. A third depth is measured as well, and if a number misses the line (the owners of
 whole parameters, for one, change with the depth), the model is measured at its own depth. So is one of which some
 blocks are frozen, as blocks 20 to 29 are by `*layers.2?.*`: no other depth has as many of them. And so is one whose
-deeper blocks are of other kinds than the first ones, as every tenth may be: a block's kind is what it is made of.
+deeper blocks are of other kinds than the first ones, as every tenth may be: a block's kind is what it is made of. So is
+one of which every so-many-th block is recomputed (`train.recompute_every`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -43,7 +44,8 @@ def measure_at_depth(
     turns = 1 + (1 if config.strategy.prefetch is None else config.strategy.prefetch)
     first = LEAST_DEPTH + (depth - LEAST_DEPTH) % turns
     near = (first, first + turns, first + 2 * turns)
-    if depth <= sum(near) or _tells_blocks_apart(config.model.freeze):
+    numbered = config.train.recompute_every is not None
+    if depth <= sum(near) or numbered or _tells_blocks_apart(config.model.freeze):
         return measure(config), (depth,)
     times = (depth - first) // turns
     if not _more_blocks_are_of_known_kinds(config, near, times):

@@ -43,7 +43,7 @@ from zeroexp.data.words import words_of_data
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.build import allow_fake_tensors, build_model, materialize
-from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
@@ -233,8 +233,7 @@ def rehearse_rank(
         GradientSums(),
     ):
         materialize(model.module, device)
-        if config.train.activation_checkpointing:
-            checkpoint_blocks(model.module, model.blocks)
+        checkpoint_as_configured(model.module, model.blocks, config.train)
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())

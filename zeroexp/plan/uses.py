@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeroexp.config import Config
 from zeroexp.data.words import words_of_data
 from zeroexp.models.build import BuiltModel, allow_fake_tensors, build_model, materialize
-from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.loss import loss_sum
 from zeroexp.plan.alike_blocks import leave_out_alike, repeated
 from zeroexp.plan.gather_counts import Event, Use, listed_order
@@ -31,7 +31,7 @@ from zeroexp.plan.no_data import NoData
 from zeroexp.sharding.grouping import group_parameters
 from zeroexp.sharding.hooks import tensors_in
 
-_known: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], list[Use]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, dict[tuple[str, int], list[Use]]] = WeakKeyDictionary()
 
 
 def uses_of(config: Config, model: BuiltModel, unit: str, names: Sequence[str]) -> list[Use]:
@@ -40,7 +40,8 @@ def uses_of(config: Config, model: BuiltModel, unit: str, names: Sequence[str]) 
     unit: model | block | module, of which `names` are the units, the root's first.
     """
     known = _known.setdefault(model.module, {})
-    key = unit, config.train.activation_checkpointing
+    train = config.train
+    key = unit, train.activation_checkpointing and (train.recompute_every or 1)
     if key not in known:
         known[key] = _find(config, unit, names)
     return known[key]
@@ -49,7 +50,7 @@ def uses_of(config: Config, model: BuiltModel, unit: str, names: Sequence[str]) 
 def _find(config: Config, unit: str, names: Sequence[str]) -> list[Use]:
     """Run few blocks, or all where that fails or misses a unit."""
     index = {name: i for i, name in enumerate(names)}
-    for leaves_out in (True, False):
+    for leaves_out in (True, False) if config.train.recompute_every is None else (False,):
         try:
             found = _run(config, unit, leaves_out=leaves_out)
         except Exception:  # of code of others, see [Note: values]
@@ -65,8 +66,7 @@ def _run(config: Config, unit: str, *, leaves_out: bool) -> list[tuple[Event, st
     module, recorder = model.module, _Recorder()
     for group in group_parameters(module, model.blocks, unit):
         recorder.attach(group.name, group.module)
-    if config.train.activation_checkpointing:
-        checkpoint_blocks(module, model.blocks)
+    checkpoint_as_configured(module, model.blocks, config.train)
     alike = leave_out_alike(module, model.blocks) if leaves_out else []
     with allow_fake_tensors(config.model), FakeTensorMode():
         materialize(module, "cpu")
