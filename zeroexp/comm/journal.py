@@ -3,8 +3,13 @@
 The backend pairs collectives by the order in which they are issued. A rank that skips one waits in the next for a peer
 that waits in another, and the backend reports this after minutes, or never. So every rank numbers the collectives it
 issues and remembers the last ones in words. When a rank has issued nothing for some seconds, a thread writes them to
-the store of the process group and reads those of the others. If two ranks issued different collectives under one
+the store of the process group and reads those of another. If two ranks issued different collectives under one
 number, they can never meet, however slow a rank is. A rank that is merely slow never causes an error.
+
+[Note: few requests] One process serves the store, and all ranks may be idle at once (validation, a save, a debugger).
+So a look costs a few short requests, however many ranks there are. A rank compares itself with one peer at a time, at a
+distance of 1, 2, 4, ... by turns: where ranks differ, some neighbours differ. It reads the words of a peer whose
+checksum is another only, and who finds a difference writes it where every rank looks.
 
 [Note: ending a wait] A wait for gloo is cut into short waits, between which the error can be raised. A wait for a GPU
 can not be cut: there the thread prints the error and aborts the process group.
@@ -21,6 +26,7 @@ import weakref
 import zlib
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +45,7 @@ class Journal:
     def __init__(self, world: World):
         self.checksum = 0
         self.last: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # (number, what)
+        self.state = ""  # number and checksum of the last collective
         self.error: str | None = None
         self.changed = time.monotonic()  # when the last collective was issued
         self._world = world
@@ -51,7 +58,8 @@ class Journal:
         if self._watches:
             name = worlds.gather_objects(uuid.uuid4().hex)[0]
             looker = ComparingThread(weakref.ref(self), self._world, name)
-            threading.Thread(target=looker.run, name="zeroexp-journal", daemon=True).start()
+            run = partial(looker.run, weakref.ref(_group()))
+            threading.Thread(target=run, name="zeroexp-journal", daemon=True).start()
 
     def record_collective(self, what: str) -> None:
         """Record the collective that this rank is about to issue. Raises RuntimeError if the ranks differ already."""
@@ -60,10 +68,16 @@ class Journal:
         self.checksum = zlib.crc32(what.encode(), self.checksum)
         self._num_issued += 1
         self.last.append((self._num_issued, what))
+        self.state = f"{self._num_issued} {self.checksum}"
         self.changed = time.monotonic()
 
     def watched(self, work: Any) -> Any:
         return CutWait(work, self) if self._watches and self._cuts_waits else work
+
+    @property
+    def seconds_to_compare(self) -> float:
+        """Seconds after which this rank has been compared with peers at every distance."""
+        return PATIENCE_SECONDS + (2 + _num_distances(self._world.size)) * LOOK_SECONDS
 
     def raise_difference(self, error: str, group: dist.ProcessGroup) -> None:
         """Report that the ranks differ, see [Note: ending a wait]."""
@@ -98,7 +112,7 @@ class CutWait:
                     raise
 
     def _await_verdict(self) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS + 3 * LOOK_SECONDS
+        until = time.monotonic() + self._journal.seconds_to_compare
         while self._journal.error is None and time.monotonic() < until:
             time.sleep(LOOK_SECONDS / 10)
 
@@ -111,35 +125,49 @@ class ComparingThread:
         self._rank = world.rank
         self._size = world.size
         self._name = name
-        self._group = weakref.ref(_group())
-        self._shown = 0  # the last number that this rank wrote to the store
+        self._looks = 0
+        self._shown = ""  # the state that this rank wrote last to the store
 
-    def run(self) -> None:
+    def run(self, its_group: weakref.ref[dist.ProcessGroup]) -> None:
         while (journal := self._journal()) is not None and journal.error is None:
-            group = self._group()
+            group = its_group()
             if group is None or dist.group.WORLD is not group:
                 return
             if time.monotonic() - journal.changed > PATIENCE_SECONDS:
-                self._look(journal, group)
+                error = self.look(journal, group.get_group_store())
+                if error is not None:
+                    journal.raise_difference(error, group)
             del journal, group
             time.sleep(LOOK_SECONDS)
 
-    def _look(self, journal: Journal, group: dist.ProcessGroup) -> None:
-        store: Any = group.get_group_store()
+    def look(self, journal: Journal, store: Any) -> str | None:
+        """Return how ranks differ, where this rank or another has found it, see [Note: few requests]."""
+        state = journal.state
+        if not state:
+            return None
         words = list(journal.last)  # a copy: another thread may issue more meanwhile
-        if not words:
-            return
-        if self._shown != words[-1][0]:
-            self._shown = words[-1][0]
-            store.set(f"{self._name}/{self._rank}", json.dumps(words))
-        for rank in range(self._size):
-            key = f"{self._name}/{rank}"
-            if rank != self._rank and store.check([key]):
-                theirs = dict(json.loads(store.get(key)))
-                error = describe_difference(self._rank, dict(words), rank, theirs)
-                if error is not None:
-                    journal.raise_difference(error, group)
-                    return
+        if self._shown != state:
+            self._shown = state
+            store.set(f"{self._name}/{self._rank}/words", json.dumps(words))
+            store.set(f"{self._name}/{self._rank}", state)
+        found = f"{self._name}/difference"
+        if store.check([found]):
+            return store.get(found).decode()
+        peer = (self._rank + (1 << self._looks % _num_distances(self._size))) % self._size
+        self._looks += 1
+        key = f"{self._name}/{peer}"
+        if not store.check([key]) or store.get(key).decode() == state:
+            return None
+        theirs = dict(json.loads(store.get(f"{key}/words")))
+        error = describe_difference(self._rank, dict(words), peer, theirs)
+        if error is not None:
+            store.set(found, error)
+        return error
+
+
+def _num_distances(size: int) -> int:
+    """Return how many powers of two are less than the number of ranks."""
+    return (size - 1).bit_length()
 
 
 def describe_difference(

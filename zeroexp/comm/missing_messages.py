@@ -2,16 +2,19 @@
 
 gloo waits for a message until its time-out, and then names neither the peer nor the move. So a thread checks once a
 second whether this rank has been in one wait for long. Only then does it write this to the store of the process group
-and read what the others wrote. A rank that computes never causes an error. Ranks will wait forever if
+and read what the rank wrote that it waits for, what that one waits for wrote, and so on: one process serves the store,
+and all ranks may wait for one at once. A rank that computes never causes an error. Ranks will wait forever if
 
     rank 0 waits for a message that rank 1 has not sent, and rank 1 waits for a message that rank 0 has not sent
 
 or if more ranks form such a ring.
 
-[Note: both looks] The word of a rank counts if it was written at two looks during the same wait.
+[Note: both looks] The word of a rank counts if it was written at two looks during the same wait, or says that the wait
+was found to be for ever.
 
 [Note: let go] A thread in gloo's wait can not be interrupted. Only the message it waits for wakes it: when both ranks
-have found that the move is lost, the peer's thread sends zeros of that size.
+have found that the move is lost, the peer's thread sends zeros of that size. Who waits for such a message leaves a call
+for its peer.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from zeroexp.measure.verbs import meter
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 GRACE_LOOKS = 600  # looks after the error was found, to release peers that find it later
+MOST_IN_CHAIN = (
+    64  # ranks that wait one for the other; a longer chain ends with the process group's time-out
+)
 NUM_REMEMBERED = 256  # sent messages that are remembered: far more than may be in flight
 
 
@@ -101,63 +107,69 @@ class LateMessageThread:
         self._name = name
         self._looks = 0
         self._before: dict[int, Any] = {}  # rank -> its word at the last look
+        self._num_answered = 0  # calls of peers
         self._let_go: list[Any] = []  # works that release peers, with their tensors
 
     def run(self) -> None:
         while (watch := self._watch()) is not None:
             waits = watch.now
             if waits is not None and time.monotonic() - waits[1] > PATIENCE_SECONDS:
-                self._look(watch, *waits)
+                self.look(watch, *waits, _store())
             if watch.error is not None:
                 self._let_peers_go()
                 return
             del watch
             time.sleep(LOOK_SECONDS)
 
-    def _look(self, watch: Watch, message: Message, since: float) -> None:
+    def look(self, watch: Watch, message: Message, since: float, store: Any) -> None:
+        """Write what this rank waits for, and set the error of `watch` where that can never come."""
         self._looks += 1
-        self._say(watch, message, since)
-        said = self._heard()
+        said = self._read_chain(store, self._write(watch, message, since, store))
         fresh = {rank: word for rank, word in said.items() if _again(self._before.get(rank), word)}
         self._before = said
         ring = find_lost_ring(self._rank, fresh)
         if ring and watch.now == (message, since):
+            calls = self._calls_of(message.peer)
+            number = store.add(calls, 1)
+            store.set(f"{calls}/{number}", json.dumps({**vars(message), "rank": self._rank}))
             watch.error = _describe(ring, fresh)
-            self._say(watch, message, since)
+            self._write(watch, message, since, store)
 
-    def _say(self, watch: Watch, message: Message, since: float) -> None:
-        word = {
-            **vars(message),
-            "since": since,
-            "look": self._looks,
-            "sent": list(watch.sent),
-            "lost": watch.error is not None,
-        }
-        _store().set(self._key(self._rank), json.dumps(word))
+    def _write(self, watch: Watch, message: Message, since: float, store: Any) -> dict[str, Any]:
+        sent = [list(each) for each in watch.sent]
+        lost = watch.error is not None
+        word = {**vars(message), "since": since, "look": self._looks, "sent": sent, "lost": lost}
+        store.set(self._key(self._rank), json.dumps(word))
+        return word
 
-    def _heard(self) -> dict[int, Any]:
-        store = _store()
-        keys = {rank: self._key(rank) for rank in range(self._size)}
-        return {rank: json.loads(store.get(k)) for rank, k in keys.items() if store.check([k])}
+    def _read_chain(self, store: Any, own: dict[str, Any]) -> dict[int, Any]:
+        """Return this rank's word, that of the rank it waits for, and so on to one that waits for none."""
+        said, rank = {self._rank: own}, own["peer"]
+        while rank not in said and len(said) < MOST_IN_CHAIN and store.check([self._key(rank)]):
+            said[rank] = json.loads(store.get(self._key(rank)))
+            rank = said[rank]["peer"]
+        return said
 
     def _key(self, rank: int) -> str:
         return f"zeroexp/waits/{self._name}/{rank}"
 
+    def _calls_of(self, rank: int) -> str:
+        return f"{self._key(rank)}/calls"
+
     def _let_peers_go(self) -> None:
         """Wake peers that wait for this rank, see [Note: let go]."""
-        done: set[tuple[int, float]] = set()
         for _ in range(GRACE_LOOKS):
-            if not dist.is_initialized():
+            group = dist.group.WORLD
+            if group is None:
                 return
-            for rank, word in self._heard().items():
-                waits_for_me = word["lost"] and word["peer"] == self._rank != rank
-                if waits_for_me and (rank, word["since"]) not in done:
-                    done.add((rank, word["since"]))
-                    zeros = torch.zeros(word["num_bytes"], dtype=torch.uint8)
-                    group = dist.group.WORLD
-                    assert group is not None
-                    move = group.recv if word["given"] else group.send
-                    self._let_go.append((move([zeros], rank, word["tag"]), zeros))
+            store, calls = _store(), self._calls_of(self._rank)
+            num_calls = store.add(calls, 0)
+            while self._num_answered < num_calls:
+                self._num_answered += 1
+                word = json.loads(store.get(f"{calls}/{self._num_answered}"))
+                zeros = torch.zeros(word["num_bytes"], dtype=torch.uint8)
+                move = group.recv if word["given"] else group.send
+                self._let_go.append((move([zeros], word["rank"], word["tag"]), zeros))
             time.sleep(LOOK_SECONDS)
 
 
@@ -180,7 +192,9 @@ def find_lost_ring(rank: int, said: dict[int, Any]) -> list[int]:
 
 def _again(before: Any, word: Any) -> bool:
     """Tell whether a rank wrote its word at two looks of the same wait, see [Note: both looks]."""
-    return before is not None and before["since"] == word["since"] and before["look"] < word["look"]
+    if word["lost"] or before is None:
+        return word["lost"]
+    return before["since"] == word["since"] and before["look"] < word["look"]
 
 
 def _describe(ring: list[int], said: dict[int, Any]) -> str:
