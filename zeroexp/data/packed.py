@@ -3,6 +3,7 @@
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
+    <cache>/<key>/digests.json  hashes of the others, which are compared before they are read
     <cache>/<key>/about.json    vocab_size, source (one line for the record), classes (labels' values), names, hub_id
 
 The folder's name is a hash of everything that decides its content, so a cache is never stale. It is written under
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from filelock import FileLock
 from zeroexp.check.outputs import require_writable
 from zeroexp.data import Microbatch
 from zeroexp.inputs import cache_root
+
+DIGESTS = "digests.json"
 
 
 def cached(
@@ -57,22 +61,45 @@ def cached(
 
 
 def can_be_read(folder: Path) -> bool:
+    """Whether the folder is as it was written: a power cut or a disk may leave zeros, which would be trained on."""
     try:
         open_packed(folder)
+        return json.loads((folder / DIGESTS).read_text(encoding="utf-8")) == _digests(folder)
     except (OSError, ValueError, LookupError):  # missing, torn or too short
         return False
-    return True
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != DIGESTS:
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write(unfinished)
+        (unfinished / DIGESTS).write_text(json.dumps(_digests(unfinished)), encoding="utf-8")
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync(path)
         unfinished.chmod(0o755)  # mkdtemp's 0700 would lock others out of a shared cache
         unfinished.rename(folder)
+        _sync(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished)
         raise
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's list of files, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_packed(folder: Path) -> PackedTokens | PaddedTexts:
