@@ -30,7 +30,7 @@ def main() -> int:
     tried = list(_shown(_all(drawn, asked.real, asked.jobs), len(drawn)))
     wrong = [each for each in tried if each.wrong]
     accepted = [each for each in tried if each.accepted]
-    print(f"{len(tried)} lines: {len(accepted)} accepted, {len(wrong)} wrong")
+    print(f"{len(tried)} lines: {len(accepted)} accepted, {len(wrong)} wrong (--seed {asked.seed})")
     if asked.write:
         agree({word for (word,) in drawn}, {each.line[0] for each in accepted})
         return int(bool(wrong))
