@@ -31,8 +31,8 @@ from zeroexp.config import Config
 
 torch.set_num_threads(1)
 
-# A slow machine is no failure, and a failure prints what draws it again; where CI is set, hypothesis has a profile of its
-# own, without chance.
+# A slow machine is no failure, and a failure prints what draws it again. Where CI is set, hypothesis has a profile of
+# its own, without chance.
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True)
 if "CI" not in os.environ:
     hypothesis.settings.load_profile("here")

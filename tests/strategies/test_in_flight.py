@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.crossed import crossed
 from tests.models_for_tests import MODELS, Toy, microbatch_of
 from tests.oracle import (
     Make,
@@ -49,8 +50,13 @@ def goes_on_in_the_same_engine(world: World, recipe: Recipe, make: Make, state: 
     return outcome, pieces_of(strategy)
 
 
-@every_stage
-@pytest.mark.parametrize("transport", ["gloo", "direct"])
+@crossed(
+    "transport, stage",
+    ["gloo", "direct"],
+    STAGES,
+    # Of weights that are published, and of those that are gathered ahead.
+    quick=lambda transport, stage: stage in ("zero1", "zero3"),
+)
 def test_a_state_taken_up_by_an_engine_that_has_trained(ranks, stage, transport):
     """What it gathered ahead or published is of the old weights."""
     recipe, make = Recipe(), Ours(stage, Options(prefetch=2, transport=transport))
