@@ -1,4 +1,5 @@
-"""Locks among the processes that share a file system. Each belongs to an open file and ends with its process.
+"""Locks among the processes that share a file system, and temporary folders. A lock belongs to an open file and ends
+with its process.
 
 So whoever finds a lock free knows that its last holder is dead. A pid could not tell: processes of another user
 (/proc with hidepid), of another container or of another host are invisible.
@@ -10,8 +11,13 @@ import errno
 import fcntl
 import io
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+PREFIX, LOCK = "zeroexp-", ".lock"  # of temporary folders
 UNKNOWN_TO_THE_FILE_SYSTEM = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -48,6 +54,32 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return False
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder in TMPDIR that is removed at the end; after `kill -9`, whoever makes the next one removes it."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    with ExitStack() as at_end:
+        made = tempfile.TemporaryDirectory(prefix=PREFIX)
+        folder = Path(made.name)
+        with suppress(NoLocks):
+            # Under its own name it is never seen without its holder.
+            if held := take(folder / f"{LOCK}.taken"):
+                at_end.enter_context(held)
+                (folder / f"{LOCK}.taken").rename(folder / LOCK)
+        at_end.enter_context(made)
+        yield folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    with suppress(PermissionError):  # a folder may be writable and yet not be listed
+        entries = [entry for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
+        for lock in (Path(entry) / LOCK for entry in entries):
+            with suppress(OSError):  # somebody else's, or just removed by another process
+                if lock.exists() and (held := take(lock)):
+                    with held:
+                        shutil.rmtree(lock.parent)
 
 
 def _open(path: Path) -> io.FileIO:

@@ -78,6 +78,23 @@ def test_one_that_a_run_waits_for_stays_until_that_run_has_ended(tmp_path):
     assert names(run) == [".attempt", "step-000006"]
 
 
+def test_who_pins_removes_the_pins_of_runs_that_have_ended_and_those_cut_short(tmp_path):
+    """The run that saved them may have ended, and removes none; a writer may be killed before it has said its name."""
+    run, waiting, killed, dead = (tmp_path / name for name in ("run", "waiting", "killed", "dead"))
+    for folder in (run, waiting, killed, dead):
+        folder.mkdir()
+    folders.register_attempt(run, 0)
+    for step in (2, 4):
+        commit(run, step)
+    for checkpoint, held_by in (("step-000002", killed), ("step-000004", waiting)):
+        folders.pin(run / "checkpoint" / checkpoint, held_by)
+    write_json(killed / "state.json", {"status": "cancelled", "reason": None})
+    (run / "checkpoint" / ".pin.step-000002.cut").touch()
+    folders.pin(run / "checkpoint" / "step-000004", dead)
+    pins = [name for name in names(run) if name.startswith(".pin.")]
+    assert len(pins) == 2 and all(name.startswith(".pin.step-000004.") for name in pins)
+
+
 def test_the_next_start_removes_what_is_unfinished_or_half_removed(tmp_path):
     folders.register_attempt(tmp_path, 0)
     commit(tmp_path, 2)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.run_folders import write_run
+from zeroexp import locks
+from zeroexp.cluster.job import Job
 from zeroexp.config import ConfigError
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import write_json
@@ -134,3 +139,64 @@ def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="if that machine is gone, remove "):
         owner.take_ownership(tmp_path)
     assert owner.is_abandoned(tmp_path / "run") is None
+
+
+# -- what a killed process leaves behind -------------------------------------------------------------
+
+KEEP = """
+from time import sleep
+from zeroexp import locks
+with locks.temporary_folder() as folder:
+    (folder / "file").touch()
+    print(folder, flush=True)
+    sleep(600)
+"""
+DIE = """
+import os, sys
+from pathlib import Path
+from zeroexp.tracking import attempt, owner
+Path.replace = lambda *_: os.kill(os.getpid(), 9)
+sweep = Path(sys.argv[1])
+attempt.begin(sweep / "run", 1) if sys.argv[2] == "attempt" else owner.take_ownership(sweep)
+"""
+
+
+def test_a_temporary_folder_is_removed_by_the_next_process_if_its_own_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "zeroexp-of-another-version").mkdir()
+    folders: list[Path] = []
+    with ExitStack() as at_end:
+        processes: list[subprocess.Popen[str]] = []
+        for _ in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", KEEP],
+                env={**os.environ, "TMPDIR": str(tmp_path)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            processes.append(at_end.enter_context(process))
+            at_end.callback(process.kill)
+            assert process.stdout is not None
+            folders.append(Path(process.stdout.readline().strip()))
+        killed, living = folders
+        processes[0].kill()
+        processes[0].wait()
+        assert (killed / "file").exists()
+        with locks.temporary_folder() as own:
+            assert not killed.exists() and (living / "file").exists() and own.exists()
+        assert not own.exists()
+    assert (tmp_path / "zeroexp-of-another-version").exists()
+
+
+def test_what_a_killed_process_was_writing_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", status="running", num_steps=4)
+    for writing in ("attempt", "owner"):
+        died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path), writing])
+        assert died.returncode == -signal.SIGKILL
+    assert len([*run.glob(".attempts.json.*")]) == len([*tmp_path.glob(".owner.json.[0-9]*")]) == 1
+    owner.take_ownership(tmp_path)
+    Job(run).set_aside()
+    assert [*run.glob(".*.json.*"), *tmp_path.glob(".owner.json.[0-9]*")] == []
+    owner.release_ownership(tmp_path)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from zeroexp import locks
 from zeroexp import world as worlds
 from zeroexp.rank import keep_freed_memory
 from zeroexp.world import World
@@ -24,7 +24,7 @@ def on_ranks(
 ) -> Found:
     """Return what `task` returns on rank 0. Raises RuntimeError if a rank ends with an error."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
+    with locks.temporary_folder() as folder:
         results = context.SimpleQueue()
         ranks = [
             context.Process(

@@ -124,15 +124,24 @@ def pin(checkpoint: Path, run: Path) -> None:
     name = f"{PIN}.{checkpoint.name}.{hash_of([os.fsencode(run)])}"
     with contextlib.suppress(OSError):  # another user's folder may not be writable
         write_durably(checkpoint.with_name(name), os.fsencode(run))
+        for path in checkpoint.parent.glob(f"{PIN}.*"):
+            _holds(path)  # the run that saved here may have ended, and removes no pin any more
 
 
 def _is_pinned(checkpoint: Path) -> bool:
-    """Tell whether a run that has not ended waits for this checkpoint. Pins of ended runs are removed."""
-    for path in checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*"):
-        run = Path(os.fsdecode(path.read_bytes()))
-        if run.exists() and state_of(run)["status"] in GOES_ON:
-            return True
-        path.unlink(missing_ok=True)
+    """Tell whether a run that has not ended waits for this checkpoint."""
+    return any(map(_holds, checkpoint.parent.glob(f"{PIN}.{checkpoint.name}.*")))
+
+
+def _holds(path: Path) -> bool:
+    """Tell whether the run of this pin has not ended, and remove the pin if it has.
+
+    A pin without a name is one whose writer was killed.
+    """
+    name = os.fsdecode(path.read_bytes())
+    if name and Path(name).exists() and state_of(Path(name))["status"] in GOES_ON:
+        return True
+    path.unlink(missing_ok=True)
     return False
 
 

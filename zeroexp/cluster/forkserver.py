@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import NoReturn
 
 import torch
 
-from zeroexp import advance
+from zeroexp import advance, locks
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
@@ -120,7 +119,7 @@ def _fork_ranks(
     """
     server = os.getpid()
     try:
-        where = meeting.enter_context(tempfile.TemporaryDirectory(prefix="zeroexp-"))
+        where = meeting.enter_context(locks.temporary_folder())
         for rank in range(request.world_size):
             place = RankInfo(rank, request.world_size, local_rank=rank)
             descriptor, numbers = advance.create()

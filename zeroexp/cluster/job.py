@@ -15,6 +15,7 @@ from zeroexp.checkpoint.folders import complete_checkpoints, step_of
 from zeroexp.config import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking.files import drop_records, read_json, write_json
+from zeroexp.tracking.json_files import remove_unfinished
 from zeroexp.tracking.run import SLURM_FILE, read_state
 
 Ending = Literal["done", "failed", "out_of_memory", "node_lost", "timed_out", "cancelled"]
@@ -95,6 +96,7 @@ class Job:
             drop_records(self.folder, from_step=steps_done, rests_on=True)
         else:
             moved.append("records.jsonl")
+        remove_unfinished(self.folder)
         earlier = self.folder / "earlier"
         earlier.mkdir(exist_ok=True)
         attempt = earlier / str(len(list(earlier.iterdir())) + 1)

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from zeroexp import interruption, output, plugins
+from zeroexp import interruption, locks, output, plugins
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline.explain import MISTAKES, explain
 from zeroexp.config import ConfigError
@@ -76,12 +76,12 @@ def _answer(arguments: Sequence[str]) -> str:
         raise ConfigError(f"{FIGURE} {figure}: only --fit draws a picture; add it")
     plans = Plans(words, rehearses=REHEARSE in arguments)
     # Hydra writes down what it sweeps, and a plan leaves no file.
-    try:
-        place = tempfile.TemporaryDirectory()
-    except OSError as error:
-        told = "no temporary folder can be written, which a plan needs; set TMPDIR to one"
-        raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
-    with place as folder:
+    with ExitStack() as at_end:
+        try:
+            folder = at_end.enter_context(locks.temporary_folder())
+        except OSError as error:
+            told = "no temporary folder can be written, which a plan needs; set TMPDIR to one"
+            raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     if not flags:
         return render(plans.planned, plans.notes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from textwrap import wrap
 
-from zeroexp import output
+from zeroexp import locks, output
 from zeroexp.__main__ import compose
 from zeroexp.plan.points import Plans
 from zeroexp.plan.published import (
@@ -41,7 +40,7 @@ def page() -> str:
 def compare_study(table: PublishedTable) -> list[ComparedCell]:
     """Plan the table's study and compare every cell."""
     plans = Plans([])
-    with tempfile.TemporaryDirectory() as folder:
+    with locks.temporary_folder() as folder:
         words = [f"study={table.study}", "cluster.device=cuda"]
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     points = [(each.point.config.strategy, each.form) for each in plans.planned]

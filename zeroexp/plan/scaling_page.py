@@ -7,12 +7,11 @@ needed, and nothing here was measured: the page says what is assumed.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from zeroexp import output
+from zeroexp import locks, output
 from zeroexp.__main__ import compose
 from zeroexp.plan.outcome import RehearsedPeaks
 from zeroexp.plan.peak import rehearse_at_speeds
@@ -123,7 +122,7 @@ def planned_points(model: Scaled) -> list[Planned]:
         f"strategy={','.join(model.strategies)}",
         f"world_size={','.join(map(str, model.sizes))}",
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with locks.temporary_folder() as folder:
         words = [*model.words, *SHARED, *swept]
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     return plans.planned

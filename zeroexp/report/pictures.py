@@ -10,9 +10,9 @@ import argparse
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+from zeroexp import locks
 from zeroexp.config import ConfigError
 
 REFUSED = 2
@@ -63,7 +63,7 @@ def take_pictures(page: Path, folder: Path) -> list[Path]:
 
 def _take_picture(browser: str, page: Path, path: Path) -> Path:
     (width, height), more = PICTURES[path.name]
-    with tempfile.TemporaryDirectory() as profile:
+    with locks.temporary_folder() as profile:
         where = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
         words = [browser, *FLAGS, *more, *where, f"--screenshot={path.resolve()}"]
         try:

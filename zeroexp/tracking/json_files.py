@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from zeroexp.config import DamagedFile
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+# What `write_json` and its like write into before they rename it: .state.json.<pid>, .failure.json.<host>.<pid>, ...
+UNFINISHED = re.compile(r"\.\w+\.(json|jsonl|yaml)(\..+)?\.\d+")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -58,6 +61,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with_room(path.parent, lambda: write_through(beside, dumps(content, indent=2) + "\n"))
     beside.replace(path)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes were writing. Nobody else may write into the folder meanwhile."""
+    for path in folder.glob(".*"):
+        if UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zeroexp import locks
 from zeroexp.config import ConfigError
-from zeroexp.tracking.json_files import read_json, write_json
+from zeroexp.tracking.json_files import read_json, remove_unfinished, write_json
 
 OWNER = "owner.json"
 LOCK = f".{OWNER}.lock"
@@ -70,6 +70,8 @@ def take_ownership(sweep: Path) -> None:
             held.close()
         raise ConfigError(refusal)
     _owned[sweep] = held
+    if held:
+        remove_unfinished(sweep)
     write_json(sweep / OWNER, asdict(me))
 
 
