@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from tests.strangers.lab import ONLY_ZERO3, Batch, Lab, Setting, plain_loss, scenario, variants
+from tests.strangers.lab import (
+    ONLY_ZERO3,
+    WIDTH,
+    Batch,
+    Lab,
+    Setting,
+    plain_loss,
+    scenario,
+    variants,
+)
 from tests.strangers.models import Block, Net
 
 SETTINGS = (Setting("zero1"), Setting("zero3"), Setting("zero3", unit="module"))
@@ -160,3 +170,51 @@ def an_exported_model(lab: Lab) -> None:
         lab.note(program.module()(torch.ones(2, 6)))
         del program
     lab.train(t, plain_loss, steps=[1])
+
+
+def _plain_affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(torch.nn.functional.linear(x, weight, bias))
+
+
+@cache
+def _scripted() -> Callable[..., Tensor]:
+    return torch.jit.script(_plain_affine)
+
+
+def _affine(x: Tensor, layer: nn.Linear) -> Tensor:
+    return _scripted()(x, layer.weight, layer.bias)
+
+
+class ByFunction(Block):
+    """Its forward gives the weights of its parts to a function in C++, which no torch function of Python sees."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(_affine(self.norm(x), self.up))
+
+
+# Where weights rest whole and are gathered after a step.
+IN_FLIGHT = (*(Setting(s, unit=u) for s in ("zero1", "zero2") for u in ("block", "module")),)
+
+
+@variants(
+    ["in_a_block", "in_the_loop", "before_the_forward", "behind_the_step"],
+    IN_FLIGHT,
+)
+def a_scripted_function_is_the_first_to_use(lab: Lab, where: str) -> None:
+    """Weights that are on their way after a step: the function must not see those of the step before."""
+    t = lab.wrap(Net(ByFunction if where == "in_a_block" else Block))
+    parts = [layer.up for layer in t.model.layers]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch.x
+        if where == "before_the_forward":
+            x = _affine(x, model.inp)
+        if where == "in_the_loop":
+            for part in parts:
+                x = x + _affine(x, part)[:, :WIDTH]
+        return batch.loss(model(x))
+
+    for step in range(3):
+        lab.train(t, loss, steps=[step])
+        if where == "behind_the_step":
+            lab.note(_affine(torch.ones(2, WIDTH), parts[-1]))

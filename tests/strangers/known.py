@@ -4,7 +4,7 @@ docs/library.md lists each kind with its reason.
 """
 
 REPLICATED = ("ddp", "zero1_allreduce", "zero1", "zero2")
-# These publish, so that weights may be read meanwhile.
+# A peer may copy weights from these while they are written.
 GATHERS_LATER = ("zero1_allreduce", "zero1", "zero2")
 EVERYWHERE = (*REPLICATED, "zero3")
 
@@ -17,10 +17,9 @@ WORDS_OF_TORCH = "torch says it in words of its own"
 # The stage as in a setting's name, or with the unit behind it.
 KNOWN_TODAY: dict[str, tuple[tuple[str, ...], str]] = {
     "read_by_vmap": (("zero3",), "torch.vmap takes the parameter as it lies in memory"),
-    "a_view_kept_from_the_context": ((*GATHERS_LATER, "zero3"), SHOWS_OLD_VALUES),
-    "an_alias_kept_from_the_context": ((*GATHERS_LATER, "zero3"), SHOWS_OLD_VALUES),
-    "an_array_kept_from_the_context": ((*GATHERS_LATER, "zero3"), SHOWS_OLD_VALUES),
-    "a_weight_left_in_an_attribute_and_read_later": (GATHERS_LATER, SHOWS_OLD_VALUES),
+    "a_view_kept_from_the_context": (("zero3",), SHOWS_OLD_VALUES),
+    "an_alias_kept_from_the_context": (("zero3",), SHOWS_OLD_VALUES),
+    "an_array_kept_from_the_context": (("zero3",), SHOWS_OLD_VALUES),
     "written_without_saying_so_by_data": (REPLICATED, PAST_THE_COUNTER),
     "written_without_saying_so_by_numpy": (REPLICATED, PAST_THE_COUNTER),
     "written_outside_by_data": (GATHERS_LATER, PAST_THE_COUNTER),

@@ -341,6 +341,9 @@ QUICK_UNDER_ZERO1 = (
     "a_block_that_borrows_from_a_later_one",
     "loaded_with_a_master_of_another_dtype",
     "its_own_tensors_written_between_steps_clamp_data",
+    "a_scripted_function_is_the_first_to_use_before_the_forward",
+    "a_scripted_function_is_the_first_to_use_in_the_loop",
+    "a_scripted_function_is_the_first_to_use_behind_the_step",
 )
 # What is not quick is slow; the other settings, stages by layouts by units by worlds, are wide.
 TRIED = (*QUICK, Setting("zero1"))

@@ -36,7 +36,7 @@ Read the files with a star first: they are the algorithm. Imports run in the ord
     options.py          settles what the caller leaves open: bucket size, prefetch depth, when to reduce
     grouping.py         decides which parameters of a module move together
     pools.py            holds the memory in which gathered parameters lie
-    guard.py            keeps parameters from being misread: freed ones raise, ones in flight are waited for
+    guard.py            keeps parameters from being misread: freed ones raise, a root let go is gathered again
                         (tensor_functions.py says which uses need their values)
     state.py *          says what memory a rank holds of one chunk: piece, gathered parameters, masters
     gradients.py        takes one chunk's gradients from autograd to the optimizer

@@ -187,6 +187,8 @@ class Sharded:
             torch.autograd.graph.increment_version(self._trainable)
         self._parameters.note_versions()
         self._buffers.share()
+        # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
+        self._schedule.gathers.await_published()
         if drain:
             self.drain()
         return sums.norm()

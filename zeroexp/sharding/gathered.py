@@ -47,8 +47,6 @@ def gathered(
         return
     if write:
         schedule.drain()
-    else:
-        schedule.gathers.await_published()
     for unit in units:
         _pin(unit, wire.world.rank)
     if write:  # peers may still read pieces that are overwritten below
@@ -73,6 +71,7 @@ def gathered(
         if write:  # after an error too, since peers can gather no piece before it is offered again
             for unit in units:
                 schedule.gathers.publish(unit)
+            schedule.gathers.await_published()
     if schedule.calls.in_microbatch:  # ranks that lack gradients have reductions still to launch
         schedule.at_end_of_microbatch.append(lambda: _refuse_written(wire, written=written))
     elif not write:

@@ -1,18 +1,19 @@
-"""The guard keeps parameters from being misread: freed ones raise on use, ones in flight are waited for.
+"""The guard keeps parameters from being misread: freed ones raise on use, a root let go is gathered again.
 
 A parameter keeps its identity for the whole training, but its values come and go. While they are not there, its class
 is `GuardedParameter`, whose `__torch_function__` sees every use from Python before it happens:
 
     values                 what a use does
     freed                  it tells shape, dtype and device; a use that needs the values raises, with the remedy
-    in flight (publish)    it waits until they have arrived, then goes on
+    let go (root)          it gathers them again, then goes on
     there                  it is not seen: the class is the parameter's own again, and a use costs nothing
 
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
 for example, clip nothing.
 
 [Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. saved.py handles what they saved. The
-memory of a freed parameter has no elements, so a kernel that is given one raises a shape error.
+memory of a freed parameter has no elements, so a kernel that is given one raises a shape error. That of one that rests
+whole has the weights of the step before until `publish` has ended, for which `step` waits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Guard:
     plain: type[nn.Parameter]  # the parameter's own class
     freed: bool = False
     gradient_taken: bool = False
-    arrive: Callable[[], None] | None = None  # waits for values in flight
+    arrive: Callable[[], None] | None = None  # gathers the values again
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Pickle as None, since a parameter that was saved and loaded has no engine."""
@@ -47,7 +48,7 @@ class Guard:
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter has this class while its values are freed or in flight, or its gradient was taken."""
+    """A parameter has this class while its values are freed or let go, or its gradient was taken."""
 
     @classmethod
     def __torch_function__(
@@ -127,7 +128,7 @@ def hide_values(parameter: nn.Parameter, nothing: Tensor) -> None:
 
 
 def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None] | None) -> None:
-    """Mark the values as in flight, where `arrive` waits for them, or as arrived, where it is None."""
+    """Mark the values as let go, where `arrive` gathers them again, or as there, where it is None."""
     guard = _guard_of(parameter)
     guard.arrive = arrive
     _set_class(parameter, guard)

@@ -9,7 +9,6 @@ A wrong guess costs a gather and never a wrong result: the unit is freed when an
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 
 from zeroexp.comm.base import Pending
 from zeroexp.sharding.gathers import Eviction, Gathers
@@ -34,11 +33,9 @@ class Prefetch(Gathers):
         self._wait_gathered(unit)
 
     def publish(self, unit: Unit, *, ahead: bool = True) -> None:
-        """Start O -> P; the next forward that needs the unit waits for it."""
+        """Start O -> P; `await_published` follows when all units have begun."""
         super().publish(unit)
-        if unit in self._arriving:
-            unit.await_on_use(partial(self._wait_gathered, unit))
-        elif ahead and self.depth and unit in self.sharded and unit in self._first_units():
+        if ahead and self.depth and unit in self.sharded and unit in self._first_units():
             self._gather(unit)  # the next step begins with it
 
     def await_published(self) -> None:

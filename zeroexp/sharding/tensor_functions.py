@@ -72,8 +72,8 @@ GET_DATA, SET_DATA = _getter("data"), _setter("data")
 
 OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
-# A freed parameter can answer these. One in flight waits for its values first: who asks for a shape may go past the
-# guard for the values next, as torch.vmap does.
+# A freed parameter can answer these. One of a root that was let go gathers its values first: who asks for a shape may
+# go past the guard for the values next, as torch.vmap does.
 NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
 
 # These need neither values nor gradient.

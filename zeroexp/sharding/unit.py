@@ -83,9 +83,7 @@ class Unit:
     def show_gathered(self) -> None:
         """Show the full parameters to the module, now that they are in place."""
         self._become(Residence.READY)
-        if self.store is None:
-            self.await_on_use(None)
-        else:
+        if self.store is not None:
             self.store.valid_for = self
             self.show()
 
@@ -276,7 +274,7 @@ class Unit:
             tensors.show(there=self.residence is Residence.READY)
 
     def await_on_use(self, arrive: Callable[[], None] | None) -> None:
-        """Let any use of a parameter in flight call `arrive` first, which waits for it; None: the values are there."""
+        """Let any use of a parameter call `arrive` first, which gathers it again; None: the values are there."""
         for parameter in self.parameters():
             guard.await_on_use(parameter, arrive)
 
