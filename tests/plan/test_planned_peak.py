@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -19,11 +22,13 @@ from zeroexp.measure.memory import count_cpu_allocations
 from zeroexp.measure.record import Traffic
 from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import machines_of
+from zeroexp.plan.kernel_scratch import KernelScratch, prior_product_scratch
+from zeroexp.plan.machines import JobShape, Machines, machines_of
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
-from zeroexp.plan.peak import rehearse_fullest_rank
+from zeroexp.plan.peak import OUTPUTS, product_scratch_of, rehearse_fullest_rank
 from zeroexp.plan.rehearse import PHASES, RehearsedRank, prepared, rehearse, rehearse_rank
-from zeroexp.plan.storages import Peak
+from zeroexp.plan.speed import Calibration, calibration_path, save, this_machine
+from zeroexp.plan.storages import Peak, Storages
 from zeroexp.world import World
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 5
@@ -35,7 +40,7 @@ WIDE = (
 RANDOM_STATES_BYTES = (
     24_000  # of torch, Python and numpy, which a rehearsal leaves out of a checkpoint
 )
-SCRATCH_BYTES = 256  # of one product, by which its scratch is larger than its sums
+SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger than they are
 
 
 def planned(config: Config) -> RankPeak:
@@ -69,6 +74,30 @@ def test_no_further_microbatch_holds_more(words, stage, implementation, reduce_e
     fullest = planned(config)
     (whole,) = rehearse(config, ranks=[fullest.rank], reads=False, ranks_per_host=NUM_RANKS).ranks
     assert whole.peak_bytes == fullest.num_bytes
+
+
+@pytest.mark.parametrize("measured_bytes", [0, 4])
+def test_a_plan_takes_the_scratch_of_products_that_was_measured(
+    measured_bytes, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    machines = Machines("cpu", JobShape(1, NUM_RANKS))
+    prior = product_scratch_of(machines)
+    assert prior == prior_product_scratch() and "by this CPU's instructions" in str(prior)
+    measured = Calibration(
+        *(this_machine(), "2", {"bfloat16": {"64": 1e9}}, 1e9, 1e-5, {"direct": [1e-3, 1e9]}),
+        product_scratch=measured_bytes,
+    )
+    save(measured, calibration_path(Path(OUTPUTS)))
+    scratch = product_scratch_of(machines)
+    assert scratch is not None and str(scratch).endswith("for each element, measured")
+    mode = FakeTensorMode()
+    storages = Storages(mode)
+    with mode, storages, KernelScratch(scratch):
+        left, right = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 64), (64, 2048)))
+        product = left @ right
+    peak = storages.peaks_of_halves()["build"]["second"].num_bytes
+    assert peak == left.nbytes + right.nbytes + product.nbytes + measured_bytes * 8 * 2048
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])

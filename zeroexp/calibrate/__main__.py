@@ -29,6 +29,7 @@ from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.fit import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
+from zeroexp.plan.kernel_scratch import ProductScratch
 from zeroexp.plan.speed import (
     Calibration,
     calibrated_speed,
@@ -108,6 +109,8 @@ def _summary_lines(found: Calibration) -> str:
     ]
     for name, (latency, rate) in found.links.items():
         lines.append(f"{name:12}{1e6 * latency:.0f} us, {rate / 1e9:.2f} GB/s sent")
+    if found.product_scratch is not None:
+        lines.append(f"scratch     {ProductScratch(found.product_scratch, 'measured')}")
     if found.factors:
         lines.append("in a step, times the above:")
     lines += [f"  {name:28}{factor:6.2f}" for name, factor in found.factors.items()]

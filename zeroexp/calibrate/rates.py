@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from zeroexp import world as worlds
 from zeroexp.comm.tuning import measure_moves
+from zeroexp.plan.kernel_scratch import measure_product_scratch
 from zeroexp.world import World
 
 NUM_LAUNCHES, NUM_TRIALS = 2000, 5
@@ -65,6 +66,8 @@ def measure_rates(world: World) -> dict[str, Any]:
         "bytes_per_second": _measure_memory(sizes.num_bytes, device),
         "launch_seconds": _measure_launch(device),
         "moves": {transport: measure_moves(world, transport=transport) for transport in transports},
+        # The last, since allocations are counted from there on.
+        "product_scratch": measure_product_scratch() if device.type == "cpu" else None,
     }
 
 

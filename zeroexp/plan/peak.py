@@ -20,6 +20,7 @@ from pathlib import Path
 from zeroexp.config import Config, ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
+from zeroexp.plan.kernel_scratch import ProductScratch, prior_product_scratch
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
 from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
@@ -84,6 +85,16 @@ def _speed_of(machines: Machines) -> Speed:
     )
 
 
+def product_scratch_of(machines: Machines) -> ProductScratch | None:
+    """Return what a CPU's calibration measured, or what its instructions say; None for GPUs."""
+    if machines.device != "cpu":
+        return None
+    found = load(calibration_path(Path(OUTPUTS), "cpu"))
+    if found is None or found.product_scratch is None:
+        return prior_product_scratch()
+    return ProductScratch(found.product_scratch, "measured")
+
+
 def rehearse_fullest_rank(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
 ) -> RankPeak:
@@ -143,7 +154,9 @@ def _rehearse_ranks(
         (late,) = _rehearse(config, machines, form, [fullest.rank], [], late=True).ranks
         added = late.peak_bytes - fullest.num_bytes
         peaks = [replace(peak, late_bytes=added) for peak in peaks]
-    without = RehearsedPeaks(peaks, found.device, found.depths)
+    narrow = config.precision.autocast or config.precision.compute == "bfloat16"
+    scratch = str(product_scratch_of(machines) or "") if narrow else ""
+    without = RehearsedPeaks(peaks, found.device, found.depths, product_scratch=scratch)
     data = config.data
     num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
     microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
@@ -183,6 +196,7 @@ def _rehearse(
         ranks_per_host=machines.shape.ranks_per_node if on_host else None,
         most_microbatches=_most_microbatches(form),
         late=late,
+        product_scratch=product_scratch_of(machines),
     )
 
 

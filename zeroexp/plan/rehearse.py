@@ -49,7 +49,7 @@ from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.depth import measure_at_depth
 from zeroexp.plan.gloo_copies import GlooCopies
 from zeroexp.plan.gradient_sums import GradientSums
-from zeroexp.plan.kernel_scratch import KernelScratch
+from zeroexp.plan.kernel_scratch import KernelScratch, ProductScratch, prior_product_scratch
 from zeroexp.plan.no_data import NoData
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
@@ -120,6 +120,7 @@ def rehearse(
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
     late: bool = False,
+    product_scratch: ProductScratch | None = None,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
@@ -128,7 +129,7 @@ def rehearse(
     have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
     ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts send
     messages. None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late: gloo
-    lets go of what it copied as late as it may.
+    lets go of what it copied as late as it may. product_scratch: of the CPU, where its calibration knows it.
     Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
     config = prepared(config, world_size)
@@ -150,6 +151,7 @@ def rehearse(
                 ranks_per_host=ranks_per_host,
                 most_microbatches=most_microbatches,
                 late=late,
+                product_scratch=product_scratch,
             )
             for rank in chosen
         ]
@@ -212,6 +214,7 @@ def rehearse_rank(
     ranks_per_host: int | None = None,
     most_microbatches: int | None = None,
     late: bool = False,
+    product_scratch: ProductScratch | None = None,
 ) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     words = words_of_data(config)
@@ -227,7 +230,9 @@ def rehearse_rank(
         mode,
         storages,
         nullcontext() if ranks_per_host is None else GlooCopies(storages, late=late),
-        nullcontext() if ranks_per_host is None else KernelScratch(),
+        nullcontext()
+        if ranks_per_host is None
+        else KernelScratch(product_scratch or prior_product_scratch()),
         timeline,
         nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),
         GradientSums(),

@@ -120,6 +120,7 @@ class Calibration:
     moves: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     factors: dict[str, float] = field(default_factory=dict[str, float])  # see Speed
     device: str = "cpu"  # cpu | cuda
+    product_scratch: int | None = None  # see ProductScratch; None: not measured
 
     @property
     def product_rates(self) -> dict[str, dict[int, float]]:
@@ -132,7 +133,10 @@ class Calibration:
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
     models = _cpuinfo("model name") or [platform.machine()]
-    return f"{models[0]}, {os.cpu_count()} cores"
+    word = os.environ.get(
+        "ONEDNN_MAX_CPU_ISA"
+    )  # leaves out instructions, so that it is another machine
+    return f"{models[0]}, {os.cpu_count()} cores" + (f", ONEDNN_MAX_CPU_ISA={word}" if word else "")
 
 
 def _cpuinfo(key: str) -> list[str]:

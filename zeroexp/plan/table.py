@@ -232,7 +232,12 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
         Column("rank", lambda o: str(_peak(o).rank)),
         Column("step ms", _milliseconds),
     ]
-    devices = dict.fromkeys(f"{o.rehearsed.device} kernels" for o in outcomes if o.rehearsed)
+    kernels = [
+        (f"{o.rehearsed.device} kernels", o.rehearsed.product_scratch)
+        for o in outcomes
+        if o.rehearsed
+    ]
+    devices = dict.fromkeys(words for each in kernels for words in each if words)
     speeds = dict.fromkeys(o.rehearsed.speed for o in outcomes if o.rehearsed)
     told = (
         f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
