@@ -38,6 +38,7 @@ from zeroexp.optim import optimizer_factory, parameter_groups
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.strategies.build import build_strategy
+from zeroexp.strategies.canonical import merge
 from zeroexp.world import World
 
 PRECISIONS = {
@@ -313,24 +314,11 @@ def pieces_of(strategy: Strategy) -> CanonicalState:
     }
 
 
-def merged(states: Sequence[CanonicalState]) -> CanonicalState:
-    """All ranks' pieces in one state: what every rank may be given to load."""
-    whole: CanonicalState = {}
-    for state in states:
-        for name, tensors in state.items():
-            for key, tensor in tensors.items():
-                empty = CanonicalTensor(tensor.shape, tensor.dtype, [])
-                known = whole.setdefault(name, {}).setdefault(key, empty)
-                assert (known.shape, known.dtype) == (tensor.shape, tensor.dtype), (name, key)
-                known.pieces.extend(tensor.pieces)
-    return whole
-
-
 def assembled(states: Sequence[CanonicalState]) -> dict[str, dict[str, Tensor]]:
     """Full tensors from all ranks' pieces; every element must come from exactly one of them."""
     return {
         name: {key: _assemble(tensor, f"{name}.{key}") for key, tensor in tensors.items()}
-        for name, tensors in merged(states).items()
+        for name, tensors in merge(states).items()
     }
 
 

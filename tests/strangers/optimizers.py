@@ -435,10 +435,10 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
         t.model.load_state_dict(saved[0])
         t.optimizer.load_state_dict(saved[1])
     else:
-        from tests.oracle import merged
         from zeroexp import world as worlds
+        from zeroexp.strategies.canonical import merge
 
-        saved = merged(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+        saved = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
         lab.train(t, steps=[1, 2])
         t.load_state_dict(saved)
     with t.gathered():
@@ -450,17 +450,32 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
 @scenario(EVERY_WAY, refused="holds weights and no moments", oracle=False)
 def a_state_of_weights_alone_that_is_loaded(lab: Lab) -> None:
     """Fine before the first step, where there are no moments to lose."""
-    from tests.oracle import merged
     from zeroexp import world as worlds
+    from zeroexp.strategies.canonical import merge
 
     t = lab.wrap(Net(), optimizer=adamw)
     lab.train(t, steps=[0])
-    saved = merged(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+    saved = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
     weights = {name: {"weight": entry["weight"]} for name, entry in saved.items()}
     fresh = lab.wrap(Net(), optimizer=adamw)
     fresh.load_state_dict(weights)
     lab.train(fresh, steps=[1])
     t.load_state_dict(weights)
+
+
+WRONG_STATES: dict[str, Callable[[Any], Any]] = {
+    "own": lambda t: t.state_dict(),  # `step` of a cut parameter is given by one rank alone
+    "of_the_model": lambda t: Net().state_dict(),
+    "of_another_model": lambda t: {f"a.{name}": entry for name, entry in t.state_dict().items()},
+    "path": lambda t: "state.pt",
+}
+
+
+@variants([*WRONG_STATES], BY_STAGE, refused=r"^strategy\.load_state_dict: .*merge", oracle=False)
+def a_state_to_load_that_is_wrong(lab: Lab, kind: str) -> None:
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0])
+    t.load_state_dict(WRONG_STATES[kind](t))
 
 
 # -- who reaches for the optimizer's own tensors --------------------------------------------------------

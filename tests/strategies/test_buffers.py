@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.saving import checkpoint
-from tests.oracle import merged, pieces_of
+from tests.oracle import pieces_of
 from tests.ranks import RankError
 from tests.strategies.states_for_tests import build, save
 from zeroexp.checkpoint.load import load
 from zeroexp.strategies.buffers import Buffers
+from zeroexp.strategies.canonical import merge
 
 ENGINES = ("ddp torch", "zero3 torch", "zero1 tensor", "zero3 buffer")
 
@@ -113,7 +114,7 @@ def test_as_torchs_ddp_does(ranks, engine):
     for found, _ in answers:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, answers[0][0], rtol=0, atol=0)
-    state = merged([pieces for _, pieces in answers])
+    state = merge([pieces for _, pieces in answers])
     saved = {name for name, entry in state.items() if "buffer" in entry}
     assert saved == {name for name in net().state_dict() if name not in weights}
     assert "first.fixed" not in state and "tied" not in state
@@ -141,7 +142,7 @@ def test_resumed_is_uninterrupted(ranks, tmp_path, engine):
 
 def taken_up_without(world, engine, change):
     strategy = build(world, engine, sgd, net=net())
-    state = merged([pieces_of(strategy)])
+    state = merge([pieces_of(strategy)])
     before = buffers_of(strategy.model)
     if change == "old":
         state = {name: entry for name, entry in state.items() if "buffer" not in entry}

@@ -18,7 +18,6 @@ from tests.oracle import (
     Recipe,
     assert_same,
     build_on_rank,
-    merged,
     outcome_of,
     pieces_of,
     run_steps,
@@ -31,7 +30,7 @@ from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
 from zeroexp.sharding.placement import STAGES
 from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.canonical import canonical_whole
+from zeroexp.strategies.canonical import canonical_whole, merge
 from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -62,7 +61,7 @@ def test_a_state_taken_up_by_an_engine_that_has_trained(ranks, stage, transport)
     recipe, make = Recipe(), Ours(stage, Options(prefetch=2, transport=transport))
     whole = outcome_of(ranks(train_on_ranks, recipe, make))
     saved = [state for _, state in ranks(train_on_ranks, replace(recipe, steps=2), make)]
-    last = outcome_of(ranks(goes_on_in_the_same_engine, recipe, make, merged(saved)))
+    last = outcome_of(ranks(goes_on_in_the_same_engine, recipe, make, merge(saved)))
     assert_same(last, Outcome(whole.losses[2:], whole.norms[2:], whole.state))
 
 

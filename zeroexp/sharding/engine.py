@@ -33,6 +33,7 @@ from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import (
     canonical_state,
     load_canonical,
+    refuse_other_state,
     refuse_weights_alone,
 )
 from zeroexp.sharding.unit import MasterGradient, Unit
@@ -237,6 +238,7 @@ class Sharded:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
+        refuse_other_state(state, self.units, self.wire)
         refuse_weights_alone(state, self.optimizer, self.wire)
         self.wire.quiesce()
         load_canonical(

@@ -8,6 +8,7 @@ first element.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from zeroexp.strategies.canonical import (
     SavedMoments,
     empty_moment,
     fill_from_canonical,
+    first_missing,
     moments_of,
 )
 from zeroexp.strategies.python_values import PythonValues, own_values
@@ -68,6 +70,45 @@ def canonical_state(
                 else:
                     entry.setdefault(key, canonical)
     return state
+
+
+def refuse_other_state(state: object, units: Sequence[Unit], wire: Collectives) -> None:
+    """Raise ValueError on all ranks, before anything changes, for what is no state of this model, or lacks pieces."""
+    problem = _problem_with(state, units)
+    if wire.same_everywhere(int(problem is None)) and problem is None:
+        return
+    raise ValueError(
+        f"strategy.load_state_dict: {problem or 'another rank was given what it can not load'}; give what "
+        "strategy.state_dict() returned, of all ranks by merge(states)"
+    )
+
+
+def _problem_with(state: object, units: Sequence[Unit]) -> str | None:
+    if not isinstance(state, dict):
+        return f"the state is a {type(state).__name__}"
+    for name, entry in state.items():
+        if not isinstance(entry, dict):
+            return f"the state holds a {type(entry).__name__} under {name!r:.80}"
+        for key, tensor in entry.items():
+            if not isinstance(tensor, CanonicalTensor):
+                return f"the state holds a {type(tensor).__name__} under {name!r:.80}, {key!r:.40}"
+    saved_moments = SavedMoments(state)
+    for tensors in _chunks(units):
+        for span, _ in tensors.weights():
+            name, shape = tensors.chunk.members[span.member].name, tensors.shapes[span.member]
+            if WEIGHT not in state.get(name, {}):
+                return f"parameter {name} is not in the state"
+            if tuple(state[name][WEIGHT].shape) != tuple(shape):
+                return f"parameter {name} is {list(state[name][WEIGHT].shape)} in the state, {list(shape)} in the model"
+            needed = [(WEIGHT, state[name][WEIGHT], span.start, span.numel)]
+            for key, saved in saved_moments.of(name) if tensors.is_trainable else ():
+                whole = (0, prod(saved.canonical.shape))
+                start, numel = (span.start, span.numel) if saved.of_elements else whole
+                needed.append((key, saved.canonical, start, numel))
+            for key, canonical, start, numel in needed:
+                if (first := first_missing(canonical, start, start + numel)) is not None:
+                    return f"element {first} of {name}.{key} is in no piece"
+    return None
 
 
 def refuse_weights_alone(state: CanonicalState, optimizer: Optimizer, wire: Collectives) -> None:

@@ -5,7 +5,7 @@ Pieces are views of live memory: a caller that keeps them past the next step cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,35 @@ def canonical_replicated(tensor: Tensor, world: World) -> CanonicalTensor:
     return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
 
+def merge(states: Sequence[CanonicalState]) -> CanonicalState:
+    """Return one state with the pieces of all ranks' states, which every rank of any number may load.
+
+    Raises ValueError where two states differ in the shape or dtype of an entry, since they are of different models.
+    """
+    whole: CanonicalState = {}
+    for state in states:
+        for name, tensors in state.items():
+            for key, tensor in tensors.items():
+                empty = CanonicalTensor(tensor.shape, tensor.dtype, [])
+                known = whole.setdefault(name, {}).setdefault(key, empty)
+                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                    one, other = (f"{list(t.shape)} {t.dtype}" for t in (known, tensor))
+                    raise ValueError(
+                        f"merge: {name}.{key} is {one} in one state and {other} in another; give the states of "
+                        "one strategy's ranks"
+                    )
+                known.pieces.extend(tensor.pieces)
+    return whole
+
+
+def first_missing(canonical: CanonicalTensor, start: int, stop: int) -> int | None:
+    """Return the first of these elements that no piece holds."""
+    for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
+        if piece.start <= start:
+            start = max(start, piece.start + piece.tensor.numel())
+    return start if start < stop else None
+
+
 def fill_from_canonical(
     flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str = ""
 ) -> None:
@@ -52,7 +81,7 @@ def fill_from_canonical(
     if covered < stop:
         raise ValueError(
             f"state of {name}: elements {covered} to {stop - 1} of {list(canonical.shape)} are in no piece; "
-            "load pieces that together cover what this rank holds"
+            "load pieces that together cover what this rank holds, as merge(states) of all ranks' states does"
         )
 
 
