@@ -83,6 +83,7 @@ DOORS = {
     "submitit": {"zeroexp.cluster.submit"},
     "mlflow": {"zeroexp.tracking.mlflow", "zeroexp.tracking.store"},
     "transformers": {
+        "zeroexp.data.conversations",
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",
         "zeroexp.models.huggingface_keys",

@@ -623,6 +623,111 @@ def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeyp
     assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
 
 
+# --- conversations
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "What is a slice?"}]
+ANSWER = [{"role": "assistant", "content": "An object of a part of a sequence."}]
+
+
+def chatting(folder: Path, template: str | None = TEMPLATE) -> str:
+    """A folder of weights whose tokenizer, the shipped one, has a chat template."""
+    shutil.copyfile(CORPUS / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    return str(folder)
+
+
+def of_rows(tmp_path: Path, rows: list[dict[str, object]], **changes) -> Data:
+    template = changes.pop("template", TEMPLATE)
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, model = configs("hf", path=str(file), seq_len=6, **changes)
+    return build_data(data, replace(model, weights=chatting(tmp_path, template)), 0)
+
+
+def stream_of(data: Data) -> tuple[list[int], list[bool]]:
+    """The tokens of all samples in sequence, and which of them count as labels."""
+    rows = in_stored_order(data).microbatches
+    tokens, counts = rows[0].inputs["input_ids"][0, :1].tolist(), [False]
+    for row in rows:
+        assert row.inputs["input_ids"][0, 0] == tokens[-1]
+        inputs, labels = row.inputs["input_ids"][0].tolist(), row.labels[0].tolist()
+        for token, label in zip([*inputs[1:], None], labels, strict=True):
+            assert label in (-100, token) or token is None
+            counts.append(label != -100)
+            tokens.append(label if token is None else token)
+    return tokens, counts
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("column", [None, "messages"])
+def test_messages_go_through_the_chat_template_and_all_tokens_count(tmp_path, column):
+    data = of_rows(tmp_path, [{"messages": QUESTION + ANSWER}] * 3, text_column=column)
+    text = f"user: {QUESTION[0]['content']}\nassistant: {ANSWER[0]['content']}\n"
+    tokens, counts = stream_of(data)
+    assert tokens == (ids(text) * 3)[: len(tokens)] and all(counts[1:])
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_only_a_completion_counts_in_the_loss(tmp_path, talks):
+    prompt, completion = "A slice is", " a part of a sequence of any kind."
+    rows: list[dict[str, object]] = [{"prompt": prompt, "completion": completion}]
+    before, whole, end = prompt, prompt + completion, [0]
+    if talks:
+        rows = [{"prompt": QUESTION, "completion": ANSWER}]
+        before = f"user: {QUESTION[0]['content']}\nassistant:"
+        whole, end = f"{before} {ANSWER[0]['content']}\n", []
+    data = of_rows(tmp_path, rows * 40)
+    document = [*ids(whole), *end]
+    num_prompt = len(ids(before))
+    assert document[:num_prompt] == ids(before), "the tokenizer cuts them alike"
+    marks = ([False] * num_prompt + [True] * (len(document) - num_prompt)) * 40
+    starts = range(0, 40 * len(document) - 6, 6)
+    kept = [marks[start + 1 : start + 7] for start in starts]
+    kept = [row for row in kept if any(row)]  # a sample of a prompt alone teaches nothing
+    found = in_stored_order(data)
+    labels = [row.labels[0] for row in found.microbatches]
+    assert [(each != -100).tolist() for each in labels] == kept
+    assert found.num_valid == sum(map(sum, kept)) and found.num_tokens == 6 * len(kept)
+    words = [token for each in labels for token in each.tolist() if token != -100]
+    answers = [token for token, mark in zip(document * 40, marks, strict=True) if mark]
+    assert words == answers[: len(words)] and len(answers) - len(words) < 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "line"),
+    [
+        ([{"messages": [{"role": "user"}]}], {}, r"row 1, column messages: a message without"),
+        ([{"messages": QUESTION}, {"messages": []}], {}, r"row 2, column messages: holds no list"),
+        (
+            [{"messages": QUESTION}],
+            {"template": None},
+            r"=messages: holds messages, and .* without",
+        ),
+        (
+            [{"messages": QUESTION}],
+            {"template": "{{ raise_exception('begin with a system') }}"},
+            r"row 1, column messages: the chat template refuses it \(begin with a system\); change",
+        ),
+        ([{"prompt": "a", "completion": ANSWER}], {}, r"row 1, column completion: .*str and list"),
+        ([{"prompt": "a", "completion": None}], {}, r"=completion: 1 of 1 rows .* have no value"),
+        ([{"prompt": "a"}], {}, r"data.text_column=text: no such column in .*; use one of prompt"),
+    ],
+)
+def test_conversations_that_are_none_are_one_line(tmp_path, rows, changes, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        of_rows(tmp_path, rows, **changes)
+    assert "\n" not in str(caught.value)
+
+
 # --- tokenizers
 
 

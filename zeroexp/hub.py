@@ -17,7 +17,7 @@ from zeroexp.config import ConfigError
 from zeroexp.inputs import cache_root
 from zeroexp.network import server_answers
 
-MODEL_FILES = ["*.safetensors", "*.json"]
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
 @functools.cache

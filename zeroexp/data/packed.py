@@ -1,6 +1,7 @@
 """Samples in a folder of .npy files that every rank maps into memory; the first process that needs them writes them.
 
     <cache>/<key>/tokens.npy    causal: [samples, seq_len + 1]; classification: [samples, seq_len], padded
+    <cache>/<key>/counts.npy    [samples, seq_len], prompts with completions only: which labels count
     <cache>/<key>/labels.npy    [samples], classification only
     <cache>/<key>/lengths.npy   [samples], classification only: number of tokens without padding
     <cache>/<key>/digests.json  hashes of the others, which are compared before they are read
@@ -27,6 +28,7 @@ from filelock import FileLock
 
 from zeroexp.check.outputs import require_writable
 from zeroexp.data import Microbatch
+from zeroexp.data.soundness import IGNORED
 from zeroexp.inputs import cache_root
 
 DIGESTS = "digests.json"
@@ -120,14 +122,24 @@ class _Folder:
 
 
 class PackedTokens(_Folder):
-    """Rows full of text: there is no padding, and every position has a label."""
+    """Rows full of text: there is no padding, and every position has a label, unless its token is one of a prompt."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        counts = folder / "counts.npy"
+        self.counts = np.load(counts, mmap_mode="r") if counts.exists() else None
 
     def read(self, indices: np.ndarray) -> Microbatch:
         rows = torch.from_numpy(self.tokens[indices].astype(np.int64))
-        return Microbatch({"input_ids": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous())
+        labels = rows[:, 1:].contiguous()
+        if self.counts is not None:
+            labels[torch.from_numpy(~self.counts[indices])] = IGNORED
+        return Microbatch({"input_ids": rows[:, :-1].contiguous()}, labels)
 
     def count_labels_and_tokens(self, indices: np.ndarray) -> tuple[int, int]:
         num_tokens = len(indices) * (self.tokens.shape[1] - 1)
+        if self.counts is not None:
+            return int(self.counts[indices].sum()), num_tokens
         return num_tokens, num_tokens
 
 

@@ -34,6 +34,12 @@ class TokenizerChoice:
         digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
         return [digest, self.end_of_text, self.padding]
 
+    @property
+    def template(self) -> list[str]:
+        """Return the hashes of the files that may hold a chat template."""
+        beside = [self.file.with_name(n) for n in ("tokenizer_config.json", "chat_template.jinja")]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in beside if file.is_file()]
+
 
 def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
     """Return the tokenizer of `model.weights` if there are real weights, else the shipped one.

@@ -7,7 +7,7 @@ is kept, and the library takes a changed file of the same size and time for the 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -33,6 +33,11 @@ LOADERS = {
     ".jsonl": "json",
     ".txt": "text",  # every line is a row
 }
+MESSAGES, PROMPT, COMPLETION = (
+    "messages",
+    "prompt",
+    "completion",
+)  # as in TRL, of data/conversations.py
 TEXT, LABEL = "text", "label"  # names of the columns where the config names none
 
 Table = datasets.Dataset
@@ -87,8 +92,12 @@ def require_columns(config: DataConfig, files: list[Path]) -> None:
         reader.close()  # the file that it has open
     if row is not None:
         _require_names(list(row), config)
-        key, name = columns_of(config)[TEXT]
-        if not isinstance(row[name], str | None):
+        key, name = columns_of(config, list(row)).get(TEXT, ("", ""))
+        if (
+            name
+            and not isinstance(row[name], str | None)
+            and not _may_be_messages(row[name], config)
+        ):
             texts = [other for other, value in row.items() if isinstance(value, str)]
             _refuse_column_without_text(f"{key}={name}", type(row[name]).__name__, texts)
 
@@ -97,8 +106,15 @@ def first_rows(table: Table, limit: int | None) -> Table:
     return table.select(range(len(table) if limit is None else min(limit, len(table))))
 
 
-def columns_of(config: DataConfig) -> dict[str, tuple[str, str]]:
-    """Return, for each column that the task reads, the key that names it and its name."""
+def columns_of(config: DataConfig, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return, for each column that the task reads, the key that names it and its name.
+
+    names: of the columns that there are. A language model reads conversations where there is no text.
+    """
+    if config.task == "causal" and config.text_column is None and TEXT not in names:
+        for found in ((MESSAGES,), (PROMPT, COMPLETION)):
+            if set(found) <= set(names):
+                return {name: ("data.text_column", name) for name in found}
     columns = {TEXT: ("data.text_column", config.text_column or TEXT)}
     if config.task == "classification":
         columns[LABEL] = ("data.label_column", config.label_column or LABEL)
@@ -109,6 +125,10 @@ def class_names(table: Table, column: str) -> list[str] | None:
     """Return the names that the table itself knows for its labels 0, 1, ...; None if it knows none."""
     feature = table.features[column]
     return feature.names if isinstance(feature, datasets.ClassLabel) else None
+
+
+def holds_texts(table: Table, column: str) -> bool:
+    return str(getattr(table.features[column], "dtype", "")) in ("string", "large_string")
 
 
 def map_batches(table: Table, function: Any) -> Table:
@@ -236,7 +256,8 @@ def _one_line_errors(config: DataConfig) -> Iterator[None]:
 def _require_columns(table: Table, config: DataConfig) -> None:
     """Require that the named columns exist, that text is text, and that no row lacks a value."""
     _require_names(table.column_names, config)
-    for key, name in columns_of(config).values():
+    columns = columns_of(config, table.column_names)
+    for key, name in columns.values():
         if num_empty := table.data.column(name).null_count:
             problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
             raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
@@ -245,7 +266,11 @@ def _require_columns(table: Table, config: DataConfig) -> None:
         kind = type(table.features[name]).__name__
         if kind not in ("Value", "ClassLabel"):
             raise ConfigError(f"{key}={name}: holds {kind}, no labels; use another column")
-    key, name = columns_of(config)[TEXT]
+    if TEXT not in columns:
+        return
+    key, name = columns[TEXT]
+    if len(table) and _may_be_messages(table[0][name], config):
+        return
     kind = str(getattr(table.features[name], "dtype", type(table.features[name]).__name__))
     if kind not in ("string", "large_string"):
         texts = [
@@ -258,12 +283,18 @@ def _require_columns(table: Table, config: DataConfig) -> None:
 
 def _require_names(names: list[str], config: DataConfig) -> None:
     known = ", ".join(names)[:200]
-    for key, name in columns_of(config).values():
+    for key, name in columns_of(config, names).values():
         if name not in names and len(names) == 1 and (separators := set(";\t|") & set(names[0])):
             problem = f"its columns are separated by {separators.pop()!r}, no comma"
             raise ConfigError(f"data.path={config.path}: {problem}; convert it")
         if name not in names:
             raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
+
+
+def _may_be_messages(value: Any, config: DataConfig) -> bool:
+    """Tell whether a column that data.text_column names holds lists of messages."""
+    of_messages = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return config.task == "causal" and of_messages
 
 
 def _refuse_column_without_text(told: str, kind: str, texts: list[str]) -> NoReturn:

@@ -18,11 +18,14 @@ from zeroexp.config import ConfigError, DataConfig
 from zeroexp.data.labels import classes_of
 from zeroexp.data.sources import TokenizerChoice
 from zeroexp.data.tables import (
+    COMPLETION,
+    MESSAGES,
     TEXT,
     Table,
     class_names,
     columns_of,
     first_rows,
+    holds_texts,
     map_batches,
     read_documents,
     read_table,
@@ -38,18 +41,20 @@ def write_packed(
     """Write causal samples: all documents in sequence, an end-of-text token after each, cut to seq_len + 1 tokens.
 
     Neighbouring samples share a token: the last label of one is the first input of the next. The tail that fills no
-    sample is dropped, so that there is no padding at all.
+    sample is dropped, so that there is no padding at all. Of prompts with completions a sample without any token of a
+    completion is dropped too.
     """
     tokenizer = Tokenizer.from_file(str(words.file))
     texts, source = _read_texts(config, files, folder / SCRATCH)
-    column = columns_of(config)[TEXT][1] if config.kind == "hf" else TEXT
-    packer = _Packer(tokenizer, words.end_of_text, config.seq_len, column)
+    packer = _Packer(tokenizer, words, config.seq_len, texts, config)
     packed = map_batches(first_rows(texts, config.limit), packer)
     if len(packed) == 0:
         raise ConfigError(
             f"data.seq_len={config.seq_len}: the text is shorter than one sample; choose a smaller one"
         )
     save_column(folder / "tokens.npy", packed, "tokens", (config.seq_len + 1,), _dtype(tokenizer))
+    if packer.masks:
+        save_column(folder / "counts.npy", packed, "counts", (config.seq_len,), np.dtype(np.bool_))
     _write_about(folder, config, tokenizer, source)
 
 
@@ -84,18 +89,48 @@ def write_labelled(
 class _Packer:
     """Packs batches of documents; it keeps the rest of one batch for the next."""
 
-    def __init__(self, tokenizer: Tokenizer, end_of_text: int, seq_len: int, column: str) -> None:
-        self.tokenizer, self.end_of_text, self.seq_len = tokenizer, end_of_text, seq_len
-        self.column = column
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        words: TokenizerChoice,
+        seq_len: int,
+        table: Table,
+        config: DataConfig,
+    ) -> None:
+        self.tokenizer, self.end_of_text, self.seq_len = tokenizer, words.end_of_text, seq_len
+        columns = columns_of(config, table.column_names) if config.kind == "hf" else {}
+        self.column = columns.get(TEXT, ("", TEXT))[1]
+        self.masks = COMPLETION in columns
+        self.conversations: Any = None
+        if MESSAGES in columns or self.masks or not holds_texts(table, self.column):
+            # transformers takes two seconds to import.
+            from zeroexp.data.conversations import Conversations
+
+            told = None if self.masks else MESSAGES if MESSAGES in columns else self.column
+            self.conversations = Conversations(words, tokenizer, told)
         self.rest: list[int] = []
+        self.rest_counts: list[bool] = []
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        stream = self.rest
-        for encoding in self.tokenizer.encode_batch(batch[self.column]):
-            stream += [*encoding.ids, self.end_of_text]
-        starts = range(0, len(stream) - self.seq_len, self.seq_len)
-        self.rest = stream[len(starts) * self.seq_len :]
-        return {"tokens": [stream[start : start + self.seq_len + 1] for start in starts]}
+        stream, counts, size = self.rest, self.rest_counts, self.seq_len
+        for tokens, num_prompt in self._documents(batch):
+            stream += tokens
+            counts += [False] * num_prompt + [True] * (len(tokens) - num_prompt)
+        starts = range(0, len(stream) - size, size)
+        self.rest = stream[len(starts) * size :]
+        self.rest_counts = counts[len(starts) * size :]
+        starts = [start for start in starts if any(counts[start + 1 : start + size + 1])]
+        packed = {"tokens": [stream[start : start + size + 1] for start in starts]}
+        if self.masks:
+            packed["counts"] = [counts[start + 1 : start + size + 1] for start in starts]
+        return packed
+
+    def _documents(self, batch: dict[str, list[Any]]) -> list[tuple[list[int], int]]:
+        """Return the tokens of each document, and how many of them belong to its prompt."""
+        if self.conversations is not None:
+            return self.conversations(batch)
+        encoded = self.tokenizer.encode_batch(batch[self.column])
+        return [([*encoding.ids, self.end_of_text], 0) for encoding in encoded]
 
 
 def _read_texts(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:

@@ -30,7 +30,12 @@ from zeroexp.models.families import MODELS, vocabulary
 from zeroexp.strategies.buffers import persistent_buffers
 
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,0 +1,103 @@
+"""Turn rows of conversations, and of prompts with completions, into tokens and which of them count in the loss.
+
+The columns and their meaning are those of TRL's supervised trainer:
+
+    messages              a list of {role, content} through the tokenizer's chat template; every token counts
+    prompt, completion    texts: both in sequence, then the end-of-text token; what comes after the prompt counts
+                          lists of messages: through the template, the prompt with what begins an answer; as above
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from zeroexp.config import ConfigError
+from zeroexp.data.sources import TokenizerChoice
+from zeroexp.data.tables import COMPLETION, PROMPT
+
+Document = tuple[list[int], int]  # tokens, and how many of the first ones do not count
+
+
+class Conversations:
+    """Reads batches of a table with the column `column`, or with PROMPT and COMPLETION where that is None."""
+
+    def __init__(self, words: TokenizerChoice, tokenizer: Tokenizer, column: str | None) -> None:
+        self._words, self._tokenizer, self._column = words, tokenizer, column
+        self._template: Callable[..., str] | None = None
+        self._row = 0
+
+    def __call__(self, batch: dict[str, list[Any]]) -> list[Document]:
+        documents: list[Document] = []
+        if self._column is not None:
+            for messages in batch[self._column]:
+                self._row += 1
+                documents.append((self._encode(self._render(messages, self._column)), 0))
+            return documents
+        for prompt, completion in zip(batch[PROMPT], batch[COMPLETION], strict=True):
+            self._row += 1
+            documents.append(self._answer(prompt, completion))
+        return documents
+
+    def _answer(self, prompt: Any, completion: Any) -> Document:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            before, end = prompt, [self._words.end_of_text]
+            whole = prompt + completion
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            before, end = self._render(prompt, PROMPT, add_generation_prompt=True), []
+            whole = self._render([*prompt, *completion], COMPLETION)
+        else:
+            kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+            self._refuse(COMPLETION, f"prompt and completion are {kinds}", "give texts, or lists")
+        tokens, first = self._encode(whole), self._encode(before)
+        same = zip(tokens, first, strict=False)  # a token over the end of the prompt counts
+        num_same = next(
+            (n for n, (a, b) in enumerate(same) if a != b), min(len(tokens), len(first))
+        )
+        return tokens + end, num_same
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _render(self, messages: Any, column: str, **how: bool) -> str:
+        if not isinstance(messages, list) or not messages:
+            self._refuse(column, "holds no list of messages", "give {role, content}, one or more")
+        for message in messages:
+            known = isinstance(message, dict) and isinstance(message.get("role"), str)
+            if not known or not isinstance(message.get("content"), str):
+                self._refuse(column, "a message without the texts role and content", "give both")
+        try:
+            return self._apply(messages, **how)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the template, which may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._refuse(column, f"the chat template refuses it ({reason})", "change the messages")
+
+    def _apply(self, messages: list[Any], **how: bool) -> str:
+        template = self._template
+        if template is None:
+            folder: Path = self._words.file.parent
+            if not (folder / "tokenizer_config.json").is_file():
+                self._refuse_tokenizer(folder)
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            if not tokenizer.chat_template:
+                self._refuse_tokenizer(folder)
+            self._template = template = tokenizer.apply_chat_template
+        # A table fills in keys that one message lacks and another has.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        return template(given, tokenize=False, **how)
+
+    def _refuse_tokenizer(self, folder: Path) -> NoReturn:
+        problem = f"{folder} has a tokenizer without chat template"
+        raise ConfigError(
+            f"data.text_column={self._column or PROMPT}: holds messages, and {problem}; "
+            "use model.weights or model.path of a model that chats"
+        )
+
+    def _refuse(self, column: str, problem: str, remedy: str) -> NoReturn:
+        raise ConfigError(f"data.path: row {self._row}, column {column}: {problem}; {remedy}")
