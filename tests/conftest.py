@@ -97,9 +97,14 @@ class Run:
                 terminalreporter.write_line(f"{number:5} of {file}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one server of MLflow is asked stays together, in one of two processes."""
     items.sort(key=lambda item: "mlflow" not in getattr(item, "fixturenames", ()))
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"slurm", "browser"} or "mlflow" in getattr(item, "fixturenames", ()):
+            item.add_marker("daemon")
 
 
 def stop(number: int, frame: object) -> None:

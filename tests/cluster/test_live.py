@@ -126,6 +126,7 @@ def test_a_server_that_is_away_costs_a_line_and_the_rest_is_sent_later(
 
 
 @pytest.mark.slow
+@pytest.mark.daemon
 def test_a_server_that_dies_in_the_middle(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     with MlflowServer(tmp_path / "server") as server:
