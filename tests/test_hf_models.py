@@ -469,7 +469,7 @@ def test_a_model_that_runs_one_layer_many_times_trains_as_its_refusal_says(
     shipped = "data=yelp data.path=nothing.csv data.seq_len=8 world_size=1 tracking=files"
     Path("nothing.csv").write_text("text,label\ngood,0\n")
     told = told_by(f"{line} {shipped}", monkeypatch, capsys)
-    assert "the model has no repeated block; name some: model.blocks=[" in told
+    assert "the model has no block; name some: model.blocks=[" in told
     config = of_line(*line.split()[1:], told.rpartition("name some: ")[2])
     assert build_model(config, seed=0, device="meta").blocks == [
         "albert.encoder.albert_layer_groups.0"

@@ -56,7 +56,7 @@ def _build(model: ModelConfig, words: int | None) -> nn.Module:
         remedy = (
             f"name some: model.blocks=[{','.join(lists)}]" if lists else "use one layer or more"
         )
-        raise ConfigError(f"{named}: the model has no repeated block; {remedy}")
+        raise ConfigError(f"{named}: the model has no block; {remedy}")
     return built.module
 
 
