@@ -29,8 +29,8 @@ class ConfigError(ValueError):
 class DamagedFile(ConfigError):
     """A file of a run that no writer of ours left so: a power cut leaves empty files, and zeros in others."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{path}: damaged, as by a power cut ({what}); restore or remove it")
+    def __init__(self, path: Path, what: str, remedy: str = "restore or remove it") -> None:
+        super().__init__(f"{path}: damaged, as by a power cut ({what}); {remedy}")
         self.line = f"{path}: damaged, as by a power cut ({what})"
 
 

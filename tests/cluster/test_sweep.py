@@ -24,8 +24,10 @@ from zeroexp.cluster.points import points_of
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config import Config, StudyConfig
 from zeroexp.tracking.files import read_records, read_summary, write_json
+from zeroexp.tracking.run import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
+CUT = "damaged, as by a power cut"
 # A second per point: three steps of two short samples, of a tiny language model, ...
 SHORT = [
     *("data.global_batch_size=2", "tracking=files", "train.warmup_steps=1", "train.steps=2"),
@@ -304,7 +306,7 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     tmp_path, monkeypatch, capsys
 ):
     """Which runs a rerun would start, and what it says of those whose files do not let them go on."""
-    names = ("done", "failed", "state", "results", "config", "hole")
+    names = ("done", "failed", "state", "results", "config", "hole", "curve")
     folders = {name: write_run(tmp_path / name, status="done") for name in names}
     write_json(folders["failed"] / "state.json", {"status": "failed", "reason": "of its own"})
     (folders["state"] / "state.json").write_bytes(b"")
@@ -312,29 +314,35 @@ def test_after_a_power_cut_a_damaged_run_is_named_and_the_others_run_again(
     summary.write_bytes(bytes(summary.stat().st_size))
     (folders["config"] / "config.yaml").write_bytes(b"")
     write_json(folders["hole"] / "state.json", {"status": "failed", "reason": "power"})
-    records = folders["hole"] / "records.jsonl"
-    lines = records.read_bytes().split(b"\n")[:-1]
-    lines[2] = bytes(len(lines[2]))  # a page of zeros, in the curve that a checkpoint goes on
-    records.write_bytes(b"\n".join(lines) + b"\n")
-    checkpoint = folders["hole"] / "checkpoint/step-000005"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
+    for name in ("hole", "curve"):
+        records = folders[name] / "records.jsonl"
+        lines = records.read_bytes().split(b"\n")[:-1]
+        lines[2] = bytes(len(lines[2]))  # a page of zeros
+        records.write_bytes(b"\n".join(lines) + b"\n")
+    for step in (2, 5):
+        checkpoint = folders["hole"] / f"checkpoint/step-00000{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    assert read_run(folders["curve"]).reason == f"{records}: {CUT} (1 of 23 steps are missing)"
 
     begun: list[Job] = []
     monkeypatch.setattr(Sweep, "_execute", lambda _, again: begun.extend(again))
     with Sweep([]) as sweep:
         sweep.rerun(tmp_path)
-        assert {job.name for job in begun} == {"failed", "state", "results"}
+        assert {job.name for job in begun} == {"failed", "state", "results", "hole", "curve"}
         assert sweep.conclude() == 1
     told = capsys.readouterr().err.splitlines()
-    cut = "damaged, as by a power cut"
+    hole = folders["hole"]
     assert told == [
-        f"zeroexp: config is not run again: {folders['config']}/config.yaml: {cut} (empty); "
+        f"zeroexp: config is not run again: {folders['config']}/config.yaml: {CUT} (empty); "
         "restore or remove it",
-        f"zeroexp: hole is not run again: {records}: {cut} (1 steps are missing from 2 on); "
-        "restore or remove it",
+        "zeroexp: hole goes on from an older checkpoint, if there is one: "
+        f"{hole}/records.jsonl: {CUT} (1 steps are missing from 2 on)",
     ]
-    assert records.read_bytes().count(b"\n") == len(lines), "nothing of it has changed"
+    assert [record.step for record in read_records(hole)] == [0, 1], "what the older one rests on"
+    assert (hole / "earlier/1/step-000005/manifest.json").exists()
+    assert (hole / "checkpoint/step-000002").exists()
+    assert (folders["curve"] / "earlier/1/records.jsonl").read_bytes().count(b"\n") == len(lines)
     assert (folders["results"] / "earlier/1/summary.json").exists()
 
 

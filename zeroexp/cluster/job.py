@@ -77,24 +77,30 @@ class Job:
         state = {"status": status, "reason": reason, **passed, f"{status}_at": time.time()}
         write_json(self.folder / "state.json", state)
 
-    def set_aside(self) -> None:
+    def set_aside(self) -> DamagedFile | None:
         """Make room for another attempt: the files of this one move to earlier/<number>/.
 
         Records that a checkpoint continues stay: only the steps behind the checkpoint are dropped, since they run
-        again. Raises DamagedFile, before anything is moved, where the records of steps before it are lost.
+        again. A checkpoint before which steps are lost from the records moves too; the error that says so is returned.
         """
+        lost = None
         moved = ["failure.json", "state.json", SLURM_FILE, "logs"]
         num_steps = self.config.train.warmup_steps + self.config.train.steps
         checkpoints = complete_checkpoints(self.folder)
         if checkpoints and step_of(checkpoints[-1]) >= num_steps and not self._has_results():
             last = checkpoints.pop()  # from it no step is left that could bring the results again
             moved.append(str(last.relative_to(self.folder)))
+        while checkpoints:
+            try:
+                drop_records(self.folder, from_step=step_of(checkpoints[-1]), rests_on=True)
+                break
+            except DamagedFile as error:
+                lost = error
+                moved.append(str(checkpoints.pop().relative_to(self.folder)))
         steps_done = step_of(checkpoints[-1]) if checkpoints else 0
         if steps_done < num_steps:
             moved.append("summary.json")
-        if checkpoints:
-            drop_records(self.folder, from_step=steps_done, rests_on=True)
-        else:
+        if not checkpoints:
             moved.append("records.jsonl")
         remove_unfinished(self.folder)
         earlier = self.folder / "earlier"
@@ -104,6 +110,7 @@ class Job:
         for name in moved:
             if (self.folder / name).exists():
                 (self.folder / name).rename(attempt / Path(name).name)
+        return lost
 
     def _has_results(self) -> bool:
         try:

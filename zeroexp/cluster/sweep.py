@@ -121,7 +121,8 @@ class Sweep:
         for job in again:
             plugins.load(job.config.plugins, working_folder_of(job.folder))
         self._jobs, self._folder = jobs, folder
-        again = [job for job in again if self._set_aside(job)]
+        for job in again:
+            _set_aside(job)
         self._execute(again)
 
     def _can_be_read(self, job: Job) -> bool:
@@ -129,25 +130,10 @@ class Sweep:
         try:
             _ = job.config, slurm_id(job), working_folder_of(job.folder)
         except DamagedFile as error:
-            self._leave_out(job, error)
+            self._num_damaged += 1
+            print(f"zeroexp: {job.name} is not run again: {error}", file=sys.stderr)
             return False
         return True
-
-    def _set_aside(self, job: Job) -> bool:
-        """Make room for another attempt at the run; False where its files do not let it go on."""
-        try:
-            job.set_aside()
-        except DamagedFile as error:
-            self._leave_out(job, error)
-            return False
-        job.enter("pending")
-        if job.config.resume:
-            pin(Path(job.config.resume), job.folder)
-        return True
-
-    def _leave_out(self, job: Job, error: DamagedFile) -> None:
-        self._num_damaged += 1
-        print(f"zeroexp: {job.name} is not run again: {error}", file=sys.stderr)
 
     @property
     def has_failures(self) -> bool:
@@ -361,6 +347,16 @@ def _check_data(config: Config) -> None:
     from zeroexp.data.beforehand import check_data
 
     check_data(config)
+
+
+def _set_aside(job: Job) -> None:
+    """Make room for another attempt at the run."""
+    if lost := job.set_aside():
+        again = "goes on from an older checkpoint, if there is one"
+        print(f"zeroexp: {job.name} {again}: {lost.line}", file=sys.stderr)
+    job.enter("pending")
+    if job.config.resume:
+        pin(Path(job.config.resume), job.folder)
 
 
 def _ended(job: Job) -> bool:

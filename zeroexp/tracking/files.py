@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,7 +123,26 @@ def _require_no_hole(path: Path, steps: Sequence[int], until: int | None = None)
     first, last = min(known, default=0), max(known, default=-1)
     last = last if until is None else until - 1
     if missing := [step for step in range(first, last + 1) if step not in known]:
-        raise DamagedFile(path, f"{len(missing)} steps are missing from {missing[0]} on")
+        what = f"{len(missing)} steps are missing from {missing[0]} on"
+        raise DamagedFile(path, what, "restore it, or run the steps again with --rerun")
+
+
+def require_results(folder: Path) -> None:
+    """Raise DamagedFile for a damaged summary, or where steps of those that it sums up are lost from the curve."""
+    summary, path = read_json(folder / SUMMARY), folder / RECORDS
+    if summary is None or not path.exists():
+        return
+    num_steps = summary.get("num_warmup_steps", 0) + summary.get("num_steps", 0)
+    state = path.stat()
+    if (num_lines := _num_whole_lines(path, state.st_mtime_ns, state.st_size)) < num_steps:
+        raise DamagedFile(path, f"{num_steps - num_lines} of {num_steps} steps are missing")
+
+
+@lru_cache(maxsize=4096)
+def _num_whole_lines(path: Path, modified_ns: int, num_bytes: int) -> int:
+    """Count the steps without parsing them, once per state of the file: who follows a sweep asks again and again."""
+    with path.open("rb") as file:
+        return sum(line.startswith(b"{") and line.endswith(b"}\n") for line in file)
 
 
 def drop_records(

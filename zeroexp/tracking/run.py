@@ -16,7 +16,7 @@ import yaml
 from zeroexp.config import DamagedFile
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
-from zeroexp.tracking.files import ENGINE, SUMMARY, read_json, read_summary
+from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
 
 LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
@@ -88,7 +88,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = read_json(folder / "state.json") or state
         if state["status"] == "done":
-            read_json(folder / SUMMARY)
+            require_results(folder)
     except DamagedFile as error:
         return {**state, "status": "failed", "reason": error.line}
     return state
