@@ -47,7 +47,7 @@ def test_what_is_in_no_piece_is_told(ranges, start, stop, missing):
         )
     assert str(caught.value) == (
         f"state of up.weight: elements {missing} of [3, 4] are in no piece; "
-        "load pieces that together cover what this rank holds"
+        "load pieces that together cover what this rank holds, as merge(states) of all ranks' states does"
     )
 
 
