@@ -58,7 +58,10 @@ def test_a_run_goes_on_from_its_newest_whole_one(local, tmp_path):
 
     for checkpoint in whole:
         flip_a_bit(checkpoint)
-    assert len(run_again(local, job)) == 3
+    told = run_again(local, job)
+    assert [line.rpartition(", the run goes on ")[2] for line in told] == [
+        *("from before it", "from before it", "from its beginning, since no other is left")
+    ]
     assert started_at(job) == [], "from its beginning"
     assert numbers(read_records(job.folder)) == reference
     saves = (job.folder / folders.LOG).read_text().splitlines()

@@ -159,9 +159,19 @@ def test_latest_without_any(tmp_path):
 
 def test_latest_where_all_are_damaged_says_which(tmp_path):
     config = config_for(tmp_path, "resume=latest")
-    checkpoint = write(tmp_path / "b" / "run", 40, config)
-    (checkpoint / MANIFEST).write_text("{")
-    assert str(checkpoint) in refused(config, UndefinedCombination)
+    run = tmp_path / "b" / "run"
+    for step in (20, 30, 40):
+        write(run, step, config)
+    (run / "checkpoint/step-000020" / MANIFEST).write_text("{")
+    for step in (30, 40):
+        (run / f"checkpoint/step-0000{step}/rank0.bin").unlink()
+    newest = f"{run}/checkpoint/step-000040/rank0.bin: missing"
+    told = f"{run}/checkpoint: none of 3 checkpoints can be used (the newest: {newest})"
+    told += "; restore one, or use resume=null to begin anew"
+    line = refused(config, UndefinedCombination)
+    assert line == f"resume=latest: no checkpoint under {tmp_path} fits: {told}"
+    line = refused(replace(config, resume=str(run)), CheckpointError)
+    assert line == f"resume={run}: {told}"
 
 
 def test_latest_without_one_that_fits(tmp_path):

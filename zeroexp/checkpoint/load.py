@@ -61,21 +61,22 @@ def load_newest(
     """
     # Rank 0's view decides: on a network file system another rank may see a new folder later.
     own = worlds.gather_objects(folders.complete_checkpoints(run))[0]
-    for checkpoint in reversed(own):
+    for number, checkpoint in reversed(list(enumerate(own))):
         try:
             return checkpoint, load(checkpoint, strategy, shapes, world).step
         except Damaged as error:
             if world.rank == 0:
-                _pass_over(run, checkpoint, error)
+                anew = f"from {named}" if named else "from its beginning, since no other is left"
+                _pass_over(run, checkpoint, error, "from before it" if number else anew)
     if named is None:
         return None
     return Path(named), load(Path(named), strategy, shapes, world).step
 
 
-def _pass_over(run: Path, checkpoint: Path, error: Damaged) -> None:
+def _pass_over(run: Path, checkpoint: Path, error: Damaged, whence: str) -> None:
     told = str(error).partition(";")[0]
     with contextlib.suppress(OSError):  # if the folder cannot be written, the next save reports it
-        told += f"; now {folders.set_aside(checkpoint).name}, the run goes on from before it"
+        told += f"; now {folders.set_aside(checkpoint).name}, the run goes on {whence}"
         folders.append_to_log(run, {"step": folders.step_of(checkpoint), "error": told})
     print(told, file=sys.stderr)
 

@@ -22,6 +22,7 @@ from zeroexp.config import Config, UndefinedCombination
 LATEST = "latest"
 # Results of earlier checks are kept by the files' signature.
 _damages: dict[tuple[Path | int, ...], str | None] = {}
+ANEW = "use resume=null to begin anew"
 MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
 # These keys decide what weights, moments and the next samples mean.
 DECISIVE = ("model", "data", "train.seed", "optimizer.name")
@@ -63,8 +64,8 @@ def _newest_of(config: Config, run: Path) -> Path:
     for one in found:
         for misfit in one.misfits:
             raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-        for told in one.damaged:
-            raise CheckpointError(told)
+        if one.damaged:
+            raise CheckpointError(f"resume={config.resume}: {one.all_damaged}, or {ANEW}")
     remedy = "give the folder of a run, or one of its checkpoint/step-* folders"
     raise CheckpointError(f"resume={config.resume}: no whole checkpoint in there; {remedy}")
 
@@ -78,10 +79,11 @@ def _latest_of_all_runs(config: Config) -> Path:
     )
     if checkpoint:
         return checkpoint
-    why = [line for one in found for line in (*one.misfits, *one.damaged)]
-    first = f"{why[0]} (and {len(why) - 1} older)" if why else "there is none"
-    told = f"no checkpoint under {config.outputs} fits: {first}"
-    raise UndefinedCombination(f"resume={LATEST}: {told}; use resume=null to begin anew")
+    why = [why for one in found if (why := next(iter(one.misfits), one.all_damaged))]
+    told = f"{why[0]}, or {ANEW}" if why else f"there is none; {ANEW}"
+    runs = f", of {len(why)} runs" if len(why) > 1 else ""
+    told = f"no checkpoint under {config.outputs} fits{runs}: {told}"
+    raise UndefinedCombination(f"resume={LATEST}: {told}")
 
 
 def _first_undamaged(
@@ -103,7 +105,7 @@ class _CheckpointsOfRun:
 
     def __init__(self, run: Path) -> None:
         self.readable: list[tuple[Manifest, Path]] = []
-        self.damaged: list[str] = []
+        self.damaged: dict[int, str] = {}  # by step
         self.misfits: list[str] = []
         self._folder = run / folders.FOLDER
         self._seen = self._look()
@@ -126,17 +128,23 @@ class _CheckpointsOfRun:
                 return None
             told = _damage_of(checkpoint, manifest)
             if told is None:
-                for line in self.damaged:
-                    _say(
-                        f"resume={config.resume}: {line.partition(';')[0]}; goes on from {checkpoint}"
-                    )
+                for line in self.damaged.values():
+                    _say(f"resume={config.resume}: {line}; goes on from {checkpoint}")
                 return checkpoint
             self._note(checkpoint, told)
         return None
 
     def _note(self, checkpoint: Path, told: str) -> None:
         if checkpoint.exists():  # otherwise its run has just removed it
-            self.damaged.append(told)
+            self.damaged[folders.step_of(checkpoint)] = told.partition(";")[0]
+
+    @property
+    def all_damaged(self) -> str | None:
+        """Return what is wrong with the newest, where no checkpoint is whole; None if nothing is damaged."""
+        if not self.damaged:
+            return None
+        number = f"{self._folder}: none of {len(self.damaged)} checkpoints can be used"
+        return f"{number} (the newest: {self.damaged[max(self.damaged)]}); restore one"
 
     def changed(self) -> bool:
         """Tell whether the run has saved or removed a checkpoint meanwhile."""
