@@ -27,6 +27,7 @@ ORDER = [
     {
         *(
             "zeroexp.advance",
+            "zeroexp.hashes",
             "zeroexp.interruption",
             "zeroexp.locks",
             "zeroexp.network",
@@ -91,7 +92,7 @@ DOORS = {
         "zeroexp.models.huggingface_weights_check",
     },
     "datasets": {"zeroexp.data.tables"},
-    "xxhash": {"zeroexp.checkpoint.manifest"},
+    "xxhash": {"zeroexp.hashes"},
     "matplotlib": {"zeroexp.report.figure", "zeroexp.plan.frontier_figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.verdict"},

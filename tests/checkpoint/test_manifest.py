@@ -19,12 +19,12 @@ from zeroexp.checkpoint.manifest import (
     Manifest,
     StoredPiece,
     StoredTensor,
-    hash_of,
     read_manifest,
     require_whole,
     to_json,
 )
 from zeroexp.config import Config
+from zeroexp.hashes import hash_of
 
 PIECES = (StoredPiece("rank0.bin", 0, 0, 4, "ab"), StoredPiece("rank1.bin", 64, 4, 2, "cd"))
 WEIGHT = StoredTensor((2, 3), "bfloat16", PIECES)

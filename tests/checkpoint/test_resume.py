@@ -19,12 +19,12 @@ from zeroexp.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     StoredTensor,
-    hash_of,
     to_json,
 )
 from zeroexp.checkpoint.resume import resolve_resume
 from zeroexp.cluster.points import points_of
 from zeroexp.config import Config, ConfigError, UndefinedCombination
+from zeroexp.hashes import hash_of
 
 TINY = ("model=tiny", "train.steps=100")
 

@@ -21,10 +21,11 @@ import pytest
 from tests.test_rank import log_of, make_job, run
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.folders import LOG
-from zeroexp.checkpoint.manifest import hash_of, read_manifest
+from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config import ModelConfig
+from zeroexp.hashes import hash_of
 from zeroexp.measure.record import StepRecord
 from zeroexp.models.build import build_model
 from zeroexp.tracking.files import read_records, read_summary

@@ -1,23 +1,16 @@
-"""manifest.json describes a checkpoint. It is plain data without torch; reading it shows whether the checkpoint fits.
-
-[Note: hashes] XXH3 with 128 bits finds any damage of a disk or a copy. It runs at the speed of memory (20 GB/s on one
-core, with Python's lock released), so checking never becomes the slow part; blake2b, at 1 GB/s, would. It is not a
-signature: whoever can write the files can write the manifest. Reading is safe all the same, because nothing in a
-checkpoint is executed.
-"""
+"""manifest.json describes a checkpoint: plain data without torch, from which one sees whether the checkpoint fits."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from zeroexp.config import ConfigError
+from zeroexp.hashes import hash_of
 
 FORMAT = 2  # format 1 had neither Python values nor buffers; it is still read
 MANIFEST = "manifest.json"
@@ -52,7 +45,7 @@ class StoredPiece:
     offset: int
     start: int
     numel: int
-    hash: str  # [Note: hashes]
+    hash: str  # of zeroexp/hashes.py
 
 
 @dataclass(frozen=True)
@@ -93,13 +86,6 @@ class Manifest:
                 end = piece.offset + tensor.num_bytes(piece)
                 ends[piece.file] = max(ends.get(piece.file, 0), end)
         return ends
-
-
-def hash_of(parts: Iterable[bytes | memoryview]) -> str:
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
 
 
 def to_json(manifest: Manifest) -> bytes:

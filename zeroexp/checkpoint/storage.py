@@ -27,12 +27,12 @@ from zeroexp.checkpoint.manifest import (
     Stored,
     StoredPiece,
     StoredTensor,
-    hash_of,
     require_whole,
     to_json,
 )
 from zeroexp.checkpoint.planner import Shapes, finished_future
 from zeroexp.checkpoint.staging import RNG, STATE, aligned
+from zeroexp.hashes import hash_of
 
 
 @dataclass(frozen=True)

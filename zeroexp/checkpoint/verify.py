@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import Manifest, StoredPiece, StoredTensor, hash_of
+from zeroexp.checkpoint.manifest import Manifest, StoredPiece, StoredTensor
+from zeroexp.hashes import hash_of
 
 BUFFER_BYTES = 4 << 20
 

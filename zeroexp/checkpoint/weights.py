@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroexp.checkpoint.manifest import CheckpointError, Manifest, StoredTensor, hash_of
+from zeroexp.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
+from zeroexp.hashes import hash_of
 from zeroexp.strategies.canonical import BUFFER
 
 REMEDY = "give another checkpoint"

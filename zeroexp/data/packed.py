@@ -29,6 +29,7 @@ from filelock import FileLock
 from zeroexp.check.outputs import require_writable
 from zeroexp.data import Microbatch
 from zeroexp.data.soundness import IGNORED
+from zeroexp.hashes import hash_of
 from zeroexp.inputs import cache_root
 
 DIGESTS = "digests.json"
@@ -76,7 +77,7 @@ def _digests(folder: Path) -> dict[str, str]:
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != DIGESTS:
             with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[path.name] = hash_of(iter(lambda: file.read(4 << 20), b""))
     return digests
 
 
