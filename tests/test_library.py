@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,14 @@ def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     assert two == pytest.approx(one, abs=1e-4)  # printed to six places, summed in another order
 
 
-FLAT_BETWEEN = (100, 300)  # steps
-MOST_BYTES = 1_000_000  # torch logs its last 2,000 collectives, with 500 bytes for each
-MOST_MORE = 120  # objects that come and go by chance, as caches of the interpreter; a leak has one for each of the 200
+LOOKS = (
+    60,
+    140,
+    220,
+    300,
+)  # steps at whose ends it is counted; a leak grows between any two of them
+MOST_BYTES = 400_000  # torch logs its last 2,000 collectives, with 500 bytes for each
+MOST_MORE = 50  # that come and go by chance, as caches of the interpreter; a leak has one for each of 80 steps
 
 
 class Heap(ctypes.Structure):
@@ -92,12 +98,12 @@ def memory_now() -> dict[str, int]:
 
 
 def growth_of(loop: str, world: World, transport: str, file: str) -> dict[str, int]:
-    """What is held more after many steps than after some, where `loop` follows what the program builds."""
-    seen: dict[int, dict[str, int]] = {}
+    """The least that was added between two looks, by kind, where `loop` follows what the program builds."""
+    seen: list[dict[str, int]] = []
 
     def at_end_of(step: int) -> None:
-        if step in FLAT_BETWEEN:
-            seen[step] = memory_now()
+        if step in LOOKS:
+            seen.append(memory_now())
 
     building = program().partition("    for step")[0]
     building = re.sub(r"from zeroexp.world.*", "", building).replace("for _ in range(4)", "")
@@ -111,9 +117,8 @@ def growth_of(loop: str, world: World, transport: str, file: str) -> dict[str, i
         "options": Options(transport=transport),
         "at_end_of": at_end_of,
     }
-    exec(f"{building}\n    for step in range({FLAT_BETWEEN[1] + 1}):\n{loop}", names)
-    first, last = (seen[step] for step in FLAT_BETWEEN)
-    return {kind: last[kind] - first[kind] for kind in first}
+    exec(f"{building}\n    for step in range({LOOKS[-1] + 1}):\n{loop}", names)
+    return {kind: min(b[kind] - a[kind] for a, b in pairwise(seen)) for kind in seen[0]}
 
 
 def trained(world: World, transport: str, file: str) -> dict[str, int]:
