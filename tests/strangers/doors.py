@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
 from tests.strangers.models import Block, Net
@@ -158,6 +160,18 @@ def ranks_with_different_weights(lab: Lab) -> None:
     weight = model.layers[0].up.weight
     model.layers[0].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
     lab.train(lab.wrap(model))
+
+
+@built(refused=r"module \(root\) is a DistributedDataParallel, .*the module inside")
+def a_model_that_is_wrapped_by_ddp(lab: Lab) -> None:
+    lab.wrap(nn.parallel.DistributedDataParallel(Net()), [])
+
+
+@built(refused=r"parameter layers\.0\.\S+ is a DTensor.*fully_shard")
+def a_model_that_is_sharded_by_fsdp(lab: Lab) -> None:
+    model = Net()
+    fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (lab.num_ranks,)))
+    lab.wrap(model)
 
 
 DIFFERENT: dict[str, Callable[[int], Net]] = {

@@ -102,6 +102,20 @@ class Counting(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * group["k"] / 4)
 
 
+class CountingInTraining(Counting):
+    """Steps in one mode alone, as ScheduleFree does, which raises `Exception` itself."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not self.training:
+            raise Exception("Optimizer was not in train mode")
+        super().step(closure)
+
+
 class CountingInAttribute(Optimizer):
     """Counts its steps in an attribute."""
 
@@ -220,6 +234,13 @@ def an_optimizer_that_counts(lab: Lab, where: str) -> None:
         lab.note(t.optimizer.param_groups[0]["k"])
     if where == "in_an_attribute":
         lab.note(t.optimizer.count)
+
+
+@scenario()
+def an_optimizer_with_a_mode_for_training(lab: Lab) -> None:
+    t = lab.wrap(Net(), optimizer=CountingInTraining)
+    t.optimizer.train()
+    lab.train(t)
 
 
 SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|family")

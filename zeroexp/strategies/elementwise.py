@@ -51,6 +51,7 @@ def refuse_unless_elementwise(
     """
     if not (cut or shared):
         return
+    factory = _in_training(factory)
     trials = [_Trial(group, _longest_side(groups)) for group in groups]
     with _random_states_kept(trials):
         whole = _run(factory, trials, _wholes)
@@ -63,6 +64,18 @@ def refuse_unless_elementwise(
             why = f"{name} updates whole matrices, but strategy cuts them (layout {family})"
             remedy = "use the layout parameter"
             raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
+
+
+def _in_training(factory: OptimizerFactory) -> OptimizerFactory:
+    """Call `train()`, as the user's loop will, of an optimizer that steps in this mode alone (ScheduleFree)."""
+
+    def make(groups: Any) -> Optimizer:
+        optimizer = factory(groups)
+        if callable(train := getattr(optimizer, "train", None)):
+            train()
+        return optimizer
+
+    return make
 
 
 def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -204,7 +217,7 @@ def _require_these(optimizer: Optimizer, expected: Sequence[Tensor]) -> None:
 def _step(optimizer: Optimizer) -> None:
     try:
         optimizer.step()
-    except (RuntimeError, TypeError) as error:
+    except Exception as error:  # ScheduleFree raises this class itself
         told = f"can not make a step: {str(error).splitlines()[0]}"
         if "closure" in str(error):
             told = "wants a closure in step(), and no strategy can give it one"

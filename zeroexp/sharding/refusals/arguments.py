@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroexp.sharding.guard import is_guarded
 from zeroexp.sharding.options import Options, is_number, refuse_options
@@ -15,6 +17,7 @@ from zeroexp.sharding.placement import Stage
 from zeroexp.strategies.values import Values
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_Replicated = DataParallel | DistributedDataParallel
 
 
 def refuse(
@@ -36,6 +39,11 @@ def refuse(
         if is_guarded(parameter):
             raise ValueError(
                 f"parameter {name} belongs to another engine: build the model again for this one"
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            raise ValueError(
+                f"parameter {name} is a {type(parameter).__name__}: an engine holds plain tensors and shards them "
+                "itself, so build the model without fully_shard, parallelize_module or quantized weights"
             )
     _refuse_overlaps(module)
     for name, parameter in module.named_parameters():
@@ -77,6 +85,11 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
             raise ValueError(
                 f"module {name or '(root)'} was made by torch.jit.script or trace: give the module it was made of"
             )
+        if isinstance(each, _Replicated) or type(each).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"module {name or '(root)'} is a {type(each).__name__}, which reduces gradients itself: give "
+                "the engine the module inside"
+            )
     for name in blocks:
         if not isinstance(name, str):
             raise ValueError(
@@ -85,7 +98,8 @@ def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
         if name not in known or not name:
             near = ", ".join(list(dict(module.named_children()))[:8])
             raise ValueError(f"blocks={name!r}: the model has no such module; its own are {near}")
-        if type(known[name]).forward is nn.Module.forward:
+        # torch.compile(block) has a forward of its own, which its class lacks.
+        if getattr(known[name].forward, "__func__", None) is nn.Module.forward:
             raise ValueError(
                 f"blocks={name!r}: a {type(known[name]).__name__} has no forward that tells when its parameters "
                 "are needed; name the modules in it"
