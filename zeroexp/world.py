@@ -179,9 +179,8 @@ def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iter
         yield World(rank, size, torch.device(device), "fake")
     finally:
         dist.destroy_process_group()
-        sys.excepthook = (
-            hook  # torch leaves its own, which calls each line of a traceback one of a rank
-        )
+        # torch leaves its own, which calls each line of a traceback one of a rank.
+        sys.excepthook = hook
 
 
 def barrier() -> None:

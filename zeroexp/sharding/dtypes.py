@@ -17,7 +17,7 @@ class Dtypes:
     compute: torch.dtype  # dtype of parameters and of the gradients autograd makes
     reduce: (
         torch.dtype
-    )  # dtype of gradients on the wire, of what reduction leaves, and of sums of microbatches
+    )  # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
     master: torch.dtype  # dtype of the weights the optimizer updates
 
 

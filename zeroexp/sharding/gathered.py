@@ -51,18 +51,18 @@ def gathered(
         _pin(unit, wire.world.rank)
     if write:  # peers may still read pieces that are overwritten below
         wire.quiesce()
+    # A transport that rounds shows each rank its own section as it is, and the others' rounded.
+    alike = write and _show_the_same(units, wire)
     try:
         yield
         # `sum` visits every unit, since `_was_written` also takes back parameters that were moved.
         written = sum(_was_written(unit, wire.world.rank) for unit in units) > 0
+        if alike and not _show_the_same(units, wire):
+            raise RuntimeError(
+                "ranks wrote different weights inside `with strategy.gathered(write=True):`: write the same on "
+                "every rank (the same file, the same seed, or values broadcast from one rank)"
+            )
         if write:
-            shown = [_whole_chunk(t)[: t.chunk.unpadded_numel] for u in units for t in u.chunks]
-            sums = [sum_of_bits(each) for each in shown]
-            if not wire.same_everywhere(zlib.crc32(repr(sums).encode())):
-                raise RuntimeError(
-                    "ranks wrote different weights inside `with strategy.gathered(write=True):`: write the same on "
-                    "every rank (the same file, the same seed, or values broadcast from one rank)"
-                )
             for unit in units:
                 _copy_shown_to_weights(unit, wire.world.rank)
     finally:
@@ -76,6 +76,12 @@ def gathered(
         schedule.at_end_of_microbatch.append(lambda: _refuse_written(wire, written=written))
     elif not write:
         _refuse_written(wire, written=written)
+
+
+def _show_the_same(units: Sequence[Unit], wire: Collectives) -> bool:
+    """Tell whether the parameters show the same bits on all ranks, by a checksum; padding is not compared."""
+    shown = [_whole_chunk(t)[: t.chunk.unpadded_numel] for u in units for t in u.chunks]
+    return wire.same_everywhere(zlib.crc32(repr([sum_of_bits(each) for each in shown]).encode()))
 
 
 def _refuse_written(wire: Collectives, *, written: bool) -> None:
