@@ -934,6 +934,20 @@ def a_gradient_penalty_with_a_tied_weight(lab: Lab) -> None:
 
 
 @scenario(EVERY_WAY)
+def gradients_by_weights(lab: Lab) -> None:
+    """`torch.autograd.grad(loss, weights)` before the loss's own backward."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        weights = [*model.layers[0].parameters(), *model.head.parameters()]
+        for gradient in torch.autograd.grad(value, weights, retain_graph=True):
+            batch.note(gradient)
+        return value
+
+    lab.train(lab.wrap(Net()), loss, num_microbatches=2)
+
+
+@scenario(EVERY_WAY)
 def sparse_gradients(lab: Lab) -> None:
     """They are reduced as dense ones."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from zeroexp.comm.base import Pending
 from zeroexp.sharding.gather_order import GatherOrder
@@ -125,6 +126,7 @@ class Gathers:
     def _gather(self, unit: Unit) -> None:
         if not unit.can_gather:
             self._evict_tenant(unit)
+        _refuse_in_transform(unit)
         pending = unit.gather()
         if pending is not None:
             self._started(unit, pending)
@@ -154,3 +156,13 @@ class Gathers:
 def current_task() -> int:
     """Return autograd's task id of the backward that runs in this thread, or NO_TASK."""
     return torch._C._current_graph_task_id()
+
+
+def _refuse_in_transform(unit: Unit) -> None:
+    """Raise RuntimeError inside of a transform that differentiates, which would wrap what is gathered."""
+    levels = get_interpreter_stack() or []
+    if any(level.key() != TransformType.Vmap for level in levels):
+        raise RuntimeError(
+            f"{unit} is freed, and a transform of torch.func (grad, vjp, jvp, jacrev) uses it: put `with "
+            "strategy.gathered():` around the transform, outside of a microbatch, or use zero2"
+        )

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeroexp.sharding import tensor_functions as functions
 
@@ -59,6 +60,8 @@ class GuardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and _freed_among(args[1]):
+            return func(args[0], _as_edges(args[1]), **kwargs)
         with unguarded():
             sets_itself = func == functions.SET_DATA and args[1] is args[0]
             told_by_shape = func in functions.NEEDS_SHAPE and _guard_of(args[0]).freed
@@ -162,6 +165,16 @@ def _guarded_among(values: Sequence[Any]) -> Iterator[GuardedParameter]:
             yield from _guarded_among(value)
         elif isinstance(value, dict):
             yield from _guarded_among(list(value.values()))
+
+
+def _freed_among(values: Sequence[Any]) -> bool:
+    return any(_guard_of(each).freed for each in _guarded_among(values))
+
+
+def _as_edges(inputs: Sequence[Any]) -> list[Any]:
+    """Return freed parameters as the edges where their gradients arrive, which needs no values."""
+    with unguarded():
+        return [get_gradient_edge(each) if _freed_among([each]) else each for each in inputs]
 
 
 def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
@@ -84,7 +85,9 @@ def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
         return False
     if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
-    return tensor.untyped_storage()._cdata in _storages(unit)
+    while is_functorch_wrapped_tensor(tensor):  # inside of a transform of torch.func
+        tensor = get_unwrapped(tensor)
+    return _storage_of(tensor) in _storages(unit)
 
 
 def _own_tensors(unit: Unit) -> Iterator[Tensor]:
