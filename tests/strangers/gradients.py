@@ -947,6 +947,32 @@ def gradients_by_weights(lab: Lab) -> None:
     lab.train(lab.wrap(Net()), loss, num_microbatches=2)
 
 
+class Affine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+@scenario(EVERY_WAY)
+def a_function_of_ones_own_takes_weights_in_the_context(lab: Lab) -> None:
+    """`Function.apply(x, *layer.parameters())` inside of `gathered()`, after the layer's block was freed."""
+    t = lab.wrap(Net())
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = plain_loss(model, batch)
+        with t.gathered():
+            more = Affine.apply(batch.x, model.layers[0].up.weight, model.layers[0].up.bias)
+        return value + 0.1 * more.square().mean() / batch.num_ranks
+
+    lab.train(t, loss, num_microbatches=2)
+
+
 @scenario(EVERY_WAY)
 def sparse_gradients(lab: Lab) -> None:
     """They are reduced as dense ones."""
