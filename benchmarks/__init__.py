@@ -3,7 +3,7 @@
     run.py      the parent: starts the ranks of all engines of a comparison, wakes them in turn, writes rows
     ranks.py    the processes: one group of ranks per engine, long-lived, blocked on a pipe while others are timed
     engines.py  what is compared, each engine at its best settings; peers.py: those that zeroexp does not ship
-    links.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
+    bucket_size.py    a slow link: two network namespaces joined by a shaped pair, removed whatever happens
     table.py    rows -> docs/benchmarks.md
     targets.py  what we aim at, beside what was measured
     check.py    rows against the stored ratios: what got worse

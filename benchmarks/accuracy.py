@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 from benchmarks.real_runs import config_of, step_seconds_of, summary_of
 from benchmarks.table import machine, replace_in
 from zeroexp.calibrate.__main__ import calibrate
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of

@@ -23,10 +23,10 @@ from benchmarks.engines import ENGINES
 from benchmarks.links import open_link
 from benchmarks.peers import Limit
 from benchmarks.ranks import Ranks, Spec, Training
-from zeroexp import world as worlds
 from zeroexp.comm import direct
-from zeroexp.comm.bell import Bell
 from zeroexp.comm.shared_memory import Arena, SharedChannel
+from zeroexp.comm.wake_up import Bell
+from zeroexp.process import world as worlds
 from zeroexp.sharding import gradient_norm
 from zeroexp.sharding.engine import Sharded
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from benchmarks.engines import model_config
-from zeroexp.config import OptimizerConfig
+from zeroexp.config.keys import OptimizerConfig
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.models.build import BuiltModel, build_deferred
 from zeroexp.models.loss import loss_sum
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.models.module import BuiltModel, build_deferred
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, fake_world
 
 GIB = 2**30
 NUM_TOKENS = 8

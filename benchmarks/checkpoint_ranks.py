@@ -19,12 +19,12 @@ import torch
 from benchmarks.engines import model_config
 from benchmarks.ranks import Spec, Training
 from benchmarks.savers import OURS, Way, way
-from zeroexp import world as worlds
 from zeroexp.checkpoint.load import Shapes
 from zeroexp.checkpoint.manifest import hash_of
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.models.build import build_model
-from zeroexp.strategies.base import Strategy
+from zeroexp.models.module import build_model
+from zeroexp.process import world as worlds
 
 NUM_STEPS = 2  # before anything is saved, so that every moment is there
 

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 
 from benchmarks import peers
-from zeroexp.config import (
+from zeroexp.config.keys import (
     Config,
     DataConfig,
     ModelConfig,
@@ -22,14 +22,14 @@ from zeroexp.config import (
     Row,
     StrategyConfig,
 )
-from zeroexp.models.build import BuiltModel, build_model
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.build import build_strategy
+from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.process.world import World
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.build import build_strategy
-from zeroexp.world import World
 
 SEQ_LEN = 128
 CONF = Path(__file__).resolve().parent.parent / "conf" / "model"

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engines import Timed, build_engine, model_config
-from zeroexp import world as worlds
-from zeroexp.config import ModelConfig
+from zeroexp.config.keys import ModelConfig
 from zeroexp.measure.peak_flops import datasheet
-from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
-from zeroexp.world import World
+from zeroexp.models.module import build_model
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 RESULTS = Path("outputs/bench/gpu.json")
 CASE_SECONDS = 600

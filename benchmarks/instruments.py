@@ -1,7 +1,7 @@
 """python -m benchmarks.instruments [ENGINE ...]: what measuring costs a step, as a share of it.
 
 What is always on is counted in a real step and timed alone, in a loop, so that a busy machine does not hide it: moves
-that are timed (measure/verbs.py), their sum at the end of a step, allocations that are counted (allocator.cpp). A
+that are timed (measure/verb_seconds.py), their sum at the end of a step, allocations that are counted (allocator.cpp). A
 traced step is timed beside plain ones, in turn; it counts in no time of a run.
 """
 
@@ -23,11 +23,11 @@ from benchmarks import table
 from benchmarks.engines import ENGINES
 from benchmarks.links import open_link
 from benchmarks.ranks import Ranks, Spec, Training
-from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
 from zeroexp.measure.allocations import logging_allocations
 from zeroexp.measure.trace import tracing_step
-from zeroexp.measure.verbs import TimedMove, meter, sum_up_moves
+from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
+from zeroexp.process import world as worlds
 
 DEFAULT = ["ddp_buffer", "zero2_buffer", "zero3_buffer"]
 NUM_TURNS, NUM_CALLS = 9, 10_000

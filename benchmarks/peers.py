@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroexp.config import Config
-from zeroexp.models.build import BuiltModel
-from zeroexp.optim import optimizer_factory
-from zeroexp.world import World
+from zeroexp.config.keys import Config
+from zeroexp.config.optimizer import optimizer_factory
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
 
 BUCKET_ELEMENTS = 5_000_000  # of DeepSpeed: 20 MB in float32, about DDP's bucket
 

@@ -33,15 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 
 from benchmarks.real_runs import config_of, trains
 from benchmarks.table import machine, replace_in
-from zeroexp import rank
 from zeroexp.comm.collectives import held_shared_bytes
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import RankPeak, outcome_of
 from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.report.markdown import wrapped
+from zeroexp.run import rank
 
 MIB = 1 << 20
 MARGIN = 0.03

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from benchmarks.published import MIB, ComparedCell, Engine, compare_cells
+from benchmarks.published_page import compare_study
+from benchmarks.published_tables import TABLE_A
 from benchmarks.table import machine, replace_in
 from zeroexp.measure.record import MemorySummary, RunSummary
 from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.published import MIB, ComparedCell, Engine, compare_cells
-from zeroexp.plan.published_page import compare_study
-from zeroexp.plan.published_tables import TABLE_A
 from zeroexp.report.markdown import wrapped
 from zeroexp.tracking.run import read_run
 

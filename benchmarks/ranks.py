@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
-from zeroexp import world as worlds
 from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.models.loss import loss_sum
-from zeroexp.rank import keep_freed_memory
+from zeroexp.process import world as worlds
+from zeroexp.run.rank import keep_freed_memory
 
 START_SECONDS = 300  # to import, build and join
 TURN_SECONDS = 600

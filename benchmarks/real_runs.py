@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from zeroexp import config as configs
-from zeroexp import rank
 from zeroexp.__main__ import compose
-from zeroexp.config import Config
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import RunSummary
-from zeroexp.plan.points import Plans
+from zeroexp.plan.plan_points import Plans
+from zeroexp.run import rank
 from zeroexp.tracking.files import read_records, read_summary
 
 Found = TypeVar("Found")

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeroexp import world as worlds
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.load import Shapes, load
 from zeroexp.checkpoint.save import Saver
-from zeroexp.config import CheckpointConfig, Config
-from zeroexp.strategies.base import Strategy
-from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
-from zeroexp.world import World
+from zeroexp.config.keys import CheckpointConfig, Config
+from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+from zeroexp.interface.strategy import Strategy
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 Finish = Callable[[], object]
 OURS, TORCH_SAVE, DCP, DCP_ASYNC = "zeroexp", "torch.save", "DCP", "DCP async"

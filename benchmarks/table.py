@@ -14,7 +14,7 @@ import transformers
 
 from benchmarks import targets
 from zeroexp.cluster.environment import processor_name
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report import markdown as report
 from zeroexp.report.against_reference import BELOW
 

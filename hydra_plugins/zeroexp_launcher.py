@@ -44,9 +44,9 @@ class ZeroexpLauncher(Launcher):
         self._loader = hydra_context.config_loader
         hydra_context.config_loader = cast(ConfigLoader, Untried(self._loader))
         # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
-        from zeroexp.check.outputs import require_writable
         from zeroexp.check.refusal import refuse_password
-        from zeroexp.config import ConfigError
+        from zeroexp.config.keys import ConfigError
+        from zeroexp.process.writable import require_writable
 
         refuse_password("tracking.uri", str(OmegaConf.select(config, "tracking.uri")))
         batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from pytest import MonkeyPatch
 
 from zeroexp.__main__ import BEHAVIOUR, store_schema
-from zeroexp.config import Config, from_mapping
+from zeroexp.config.keys import Config, from_mapping
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 

@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 from tests.run_folders import log_study
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 
 torch.set_num_threads(1)
 

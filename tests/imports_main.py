@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from zeroexp import rank
+from zeroexp.run import rank
 
 prepare = rank.prepare
 

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroexp.config import ModelConfig
-from zeroexp.models.build import BuiltModel, build_model
+from zeroexp.config.keys import ModelConfig
 from zeroexp.models.loss import IGNORED
+from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.models.moe import allow_experts
 from zeroexp.models.tied_rows import keep_rows_apart
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models_for_tests import MODELS, TestModel, microbatch_of, num_valid
-from zeroexp.config import (
+from zeroexp.config.keys import (
     Config,
     ModelConfig,
     OptimizerConfig,
@@ -31,15 +31,15 @@ from zeroexp.config import (
     Row,
     StrategyConfig,
 )
-from zeroexp.models.build import BuiltModel
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.build import build_strategy
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.models.checkpointing import checkpoint_blocks
 from zeroexp.models.loss import loss_sum
-from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece, Strategy
-from zeroexp.strategies.build import build_strategy
-from zeroexp.strategies.canonical import merge
-from zeroexp.world import World
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
 
 PRECISIONS = {
     "fp32": PrecisionConfig(),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroexp.strategies.base import CanonicalState, CanonicalTensor, ModelStates, Piece
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, ModelStates, Piece
 
 
 class PlainStrategy:

@@ -13,7 +13,7 @@ import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 import tests.checkpoint.saving  # noqa: F401
 import zeroexp.__main__
 import zeroexp.export
-import zeroexp.rank  # noqa: F401
+import zeroexp.run.rank  # noqa: F401
 
 assert len(os.listdir("/proc/self/task")) == 1
 

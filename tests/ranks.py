@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroexp import world as worlds
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 # Far more than anything takes, also on a machine with other work: they end a hang, they measure nothing.
 COLLECTIVE_SECONDS = 300  # a hanging collective raises after this

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from zeroexp.config import Config, save
+from zeroexp.config.keys import Config, save
 from zeroexp.measure.record import RankSummary, StepRecord, Traffic, VerbSeconds
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.tracking.files import RecordWriter, write_json, write_summary

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.composing import composed
-from zeroexp.config import ModelConfig
+from zeroexp.config.keys import ModelConfig
 from zeroexp.models.loss import loss_sum
 
 SAMPLES, SEQ_LEN, WORDS = 2, 6, 11

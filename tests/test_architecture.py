@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import get_protocol_members
 
-from zeroexp.strategies.base import Strategy
+from zeroexp.interface.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.py")])
@@ -26,58 +26,63 @@ ORDER = [
     {"zeroexp.registry"},
     {
         *(
-            "zeroexp.advance",
-            "zeroexp.hashes",
-            "zeroexp.interruption",
-            "zeroexp.locks",
-            "zeroexp.network",
-            "zeroexp.output",
-            "zeroexp.ports",
+            "zeroexp.process.progress",
+            "zeroexp.process.content_hash",
+            "zeroexp.process.signals",
+            "zeroexp.process.locks",
+            "zeroexp.process.reachable",
+            "zeroexp.process.safe_output",
+            "zeroexp.process.ports",
         ),
-        *("zeroexp.sharding.chunk", "zeroexp.sharding.placement", "zeroexp.measure.record"),
+        *("zeroexp.cut.chunk", "zeroexp.cut.stage", "zeroexp.measure.record"),
     },
-    {"zeroexp.sharding.owners"},
-    {"zeroexp.sharding.layout"},
-    {"zeroexp.config"},
+    {"zeroexp.cut.owners"},
+    {"zeroexp.cut.layout"},
+    {"zeroexp.config.keys"},
     {
-        *("zeroexp.strategies.base", "zeroexp.strategies.values", "zeroexp.strategies.engines"),
-        *("zeroexp.models.families", "zeroexp.data.kinds", "zeroexp.optim"),
+        *("zeroexp.interface.strategy", "zeroexp.interface.values", "zeroexp.config.engines"),
+        *("zeroexp.config.families", "zeroexp.config.data_sources", "zeroexp.config.optimizer"),
         "zeroexp.measure.clock",
     },
-    {"zeroexp.inputs", "zeroexp.data.words", "zeroexp.plugins"},
-    {"zeroexp.measure.verbs"},
-    {"zeroexp.hub", "zeroexp.sharding.bucket"},
-    {"zeroexp.rendezvous"},
-    {"zeroexp.world", "zeroexp.check"},
-    {"zeroexp.comm", "zeroexp.strategies.canonical"},
+    {"zeroexp.config.paths", "zeroexp.config.vocabulary", "zeroexp.config.plugins"},
+    {"zeroexp.measure.verb_seconds"},
+    {"zeroexp.models.find_weights", "zeroexp.cut.bucket"},
+    {"zeroexp.process.rendezvous"},
+    {"zeroexp.process.world", "zeroexp.check"},
+    {"zeroexp.comm", "zeroexp.interface.canonical"},
     {
-        *("zeroexp.strategies.buffers", "zeroexp.strategies.elementwise"),
-        "zeroexp.strategies.python_values",
+        *("zeroexp.interface.buffers", "zeroexp.interface.elementwise"),
+        "zeroexp.interface.python_values",
     },
     {"zeroexp.sharding", "zeroexp.measure"},
-    {"zeroexp.models", "zeroexp.data", "zeroexp.stop"},
+    {"zeroexp.models", "zeroexp.data", "zeroexp.training.agree_to_stop"},
     {"zeroexp.strategies"},
-    {"zeroexp.validation_loss"},
-    {"zeroexp.train", "zeroexp.tracking", "zeroexp.adopt"},
+    {"zeroexp.training.validate"},
+    {"zeroexp.training.loop", "zeroexp.tracking", "zeroexp.models.published_config"},
     {"zeroexp.checkpoint"},
-    {"zeroexp.links"},
+    {"zeroexp.run.bucket_size"},
     {"zeroexp.plan"},
-    {"zeroexp.rank"},
+    {"zeroexp.run.rank"},
     {"zeroexp.report"},
     {"zeroexp.cluster"},
-    {"zeroexp.sync", "zeroexp.commandline", "zeroexp.plan.points"},
-    {"zeroexp.plan.frontier", "zeroexp.plan.table"},
+    {"zeroexp.sync", "zeroexp.commandline", "zeroexp.plan.plan_points"},
+    {"zeroexp.plan.frontier", "zeroexp.plan.plan_table"},
     {"zeroexp.plan.frontier_figure"},
-    {"zeroexp.plan.fit"},
+    {"zeroexp.plan.fewest_ranks"},
     {
-        *("zeroexp.__main__", "zeroexp.watch", "zeroexp.export", "zeroexp.diverge"),
+        *(
+            "zeroexp.__main__",
+            "zeroexp.watch",
+            "zeroexp.export",
+            "zeroexp.commandline.first_difference",
+        ),
         "zeroexp.calibrate",
         "hydra_plugins",
     },
-    {"zeroexp.plan.__main__", "zeroexp.plan.published_page", "zeroexp.plan.scaling_page"},
+    {"zeroexp.plan.__main__", "benchmarks.published_page", "benchmarks.scaling_page"},
 ]
 
-HYDRA = {"zeroexp.__main__", "zeroexp.commandline.explain", "hydra_plugins.zeroexp_launcher"}
+HYDRA = {"zeroexp.__main__", "zeroexp.commandline.mistakes", "hydra_plugins.zeroexp_launcher"}
 DOORS = {
     "hydra": HYDRA,
     "omegaconf": HYDRA,
@@ -91,8 +96,8 @@ DOORS = {
         "zeroexp.models.huggingface_weights_read",
         "zeroexp.models.huggingface_weights_check",
     },
-    "datasets": {"zeroexp.data.tables"},
-    "xxhash": {"zeroexp.hashes"},
+    "datasets": {"zeroexp.data.table_rows"},
+    "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure", "zeroexp.plan.frontier_figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.verdict"},
@@ -110,7 +115,7 @@ MAY_COMMUNICATE = {
     "zeroexp.comm.messages",  # messages to one peer
     "zeroexp.comm.native",
     "zeroexp.comm.missing_messages",  # lets a peer go that waits in vain
-    "zeroexp.world",
+    "zeroexp.process.world",
 }
 
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -198,7 +203,7 @@ def test_imports_run_one_way_inside_a_folder_too(package):
 
 
 def test_the_loop_knows_no_engine():
-    path = ROOT / "zeroexp" / "train.py"
+    path = ROOT / "zeroexp" / "loop.py"
     assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.sharding")] == []
 
 
@@ -256,7 +261,7 @@ def test_rank_variables_are_named_in_world_alone():
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
         for path in SOURCES
-        if module_name(path) != "zeroexp.world"
+        if module_name(path) != "zeroexp.process.world"
         for node in nodes_of(path)
         if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
     ]
@@ -308,7 +313,7 @@ IMPORT_WITHOUT_LIBRARIES = """
 import sys
 for library in ("hydra", "omegaconf", "mlflow", "datasets", "submitit", "deepspeed"):
     sys.modules[library] = None
-import zeroexp.sharding, zeroexp.strategies.build, zeroexp.models.build, zeroexp.train
+import zeroexp.sharding, zeroexp.engines.build, zeroexp.models.module, zeroexp.training.loop
 """
 
 

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 
 from tests.composing import CONF, compose_once, composed
 from zeroexp import __main__ as zeroexp
-from zeroexp.cluster.points import LONGEST_NAME_BYTES, Composed, points_of
+from zeroexp.check.sweep_points import LONGEST_NAME_BYTES, Composed, points_of
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
-from zeroexp.commandline.verbs import VERBS
+from zeroexp.commandline.commands import VERBS
 
 HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
 TINY = ["model=tiny", "data=synthetic", "tracking=files", "world_size=1"]

@@ -18,7 +18,8 @@ import pytest
 from tests.composing import CONF, composed, options
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
-from zeroexp.config import (
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.keys import (
     ENGINE_SETTINGS,
     Config,
     ConfigError,
@@ -28,11 +29,10 @@ from zeroexp.config import (
     resolve,
     save,
 )
-from zeroexp.models.build import build_model
-from zeroexp.sharding.layout import LAYOUTS
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.stage import STAGES, Stage
+from zeroexp.models.module import build_model
 from zeroexp.sharding.options import WORDS, Options
-from zeroexp.sharding.placement import STAGES, Stage
-from zeroexp.strategies.engines import ENGINES
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -184,7 +184,7 @@ def test_a_rank_reads_its_config_without_hydra(tmp_path):
     code = f"""
 import sys, pathlib
 sys.modules["hydra"] = sys.modules["omegaconf"] = sys.modules["torch"] = None
-from zeroexp.config import load
+from zeroexp.config.keys import load
 print(load(pathlib.Path({str(tmp_path / "config.yaml")!r})).strategy.name)
 """
     assert python(code).strip() == "zero3"

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.composing import composed, options
-from zeroexp import hub
-from zeroexp.config import ConfigError, DataConfig, ModelConfig
-from zeroexp.data import StepBatch, packed, sources, tables
-from zeroexp.data.beforehand import check_data
-from zeroexp.data.build import Data, build_data
+from zeroexp.check.try_data import check_data
+from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
+from zeroexp.data import StepBatch, packed, sources, table_rows
+from zeroexp.data.batches import Data, build_data
 from zeroexp.data.order import sample_indices
 from zeroexp.data.sources import CORPUS
+from zeroexp.models import find_weights
 
 TOKENIZER = Tokenizer.from_file(str(CORPUS / "tokenizer.json"))
 REVIEWS = [
@@ -443,7 +443,7 @@ def test_the_mark_that_a_spreadsheet_writes_first_is_no_letter_of_a_column(tmp_p
     here = {"path": str(tmp_path / "a.csv"), "text_column": "review", "seq_len": 8}
     config, model = configs("yelp_causal", **here)
     assert build_data(config, model, 0).num_samples
-    tables.require_columns(config, [tmp_path / "a.csv"])  # of what Slurm's nodes will read
+    table_rows.require_columns(config, [tmp_path / "a.csv"])  # of what Slurm's nodes will read
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
@@ -584,7 +584,7 @@ def test_every_line_of_a_text_is_a_document(tmp_path):
 @pytest.mark.parametrize("shape", ["cached", "cached_parts"])
 def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, cache, monkeypatch, shape):
     """As `datasets` keeps it: <id>/<subset>/<version>/<fingerprint>/."""
-    monkeypatch.setattr(hub, "is_online", lambda: False)
+    monkeypatch.setattr(find_weights, "is_online", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
     subsets = ["one", "two"] if shape == "cached_parts" else ["default"]
     for subset in subsets:
@@ -615,7 +615,7 @@ def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, cache, monke
 
 def test_reviews_that_can_not_be_had_fail_without_asking_again_and_again(monkeypatch):
     """The client of the hub would, for half a minute, if it were not told to look into its cache alone."""
-    monkeypatch.setattr(hub, "is_online", lambda: False)
+    monkeypatch.setattr(find_weights, "is_online", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     with pytest.raises(ConfigError, match=r"data.path=zeroexp-tests/none: .*on the hub or in its"):
@@ -820,8 +820,8 @@ def test_a_killed_writer_blocks_nobody():
 def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers():
     opened("offline", seq_len=40)
     code = (
-        "import sys; from zeroexp.config import DataConfig, ModelConfig;"
-        "from zeroexp.data.build import build_data;"
+        "import sys; from zeroexp.config.keys import DataConfig, ModelConfig;"
+        "from zeroexp.data.batches import build_data;"
         "data = build_data(DataConfig(seq_len=40), ModelConfig(), 0);"
         "assert data.step_batch(0, rank=0, world_size=2).num_valid == 480;"
         "sys.exit(bool({'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"

@@ -32,8 +32,8 @@ MODULES = (
         "zeroexp.calibrate",
         "zeroexp.export",
         "zeroexp.plan",
-        "zeroexp.plan.published_page",
-        "zeroexp.plan.scaling_page",
+        "benchmarks.published_page",
+        "benchmarks.scaling_page",
     ),
     *("zeroexp.report", "zeroexp.report.pictures", "zeroexp.sync", "zeroexp.watch"),
 )
@@ -59,7 +59,7 @@ SAVED = ("resume=", "model.weights=")
 ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "data=yelp": "it asks the network for the data",
-    "zeroexp.plan.scaling_page": "tests/plan/test_scaling.py makes the page",
+    "benchmarks.scaling_page": "tests/plan/test_scaling.py makes the page",
     "zeroexp.report.pictures": "it needs a browser and a sweep of the whole comparison",
 }
 

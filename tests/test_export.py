@@ -18,19 +18,19 @@ from transformers import (
 )
 
 from tests.composing import composed
-from zeroexp import config as configs
 from zeroexp import export
 from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import Config
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config
 from zeroexp.data.sources import CORPUS
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
-from zeroexp.models.build import build_model
-from zeroexp.strategies.build import build_strategy
+from zeroexp.models.module import build_model
+from zeroexp.process.world import World
 from zeroexp.tracking.files import read_records
-from zeroexp.world import World
 
 WORDS = ("tracking=files", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=9")
 YELP = ("data=yelp", "model.task=classification", "model.num_labels=5")

@@ -10,9 +10,9 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroexp.config import ModelConfig, from_mapping
-from zeroexp.models.build import build_model
+from zeroexp.config.keys import ModelConfig, from_mapping
 from zeroexp.models.flops import flops_per_sample
+from zeroexp.models.module import build_model
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 SEQ_LEN = 16

@@ -18,7 +18,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, 
 from tests.composing import compose_once, composed
 from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
-from zeroexp.models.build import build_model
+from zeroexp.models.module import build_model
 
 TINY = {
     "vocab_size": 2048,

@@ -22,18 +22,18 @@ from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.warm import Warm, start_servers_with
 from zeroexp import __main__ as zeroexp
 from zeroexp import export
-from zeroexp.adopt import adopt_published_config
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
-from zeroexp.config import Config, ConfigError, ModelConfig
-from zeroexp.data.build import build_data
-from zeroexp.models.build import build_deferred, build_model
+from zeroexp.config.keys import Config, ConfigError, ModelConfig
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.data.batches import build_data
+from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.interface.canonical import BUFFER
+from zeroexp.interface.strategy import Strategy
 from zeroexp.models.loss import loss_sum
-from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.strategies.base import Strategy
-from zeroexp.strategies.buffers import persistent_buffers
-from zeroexp.strategies.canonical import BUFFER
-from zeroexp.world import World
+from zeroexp.models.module import build_deferred, build_model
+from zeroexp.models.published_config import adopt_published_config
+from zeroexp.process.world import World
 
 WORDS, SEQ_LEN, RANKS, STEPS = 67, 8, 2, 3
 NARROW = {

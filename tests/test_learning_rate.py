@@ -7,8 +7,8 @@ import torch
 
 from tests.plain_strategy import PlainStrategy
 from tests.test_train import Linear, Numbers, make_config
-from zeroexp import world as worlds
-from zeroexp.train import train
+from zeroexp.process import world as worlds
+from zeroexp.training.loop import train
 
 
 class Grouped(PlainStrategy):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.warm import Warm
+from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
-from zeroexp.world import World
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2"]
@@ -48,7 +48,7 @@ def threads():
 
 def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     """And no thread of the group outlives it: it would abort the process if it let go of a tensor in its end."""
-    script, counted = tmp_path / "train.py", tmp_path / "counted.py"
+    script, counted = tmp_path / "loop.py", tmp_path / "counted.py"
     script.write_text(program())
     one = losses(tmp_path, [script.stem], 1)
     inside = "    for step in range(10):\n"
@@ -106,7 +106,9 @@ def growth_of(loop: str, world: World, transport: str, file: str) -> dict[str, i
             seen.append(memory_now())
 
     building = program().partition("    for step")[0]
-    building = re.sub(r"from zeroexp.world.*", "", building).replace("for _ in range(4)", "")
+    building = re.sub(r"from zeroexp.process.world.*", "", building).replace(
+        "for _ in range(4)", ""
+    )
     building = building.replace("*[block() ]", "block(), block()").replace(
         '["1", "2", "3", "4"]', '["1", "2"]'
     )
@@ -140,7 +142,7 @@ def called(world: World, transport: str, file: str) -> dict[str, int]:
 def test_memory_does_not_grow_with_the_steps(
     ranks: Any, loop: Callable[..., Any], transport: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "train.py"
+    file = tmp_path / "loop.py"
     file.write_text(program())
     for grown in ranks(loop, transport, str(file)):
         assert grown["objects"] <= MOST_MORE and grown["blocks"] <= MOST_MORE, grown

@@ -11,10 +11,10 @@ import pytest
 
 from tests.cluster.test_sweep import LIGHT, zeroexp
 from tests.composing import composed
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job
 from zeroexp.comm.tuning import Link
-from zeroexp.config import load
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import load
 from zeroexp.tracking.labels import run_params
 from zeroexp.tracking.run import read_run
 

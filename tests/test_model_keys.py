@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.composing import composed
-from zeroexp.config import ConfigError
-from zeroexp.models.build import build_model
+from zeroexp.config.keys import ConfigError
 from zeroexp.models.huggingface_keys import IDLE
+from zeroexp.models.module import build_model
 
 MODELS = ("tiny", "gpt2_tiny", "mixtral_tiny")
 # Values unlike the default where adding one to it makes no model.

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from tests.composing import composed, options
-from zeroexp import hub
-from zeroexp.config import ConfigError, ModelConfig
-from zeroexp.models.beforehand import check_model
-from zeroexp.models.build import build_model
+from zeroexp.check.try_model import check_model
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.models import find_weights
 from zeroexp.models.loss import IGNORED, loss_sum
+from zeroexp.models.module import build_model
 from zeroexp.models.moe import Experts, allow_experts
 
 TINY = ["gpt2_tiny", "mixtral_tiny", "mlp_tiny", "moe_tiny", "tiny"]
@@ -179,7 +179,7 @@ def test_mlp_is_the_published_one():
 
 def test_mlp_needs_no_transformers():
     code = (
-        "import sys; from zeroexp.config import ModelConfig; from zeroexp.models.build import build_model;"
+        "import sys; from zeroexp.config.keys import ModelConfig; from zeroexp.models.module import build_model;"
         "build_model(ModelConfig(family='mlp', mlp={'width': 8, 'depth': 1}), seed=0);"
         "sys.exit('transformers' in sys.modules)"
     )
@@ -288,15 +288,15 @@ def test_a_folder_without_weights_is_one_line(tmp_path):
 def test_weights_that_can_not_be_had_fail_before_a_download_is_tried(monkeypatch, tmp_path):
     """It would try again and again, for half a minute."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr(hub, "is_online", lambda: False)
+    monkeypatch.setattr(find_weights, "is_online", lambda: False)
     asked: list[dict[str, object]] = []
-    look_up = hub.snapshot_download
+    look_up = find_weights.snapshot_download
 
     def noting(name: str, **options: object) -> str:
         asked.append(options)
         return look_up(name, **options)
 
-    monkeypatch.setattr(hub, "snapshot_download", noting)
+    monkeypatch.setattr(find_weights, "snapshot_download", noting)
     with pytest.raises(ConfigError, match=r"model.weights=zeroexp-tests/no-such-model: ") as caught:
         built("tiny", weights="zeroexp-tests/no-such-model")
     assert "\n" not in str(caught.value)
@@ -312,14 +312,14 @@ def test_a_cache_that_holds_the_tokenizer_alone_is_no_weights(monkeypatch, tmp_p
     (snapshot / "refs" / "main").write_text("c0ffee")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.is_online.cache_clear()
+    find_weights.is_online.cache_clear()
     with pytest.raises(
         ConfigError, match=r"model.weights=zeroexp-tests/half: .* can not be reached"
     ):
         built("tiny", weights="zeroexp-tests/half")
     (snapshot / "snapshots" / "c0ffee" / "model.safetensors").write_text("")
-    assert hub.model_folder("zeroexp-tests/half").name == "c0ffee"
-    hub.is_online.cache_clear()
+    assert find_weights.model_folder("zeroexp-tests/half").name == "c0ffee"
+    find_weights.is_online.cache_clear()
 
 
 # --- the mixture of experts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from zeroexp.config import ConfigError, OptimizerConfig
-from zeroexp.optim import learning_rate, optimizer_factory, parameter_groups
+from zeroexp.config.keys import ConfigError, OptimizerConfig
+from zeroexp.config.optimizer import learning_rate, optimizer_factory, parameter_groups
 
 CONFIG = OptimizerConfig(weight_decay=0.1)
 

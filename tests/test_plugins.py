@@ -14,29 +14,31 @@ from hydra.core.config_store import ConfigStore
 
 from tests.composing import compose_once, composed
 from zeroexp import __main__ as zeroexp
-from zeroexp import plugins, rank, registry
+from zeroexp import registry
 from zeroexp.check import check
-from zeroexp.cluster.points import points_of
+from zeroexp.check.sweep_points import points_of
+from zeroexp.check.try_strategy import check_strategy
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.config import Config, ConfigError, UndefinedCombination, save
-from zeroexp.models.families import MODELS, ModelFamily
+from zeroexp.config import plugins
+from zeroexp.config.engines import ENGINES, Engine
+from zeroexp.config.families import MODELS, ModelFamily
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, save
+from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
+from zeroexp.cut.layout import LAYOUTS, Layout, by_buffer
+from zeroexp.cut.owners import OWNERS
+from zeroexp.cut.stage import STAGES, Placement, Stage
+from zeroexp.engines.build import with_members
 from zeroexp.models.loss import loss_sum
-from zeroexp.optim import OPTIMIZERS, OptimizerKind
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.registry import RegistryError
-from zeroexp.sharding.layout import LAYOUTS, Layout, by_buffer
-from zeroexp.sharding.owners import OWNERS
-from zeroexp.sharding.placement import STAGES, Placement, Stage
-from zeroexp.strategies.beforehand import check_strategy
-from zeroexp.strategies.build import with_members
-from zeroexp.strategies.engines import ENGINES, Engine
+from zeroexp.run import rank
 from zeroexp.tracking.files import read_json, write_json
 
 R, PARTIAL, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 PLUGIN = """
-from zeroexp.optim import OPTIMIZERS, OptimizerKind
-from zeroexp.sharding.placement import STAGES, Placement, Stage
+from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
+from zeroexp.cut.stage import STAGES, Placement, Stage
 
 S = Placement.SHARD
 STAGES.add("late_of_test", Stage(S, Placement.PARTIAL, S))
@@ -134,7 +136,7 @@ def install(site: Path, package: str, group: str, entries: str) -> None:
 def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
     (tmp_path / "plugin_installed.py").write_text(PLUGIN.partition("STAGES.add")[0] + "KIND = S")
     (tmp_path / "plugin_stage.py").write_text(
-        "from zeroexp.sharding.placement import Placement, Stage\n"
+        "from zeroexp.cut.stage import Placement, Stage\n"
         "S = Placement.SHARD\nlate = Stage(S, Placement.PARTIAL, S)\n"
     )
     entries = "late = plugin_stage:late\nno_stage = plugin_installed:KIND\ngone = plugin_gone:x"
@@ -178,7 +180,7 @@ def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
         ("raise SystemExit(3)", "plugins=plugin_of_test", "can not be imported (SystemExit: 3"),
         ("x = (", "plugins=plugin_of_test", "SyntaxError"),
         (
-            "from zeroexp.sharding.layout import *\nLAYOUTS.add('tensor', Layout(by_buffer))",
+            "from zeroexp.cut.layout import *\nLAYOUTS.add('tensor', Layout(by_buffer))",
             "plugins=plugin_of_test",
             "registered by zeroexp itself and by module plugin_of_test; rename one of them",
         ),
@@ -290,7 +292,7 @@ def test_a_setting_that_one_of_two_words_has_skips_the_other(tmp_path, monkeypat
 # ---- what code of others returns is tried before a rank starts
 
 LAYOUT = """
-from zeroexp.sharding.layout import LAYOUTS, Layout, by_tensor
+from zeroexp.cut.layout import LAYOUTS, Layout, by_tensor
 from dataclasses import replace
 
 def cut(unit, size, rounding):
@@ -300,12 +302,12 @@ def cut(unit, size, rounding):
 LAYOUTS.add("layout_of_test", Layout(cut))
 """
 OF_OWNERS = """
-from zeroexp.sharding.owners import OWNERS
+from zeroexp.cut.owners import OWNERS
 OWNERS.add("owners_of_test", lambda specs, size: {})
 """
 OF_OPTIMIZER = """
 import torch
-from zeroexp.optim import OPTIMIZERS, OptimizerKind
+from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 
 class Closing(torch.optim.SGD):
     def step(self, closure):
@@ -317,7 +319,7 @@ OPTIMIZERS.add("optimizer_of_test", kind)
 OF_DATA = """
 import numpy as np, torch
 from zeroexp.data import Microbatch
-from zeroexp.data.kinds import DATA, DataKind
+from zeroexp.config.data_sources import DATA, DataKind
 
 class Source:
     vocab_size, source = 50, "a test"
@@ -341,7 +343,7 @@ DATA.add("data_of_test", DataKind(Source))
 """
 OF_MODEL = """
 from torch import nn
-from zeroexp.models.families import MODELS, ModelFamily
+from zeroexp.config.families import MODELS, ModelFamily
 
 def build(config, words):
     {}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zeroexp import ports
-from zeroexp.ports import SCHEME
-from zeroexp.rendezvous import open_store
+from zeroexp.process import ports
+from zeroexp.process.ports import SCHEME
+from zeroexp.process.rendezvous import open_store
 
 
 def free_neighbours() -> tuple[int, int]:

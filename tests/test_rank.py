@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.comm.paging import PAGE_BYTES
-from zeroexp.config import Config
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
@@ -197,7 +197,7 @@ def test_the_server_has_imported_what_a_rank_needs(tmp_path):
 
 FAULTS = """
 import ctypes, resource, torch
-from zeroexp.rank import keep_freed_memory
+from zeroexp.run.rank import keep_freed_memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages there are few faults to save
 keep_freed_memory()
 def faults():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankError
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 
 def who(world: World, word: str) -> tuple[str, int, int, int]:

@@ -9,16 +9,16 @@ from torch.nn import functional
 
 from tests.cluster.test_local import make_job
 from tests.plain_strategy import PlainStrategy
-from zeroexp import world as worlds
 from zeroexp.comm.collectives import Collectives
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch
+from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure import clock
 from zeroexp.measure.record import MOMENTS, StepRecord
-from zeroexp.stop import Stop
-from zeroexp.strategies.base import ModelStates
-from zeroexp.train import train
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
+from zeroexp.training.agree_to_stop import Stop
+from zeroexp.training.loop import train
 
 WIDTH = 4
 WEIGHT_BYTES = WIDTH * WIDTH * 4

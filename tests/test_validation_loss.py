@@ -13,16 +13,16 @@ from tests.engines import ENGINES
 from tests.models_for_tests import MODELS, SEQ_LEN, VOCABULARY
 from tests.oracle import Make, Recipe, build_on_rank
 from tests.test_rank import make_job, run
-from zeroexp import config as configs
-from zeroexp.config import Config, ConfigError, DataConfig
-from zeroexp.data.build import Data
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config, ConfigError, DataConfig
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.data.batches import Data
 from zeroexp.data.synthetic import NUM_SAMPLES, SyntheticTokens
 from zeroexp.measure.record import StepRecord
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.process.world import World
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
-from zeroexp.train import train
-from zeroexp.world import World
+from zeroexp.training.loop import train
 
 NUM_VALIDATED = 7  # on two and three ranks the last turn is short, and some ranks have none left
 STEPS = 3

@@ -11,7 +11,7 @@ from tests.run_folders import write_run
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import watch
 from zeroexp.cluster.job import Job
-from zeroexp.config import load, save
+from zeroexp.config.keys import load, save
 
 
 def run_of(sweep: Path, strategy: str, status: str, reason: str | None = None) -> None:

@@ -14,11 +14,11 @@ import pytest
 from tests.composing import compose_once, composed
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
-from zeroexp import hub
-from zeroexp.check import fit
-from zeroexp.check.inputs import check_inputs
-from zeroexp.check.outputs import require_writable
-from zeroexp.config import ConfigError
+from zeroexp.check import rules_batch
+from zeroexp.check.readable import check_inputs
+from zeroexp.config.keys import ConfigError
+from zeroexp.models import find_weights
+from zeroexp.process.writable import require_writable
 
 # Command line -> parts of the one line it gets: key=value first, then what is wrong or what to do.
 WRONG = {
@@ -533,20 +533,20 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("ZEROEXP_CACHE", str(tmp_path / "cache"))
-    hub.is_online.cache_clear()
+    find_weights.is_online.cache_clear()
     yield
-    hub.is_online.cache_clear()
+    find_weights.is_online.cache_clear()
 
 
 def test_cuda_on_a_machine_without(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(sys, "argv", ["zeroexp", "cluster.device=cuda"])
-    fit.num_gpus.cache_clear()
+    rules_batch.num_gpus.cache_clear()
     try:
         assert zeroexp.main() == zeroexp.REFUSED
     finally:
-        fit.num_gpus.cache_clear()
+        rules_batch.num_gpus.cache_clear()
     line = (
         "zeroexp: cluster.device=cuda: 1 GPUs here for world_size=2; use cluster.device=auto or cpu"
     )

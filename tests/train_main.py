@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.plain_strategy import PlainStrategy
 from tests.test_train import Linear, Numbers, make_config
-from zeroexp import world as worlds
-from zeroexp.stop import Stop
-from zeroexp.train import train
+from zeroexp.process import world as worlds
+from zeroexp.training.agree_to_stop import Stop
+from zeroexp.training.loop import train
 
 
 def prepare(folder: Path) -> None:

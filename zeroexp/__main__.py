@@ -21,14 +21,15 @@ if (__name__ == "__main__" or sys.argv[0].endswith("/zeroexp")) and signal.getsi
 import hydra
 from hydra.core.config_store import ConfigStore
 
-from zeroexp import interruption, output, plugins
-from zeroexp.cluster.points import Composed
+from zeroexp.check.sweep_points import Composed
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.commandline import help, verbs
-from zeroexp.commandline.explain import MISTAKES, explain, first_line
-from zeroexp.commandline.words import as_text, flags_last, only_shows, refuse_words
-from zeroexp.config import Config, ConfigError
-from zeroexp.network import without_password
+from zeroexp.commandline import commands, help
+from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
+from zeroexp.commandline.refuse_words import as_text, flags_last, only_shows, refuse_words
+from zeroexp.config import plugins
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.process import safe_output, signals
+from zeroexp.process.reachable import without_password
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
@@ -48,17 +49,17 @@ def main() -> int:
 
     0: all went well; 1: something failed; 2: the configuration was refused; 130: the user interrupted.
     """
-    if module := verbs.module_of(sys.argv[1:]):
-        return verbs.run(module, sys.argv[1:])
+    if module := commands.module_of(sys.argv[1:]):
+        return commands.run(module, sys.argv[1:])
     arguments = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
-    output.keep_going()
+    safe_output.keep_going()
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
         return REFUSED
     if sys.flags.optimize > 1:
         print(f"zeroexp: {WITHOUT_DOCSTRINGS}", file=sys.stderr)
         return REFUSED
-    interruption.handle_ctrl_c()
+    signals.handle_ctrl_c()
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)
@@ -113,7 +114,7 @@ def _help_or_version(arguments: Sequence[str]) -> str | None:
             keys = [key for key in keys if not key.startswith("plugins=")]
             return "\n\n".join(
                 help.about(key.partition("=")[0], _conf()) for key in keys
-            ) or help.screen(_conf(), verbs.listed())
+            ) or help.screen(_conf(), commands.listed())
     return None
 
 

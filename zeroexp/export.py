@@ -20,14 +20,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from zeroexp import output
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from zeroexp.config import Config, ConfigError, from_mapping
+from zeroexp.config.keys import Config, ConfigError, from_mapping
+from zeroexp.process import safe_output
 
 
 def main() -> int:
-    output.keep_going()
+    safe_output.keep_going()
     arguments = parse_arguments()
     try:
         checkpoint = choose_checkpoint(arguments.run, arguments.step)
@@ -125,7 +125,7 @@ def export(
 
 def _tokenizer(config: Config):
     """Return the tokenizer of the training text; None where there was no text or the tokenizer is gone."""
-    from zeroexp.data.kinds import DATA
+    from zeroexp.config.data_sources import DATA
     from zeroexp.data.sources import choose_tokenizer
     from zeroexp.models.huggingface_folder import Tokenizer
 

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from zeroexp import output
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import safe_output
 
 
 def main() -> int:
-    output.keep_going()
+    safe_output.keep_going()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,16 +16,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zeroexp import output
 from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.queue import HeldJobs, Queue, is_held
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ConfigError
-from zeroexp.report.points import points_of
-from zeroexp.report.progress import Progress
-from zeroexp.report.table import print_table
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import safe_output
+from zeroexp.report.measured_points import points_of
+from zeroexp.report.results_table import print_table
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.sync import open_uploads, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_runs
@@ -35,7 +35,7 @@ EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 
 def main() -> int:
-    output.keep_going()
+    safe_output.keep_going()
     arguments = parse_arguments()
     try:
         return watch(arguments)

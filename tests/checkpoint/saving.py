@@ -13,9 +13,9 @@ from tests.oracle import Make, Outcome, Recipe, build_on_rank, pieces_of, run_st
 from zeroexp.checkpoint.folders import FOLDER
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
-from zeroexp.config import CheckpointConfig, Config
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.world import World
+from zeroexp.config.keys import CheckpointConfig, Config
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.process.world import World
 
 # One engine of each family of layouts, ours and native.
 FAMILIES = {

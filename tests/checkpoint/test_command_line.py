@@ -13,8 +13,8 @@ import pytest
 
 from tests.cluster.test_sweep import LIGHT, jobs, start, statuses, zeroexp
 from tests.composing import composed
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job
+from zeroexp.config import keys as configs
 from zeroexp.tracking.files import read_records
 
 STEPS = 100  # of which a kill after some twenty-five comes before the end

@@ -14,7 +14,7 @@ from tests.engines import ENGINES
 from tests.oracle import Make, Recipe, build_on_rank, pieces_of
 from zeroexp.checkpoint.load import Shapes, load
 from zeroexp.checkpoint.manifest import CheckpointError, read_manifest
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 RECIPE = Recipe(steps=2)
 MAKE = ENGINES["zero3_buffer"].make

@@ -23,8 +23,8 @@ from zeroexp.checkpoint.manifest import (
     require_whole,
     to_json,
 )
-from zeroexp.config import Config
-from zeroexp.hashes import hash_of
+from zeroexp.config.keys import Config
+from zeroexp.process.content_hash import hash_of
 
 PIECES = (StoredPiece("rank0.bin", 0, 0, 4, "ab"), StoredPiece("rank1.bin", 64, 4, 2, "cd"))
 WEIGHT = StoredTensor((2, 3), "bfloat16", PIECES)

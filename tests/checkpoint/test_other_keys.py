@@ -12,11 +12,11 @@ import torch
 from tests.checkpoint.test_manifest import MADE
 from tests.checkpoint.test_resume import config_for
 from tests.plain_strategy import PlainStrategy
-from zeroexp import world as worlds
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, StoredTensor, to_json
 from zeroexp.checkpoint.resume import resolve_resume
-from zeroexp.config import UndefinedCombination
+from zeroexp.config.keys import UndefinedCombination
+from zeroexp.process import world as worlds
 
 
 def write(run: Path, **changes: object) -> Path:

@@ -15,9 +15,9 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.oracle import Recipe, assembled, configured, pieces_of
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
-from zeroexp.models.build import BuiltModel
-from zeroexp.strategies.base import CanonicalState, Strategy
-from zeroexp.world import World
+from zeroexp.interface.strategy import CanonicalState, Strategy
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
 
 Shapes = Sequence[tuple[int, ...]]
 IMPLEMENTATIONS = [

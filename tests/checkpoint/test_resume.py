@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoint.test_manifest import MADE
 from tests.composing import composed
+from zeroexp.check.sweep_points import points_of
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
     MANIFEST,
@@ -22,9 +23,8 @@ from zeroexp.checkpoint.manifest import (
     to_json,
 )
 from zeroexp.checkpoint.resume import resolve_resume
-from zeroexp.cluster.points import points_of
-from zeroexp.config import Config, ConfigError, UndefinedCombination
-from zeroexp.hashes import hash_of
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.process.content_hash import hash_of
 
 TINY = ("model=tiny", "train.steps=100")
 

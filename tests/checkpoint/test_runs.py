@@ -24,10 +24,10 @@ from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.manifest import read_manifest
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import ModelConfig
-from zeroexp.hashes import hash_of
+from zeroexp.config.keys import ModelConfig
 from zeroexp.measure.record import StepRecord
-from zeroexp.models.build import build_model
+from zeroexp.models.module import build_model
+from zeroexp.process.content_hash import hash_of
 from zeroexp.tracking.files import read_records, read_summary
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens

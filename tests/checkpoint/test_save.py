@@ -15,15 +15,15 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.engines import ENGINES
 from tests.oracle import Make, Recipe, build_on_rank, run_steps
 from tests.plain_strategy import PlainStrategy
-from zeroexp import world as worlds
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.manifest import CheckpointError, read_manifest
 from zeroexp.checkpoint.save import Saver
 from zeroexp.checkpoint.staging import ALIGNMENT, Staging
-from zeroexp.strategies.base import CanonicalTensor, Piece
-from zeroexp.world import World
+from zeroexp.interface.strategy import CanonicalTensor, Piece
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 RECIPE = Recipe(steps=1, world_size=1)
 

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zeroexp import rank as ranks
-from zeroexp import train
-from zeroexp.rank import prepare as prepare
+from zeroexp.run import rank as ranks
+from zeroexp.run.rank import prepare as prepare
+from zeroexp.training import loop
 
 
 def sleep_in_forward(folder: Path, *, device: str) -> None:
     """Rank 1 sleeps for ever in the third forward pass, as in a lock that nobody gives back."""
-    loss_sum, calls = train._loss_sum, 0
+    loss_sum, calls = loop._loss_sum, 0
 
     def lock(*words: Any) -> Any:
         nonlocal calls
@@ -23,7 +23,7 @@ def sleep_in_forward(folder: Path, *, device: str) -> None:
             time.sleep(1000)
         return loss_sum(*words)
 
-    train._loss_sum = lock
+    loop._loss_sum = lock
     ranks.main(folder, device=device)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from zeroexp import rank as ranks
-from zeroexp import world
 from zeroexp.measure.memory import most_held_bytes
+from zeroexp.process import world
+from zeroexp.run import rank as ranks
 from zeroexp.tracking import failure
 
 FAR_TOO_MUCH = 64 << 30

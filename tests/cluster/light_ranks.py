@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from tests.run_folders import record
-from zeroexp.stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import RecordWriter, read_records
 from zeroexp.tracking.json_files import read_json, write_json
+from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED, Stop
 
 
 def hang(folder: Path, *, device: str) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from zeroexp import world
+from zeroexp.process import world
 from zeroexp.tracking import failure
 
 

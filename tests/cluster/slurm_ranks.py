@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from zeroexp import world
+from zeroexp.process import world
 from zeroexp.tracking.files import write_json
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroexp import ports
 from zeroexp.cluster import heartbeat
 from zeroexp.cluster.handshake import Introduction
 from zeroexp.cluster.heartbeat import BEATS_PER_PERIOD, Heartbeat, Hub
+from zeroexp.process import ports
 
 PERIOD_SECONDS = 30.0
 BEAT = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from one beat to the next

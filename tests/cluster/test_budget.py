@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.composing import composed
-from zeroexp.cluster import budget
-from zeroexp.cluster.budget import plan_slurm_points
-from zeroexp.cluster.points import points_of
+from zeroexp.check.sweep_points import points_of
+from zeroexp.cluster import fits_memory
+from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.plan.outcome import RehearsedPeaks
 
 
@@ -68,11 +68,11 @@ def test_a_rehearsal_adds_activations_and_node_hours(capsys):
 def test_node_hours_are_those_of_all_nodes_steps_and_repeats():
     """Four ranks, two to a node, train 3 + 20 steps of 1 to 4 seconds, three times."""
     (point,) = points("strategy=zero3", "repeats=3", "cluster.slurm.ranks_per_node=2")
-    outcome, machines = budget._plan(point, rehearses=False)
+    outcome, machines = fits_memory._plan(point, rehearses=False)
     outcome = replace(outcome, rehearsed=RehearsedPeaks([], "cuda", (), (1.0, 2.0, 4.0)))
-    hours = budget._node_hours(point.config, outcome, machines)
+    hours = fits_memory._node_hours(point.config, outcome, machines)
     assert hours == pytest.approx([2 * 3 * 23 * seconds / 3600 for seconds in (1, 2, 4)])
-    assert budget._hours_told(hours) == "0.077 node-hours (0.038 to 0.15)"
+    assert fits_memory._hours_told(hours) == "0.077 node-hours (0.038 to 0.15)"
 
 
 def test_what_can_not_be_rehearsed_is_submitted_all_the_same(capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_sweep import LIGHT, ROOT, jobs, start, statuses, zeroexp
-from zeroexp.config import save
+from zeroexp.config.keys import save
 from zeroexp.tracking.files import read_records
 
 FOR_EVER = "train.steps=10000000"

@@ -13,11 +13,11 @@ import pytest
 
 from tests import rank_code
 from tests.test_rank import log_of, make_job, process_of
-from zeroexp import advance
 from zeroexp.cluster.hang import Sight, ranks_behind
 from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import save
+from zeroexp.config.keys import save
+from zeroexp.process import progress
 
 HANG_SECONDS = 5  # ranks of a busy machine must advance meanwhile
 
@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(local: LocalCluster, tmp_p
     assert "(cluster.hang_s)" in cause["message"]
     for rank in (0, 1):
         _, asked, stack = log_of(job, rank).partition(f" rank {rank}: no progress for ")
-        assert asked and "train.py" in stack and "most recent call first" in stack
+        assert asked and "loop.py" in stack and "most recent call first" in stack
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
@@ -120,14 +120,14 @@ def await_word(idle: Idle) -> None:
 
 
 def sight(rank: int, done: tuple[int, int, int], seconds: float, **other: str) -> Sight:
-    values = {"phase": advance.FORWARD, "state": "S", "kernel": "futex_wait", **other}
+    values = {"phase": progress.FORWARD, "state": "S", "kernel": "futex_wait", **other}
     return Sight(rank, "here", 100 + rank, done, seconds=seconds, **values)
 
 
-ENDED = {"phase": advance.AFTER}
-STARTS = {"phase": advance.BEFORE}
-MEETS = {"phase": advance.MEETING}
-BUILDS = {"phase": advance.BUILDING}
+ENDED = {"phase": progress.AFTER}
+STARTS = {"phase": progress.BEFORE}
+MEETS = {"phase": progress.MEETING}
+BUILDS = {"phase": progress.BUILDING}
 CASES = {
     "all wait for the one that did less": (
         [sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9)],

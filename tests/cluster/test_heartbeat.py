@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroexp import ports
 from zeroexp.cluster import heartbeat
 from zeroexp.cluster.handshake import Introduction, Stranger
 from zeroexp.cluster.heartbeat import START_SECONDS, Clock, Heartbeat, Hub
+from zeroexp.process import ports
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"

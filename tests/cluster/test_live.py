@@ -17,7 +17,7 @@ from tests.run_folders import record, write_run
 from zeroexp.cluster import live
 from zeroexp.cluster.live import LOG, sender, sends_live
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import TrackingConfig, load, save
+from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
 from zeroexp.tracking.files import RecordWriter, read_records, write_json, write_summary

@@ -18,10 +18,10 @@ import pytest
 
 from tests import rank_code
 from tests.warm import Warm, start_servers_with
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster, environment
-from zeroexp.config import Config
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config
 
 RANK_MAIN = "tests.cluster.rank_mains:main"
 
@@ -82,7 +82,7 @@ def test_ranks_are_fresh_forks_of_one_server(local, tmp_path):
 
 def test_imports_of_ranks_start_no_thread():
     """Forking would lose it. The kernel's list of threads also shows those of C++."""
-    program = "import zeroexp.rank, os; print(len(os.listdir('/proc/self/task')))"
+    program = "import zeroexp.run.rank, os; print(len(os.listdir('/proc/self/task')))"
     variables = environment(Config().cluster)
     result = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=600
@@ -203,7 +203,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from pathlib import Path
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster, environment
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") as local:
     local.run(Job(Path(sys.argv[1])), on_record=print, on_event=print)
 """

@@ -17,7 +17,7 @@ from tests.cluster.test_local import run
 from tests.test_rank import make_job as make_training_job
 from zeroexp.cluster.job import first_cause
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.tracking.out_of_memory import describe_shortage
 
 HUNGRY = "tests.cluster.hungry_ranks:main"

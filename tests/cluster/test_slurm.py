@@ -35,8 +35,8 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.queue import HeldJobs, Queue, cancel_unfinished, is_held
 from zeroexp.cluster.slurm import SlurmCluster
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
-from zeroexp.config import ClusterConfig, Config, ConfigError, SlurmConfig, save
-from zeroexp.report.progress import Progress
+from zeroexp.config.keys import ClusterConfig, Config, ConfigError, SlurmConfig, save
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_json, read_records
 from zeroexp.tracking.json_files import reserve
@@ -86,7 +86,7 @@ class Scenario:
 
 HANG_SECONDS = 15
 CONTAINER = f"env PATH=/empty {sys.executable}"
-TRAINS, NUM_STEPS, SAVE_EVERY = "zeroexp.rank:main", 150, 10
+TRAINS, NUM_STEPS, SAVE_EVERY = "zeroexp.run.rank:main", 150, 10
 SCENARIOS = {
     "at_its_limit": Scenario(
         "light_ranks:count_until_asked", 2, SLOW, timeout_s=60, requeues=1, python=CONTAINER
@@ -395,7 +395,7 @@ def test_a_rank_that_hangs_ends_the_job_and_leaves_its_stack(ended: dict[str, En
     assert "is stopped: kill -CONT" in end.reason
     for rank in (0, 1):
         _, asked, stack = log_of(end.job, rank).partition(f" rank {rank}: no progress for ")
-        assert asked and "train.py" in stack and "most recent call first" in stack
+        assert asked and "loop.py" in stack and "most recent call first" in stack
     assert end.seconds < HANG_SECONDS + 60
 
 

@@ -18,8 +18,8 @@ from tests.cluster.test_slurm import HANG_SECONDS, TRAINS, Scenario, has_begun, 
 from tests.test_rank import process_of
 from zeroexp.cluster.follow import follow
 from zeroexp.cluster.job import Job
-from zeroexp.ports import read_published_port
-from zeroexp.report.progress import Progress
+from zeroexp.process.ports import read_published_port
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import read_records
 from zeroexp.tracking.json_files import read_json
 

@@ -22,8 +22,8 @@ from zeroexp.cluster.heartbeat import START_SECONDS
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.queue import Queue
 from zeroexp.cluster.slurm import SlurmCluster
-from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
-from zeroexp.report.progress import Progress
+from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.json_files import read_json
 
 pytestmark = [

@@ -65,8 +65,8 @@ def test_a_sweep_over_world_sizes(cluster: Minicluster, tmp_path: Path) -> None:
 
 PLUGIN = """
 import torch
-from zeroexp.optim import OPTIMIZERS, OptimizerKind
-from zeroexp.sharding.layout import LAYOUTS, Layout, by_tensor
+from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
+from zeroexp.cut.layout import LAYOUTS, Layout, by_tensor
 from plugin_helper import rate
 
 

@@ -22,10 +22,10 @@ from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.submit import _complaint, _sbatch
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
-from zeroexp.config import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
-from zeroexp.world import device_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,14 +225,14 @@ def test_the_same_code_is_copied_once_and_changed_code_again(
 ) -> None:
     package = tmp_path / PACKAGE.name
     package.mkdir()
-    (package / "train.py").write_text("SPEED = 1\n")
+    (package / "loop.py").write_text("SPEED = 1\n")
     monkeypatch.setattr("zeroexp.cluster.snapshot.PACKAGE", package)
     first = take_snapshot(tmp_path / "sweep")
     assert take_snapshot(tmp_path / "sweep") == first
-    (package / "train.py").write_text("SPEED = 2\n")
+    (package / "loop.py").write_text("SPEED = 2\n")
     second = take_snapshot(tmp_path / "sweep")
     assert second != first
-    assert (first / PACKAGE.name / "train.py").read_text() == "SPEED = 1\n"
+    assert (first / PACKAGE.name / "loop.py").read_text() == "SPEED = 1\n"
     assert len(list((tmp_path / "sweep" / ".code").iterdir())) == 2
 
 

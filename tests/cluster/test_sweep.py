@@ -19,10 +19,10 @@ import yaml
 from tests.composing import composed
 from tests.run_folders import write_run
 from tests.warm import Warm
+from zeroexp.check.sweep_points import points_of
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.points import points_of
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.config import Config, StudyConfig
+from zeroexp.config.keys import Config, StudyConfig
 from zeroexp.tracking.files import read_records, read_summary, write_json
 from zeroexp.tracking.run import read_run
 

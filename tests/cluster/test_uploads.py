@@ -13,7 +13,7 @@ import pytest
 from tests.run_folders import record, write_run
 from zeroexp.cluster import uploads
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import TrackingConfig
+from zeroexp.config.keys import TrackingConfig
 from zeroexp.tracking.files import RecordWriter, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -15,8 +15,8 @@ from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
+from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
-from zeroexp.world import World
 
 RECIPE = Recipe(steps=2)
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroexp import advance
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import lay_out
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm, UnitForm
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import lay_out
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier, current, leave_process_group
+from zeroexp.process import progress
+from zeroexp.process.world import World, barrier, current, leave_process_group
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
 # Elements of float32: more than a segment for each of three ranks, and the least that is not packed with others.
@@ -281,7 +281,7 @@ def moves_counted(world: World) -> list[int]:
 
 
 def _moves() -> int:
-    return advance._numbers[advance.NUM_MOVES]
+    return progress._numbers[progress.NUM_MOVES]
 
 
 def test_a_move_counts_when_it_starts_and_when_a_rank_begins_to_wait_for_it(ranks):

@@ -17,10 +17,10 @@ from zeroexp.comm import host_rendezvous
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.host_rendezvous import TOKEN_BYTES, Listener, connect
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
 
 
 def call(address: str, words: bytes) -> socket.socket:
@@ -164,8 +164,8 @@ def gather_unheard(world: World) -> str:
     wire._transport._arena.bell._timeout_seconds = 0.5
     said = ""
     if world.rank == 0:
-        from zeroexp.sharding.chunk import ParameterSpec
-        from zeroexp.sharding.layout import lay_out
+        from zeroexp.cut.chunk import ParameterSpec
+        from zeroexp.cut.layout import lay_out
 
         (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
         full = wire.empty(chunk.padded_numel, torch.float32)
@@ -243,8 +243,8 @@ def test_evaluation_before_the_first_step_keeps_no_offers(ranks):
 def two_engines(world: World, transport: str) -> list[float]:
     """Their gradients travel at once; rank 1 waits for the second one's first."""
     from zeroexp.comm.base import ReducePart
-    from zeroexp.sharding.chunk import ParameterSpec
-    from zeroexp.sharding.layout import lay_out
+    from zeroexp.cut.chunk import ParameterSpec
+    from zeroexp.cut.layout import lay_out
 
     (chunk,) = lay_out("buffer", [[ParameterSpec("w", 10, 4)]], world.size)[0]
     wires = [Collectives(world, transport=transport) for _ in range(2)]

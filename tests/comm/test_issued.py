@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.collectives import take_traffic
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+from zeroexp.interface.strategy import Strategy
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import Strategy
-from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
-from zeroexp.world import World, fake_world
 
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units

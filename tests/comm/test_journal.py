@@ -18,7 +18,7 @@ from zeroexp.comm import journal
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.journal import ComparingThread, Journal, describe_difference
 from zeroexp.comm.missing_messages import LateMessageThread, Message, Watch
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 LOOKS = 0.05  # seconds of a look and of patience here
 SHOWN_AND_READ_SECONDS = 8 * LOOKS  # both ranks have looked by then

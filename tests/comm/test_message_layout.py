@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zeroexp.comm.message_layout import MANY_RANKS, message_layout_of
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import lay_out
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import lay_out
 
 SIZES = [7, 130, 1, 64, 4096 * 40 + 3]
 

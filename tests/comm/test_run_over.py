@@ -19,16 +19,16 @@ from torch import Tensor
 
 from zeroexp.comm import direct, journal, missing_messages
 from zeroexp.comm.base import GatherPart, ReducePart
-from zeroexp.comm.board import MOST_OFFERS, OwnBoard
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
 from zeroexp.comm.journal import CutWait, Journal
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.missing_messages import find_lost_ring
+from zeroexp.comm.offers import MOST_OFFERS, OwnBoard
 from zeroexp.comm.paging import PAGE_BYTES
-from zeroexp.sharding.chunk import Chunk, Member, ParameterSpec
-from zeroexp.sharding.layout import lay_out
-from zeroexp.world import World, fake_world
+from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
+from zeroexp.cut.layout import lay_out
+from zeroexp.process.world import World, fake_world
 
 LARGEST_C_INT = 2**31 - 1
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp import world as worlds
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
@@ -21,9 +20,10 @@ from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
-from zeroexp.sharding.chunk import Chunk, Member, ParameterSpec
-from zeroexp.sharding.layout import lay_out
-from zeroexp.world import World, fake_world
+from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
+from zeroexp.cut.layout import lay_out
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World, fake_world
 
 AWHILE_SECONDS = (
     0.5  # who is not held up is done by then; on a slower machine a bug is missed, nothing fails

@@ -14,10 +14,10 @@ from zeroexp.comm import direct, stitching
 from zeroexp.comm.paging import PAGE_BYTES, rounding_to_pages
 from zeroexp.comm.sizes import mapped_bytes
 from zeroexp.comm.stitching import Stretch, stitch
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
 
 WIDTH = 1000  # a million elements and a thousand: no whole pages by themselves, large for up to three ranks
 

@@ -10,7 +10,7 @@ import pytest
 from zeroexp.comm.base import Pending, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.tuning import LEAST_MB, MIB, MOST_MB, PROBED_BYTES, Link, fit_link, measure_link
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 SIZES = (1 << 16, 1 << 19, 1 << 22)
 

@@ -19,11 +19,11 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from zeroexp.comm import shared_memory
+from zeroexp.cut.stage import STAGES
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.process.world import World
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.world import World
 
 RECIPE = Recipe(world_size=3)
 

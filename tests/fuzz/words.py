@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from tests.composing import options
-from zeroexp.check.single import WORDS
-from zeroexp.config import Config
-from zeroexp.plugins import REGISTRIES
+from zeroexp.check.rules_of_one_key import WORDS
+from zeroexp.config.keys import Config
+from zeroexp.config.plugins import REGISTRIES
 
 LONG = "x" * 300
 INTS = "-1 0 1 2 3 1000 1000000000 4294967295 4294967296 1000000000000 1e20 99999999999999999999 1.5 nan inf"

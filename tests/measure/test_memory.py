@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.memory import (
     AllocationMeter,
     bytes_by_kind,
     compile_allocator,
     count_cpu_allocations,
 )
-from zeroexp.strategies.base import ModelStates
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroexp import world as worlds
 from zeroexp.measure.peak_flops import datasheet, peak_flops
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 
 @pytest.mark.parametrize(

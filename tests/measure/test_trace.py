@@ -18,18 +18,18 @@ from tests.plain_strategy import PlainStrategy
 from tests.test_rank import log_of, make_job, run
 from tests.test_train import Numbers, make_config
 from tests.trace_events import read_trace
-from zeroexp import config as configs
-from zeroexp import world as worlds
-from zeroexp.check import single
-from zeroexp.config import Config, ConfigError
+from zeroexp.check import rules_of_one_key
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.allocations import Block, Log, logging_allocations
 from zeroexp.measure.causes import Causes, Reading, Times
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import CAUSES, Peak
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 from zeroexp.tracking.files import read_records, read_summary
-from zeroexp.train import train
-from zeroexp.world import World
+from zeroexp.training.loop import train
 
 CPU = torch.device("cpu")
 
@@ -288,4 +288,4 @@ def test_a_step_or_rank_that_does_not_exist_is_refused(key, value, rest):
     config = Config()
     setattr(config.train, key, value)
     with pytest.raises(ConfigError, match=re.escape(rest)):
-        single.check_watched_steps(config)
+        rules_of_one_key.check_watched_steps(config)

@@ -5,9 +5,9 @@ import socket
 from pathlib import Path
 
 from tests import rank_code
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job
-from zeroexp.config import Config
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.traffic import WireMeter
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from tests.measure.test_clock import Seconds
-from zeroexp import world as worlds
 from zeroexp.comm.base import Pending
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.record import VerbSeconds
-from zeroexp.measure.verbs import meter, sum_up_moves, timed_as_verb
+from zeroexp.measure.verb_seconds import meter, sum_up_moves, timed_as_verb
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World
 
 
 @pytest.fixture

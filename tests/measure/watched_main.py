@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zeroexp import rank
 from zeroexp.measure.instruments import Instruments
+from zeroexp.run import rank
 
 EARLY = "early"
 LONG = 0.5  # seconds, in which a step of the test's model would begin and end many times

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroexp import world
 from zeroexp.measure.traffic import WireMeter
+from zeroexp.process import world
 
 PAYLOADS = (0, 1_000, 1_000_000, 3_000_000)  # bytes
 

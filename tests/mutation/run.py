@@ -1,7 +1,7 @@
 """`make mutants`: small changes of the sources, one at a time, each of which the nearest tests should find.
 
     python -m tests.mutation.run --number 250 --seed 0      as many of each file; the same seed takes the same
-    python -m tests.mutation.run --files zeroexp/optim.py   all of some files
+    python -m tests.mutation.run --files zeroexp/config/optimizer.py   all of some files
     python -m tests.mutation.run --by-hand                  the bugs of by_hand.toml
     python -m tests.mutation.run --list                     what there is, without running anything
 

@@ -22,17 +22,17 @@ from tests.plan.test_rehearse import (
 from zeroexp.checkpoint.save import Saver
 from zeroexp.comm import shared_memory
 from zeroexp.comm.collectives import held_shared_bytes
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
-from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
-from zeroexp.plan.depth import depth_of
+from zeroexp.models.module import build_model
+from zeroexp.plan.extrapolate_depth import depth_of
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, prepared, rehearse
-from zeroexp.strategies.build import build_strategy
-from zeroexp.train import Data, train
-from zeroexp.world import World, barrier
+from zeroexp.process.world import World, barrier
+from zeroexp.training.loop import Data, train
 
 # Ranks that really exist hold a tensor of one element more.
 ELEMENT_BYTES = 64

@@ -7,12 +7,12 @@ from dataclasses import asdict
 import pytest
 
 from tests.composing import composed
-from zeroexp import config as configs
 from zeroexp.cluster.job import Job
-from zeroexp.config import from_mapping, resolve
-from zeroexp.data.build import build_data
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import from_mapping, resolve
+from zeroexp.data.batches import build_data
 from zeroexp.measure.record import KINDS
-from zeroexp.models.build import build_model
+from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.tracking.files import read_summary

@@ -11,7 +11,7 @@ import pytest
 
 from tests.composing import composed
 from zeroexp.check import check
-from zeroexp.config import Config, UndefinedCombination
+from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import PHASES, peak_terms

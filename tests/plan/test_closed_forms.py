@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import (
@@ -25,13 +26,12 @@ from zeroexp.plan.closed_forms import (
     ShardedForm,
     UnitForm,
 )
+from zeroexp.process.world import World, barrier, fake_world
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.grouping import stage_for_world
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pool_assignment import private_units
-from zeroexp.world import World, barrier, fake_world
 
 NUM_BLOCKS = 4
 WORDS = 11

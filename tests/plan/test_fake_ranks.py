@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroexp.config import OptimizerConfig
-from zeroexp.models.build import materialize
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.config.keys import OptimizerConfig
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.models.module import materialize
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, fake_world
 
 WIDTH, NUM_RANKS = 48, 1024
 LAST = NUM_RANKS - 1

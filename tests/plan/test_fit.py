@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroexp.plan.fit import largest
+from zeroexp.plan.fewest_ranks import largest
 
 MIB = 2**20
 # Peaks over a number of samples or tokens.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.composing import composed
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.frontier import Dot, Work, frontier
 from zeroexp.plan.frontier_figure import save_frontier

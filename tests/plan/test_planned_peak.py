@@ -17,10 +17,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from tests.plan.test_absent_neighbours import real_peak
 from tests.plan.test_rehearse import FSDP2_BYTES, config_of
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations
 from zeroexp.measure.record import Traffic
-from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
+from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.kernel_scratch import KernelScratch, prior_product_scratch
 from zeroexp.plan.machines import JobShape, Machines, machines_of
@@ -29,7 +29,7 @@ from zeroexp.plan.peak import OUTPUTS, product_scratch_of, rehearse_fullest_rank
 from zeroexp.plan.rehearse import PHASES, RehearsedRank, prepared, rehearse, rehearse_rank
 from zeroexp.plan.speed import Calibration, calibration_path, save, this_machine
 from zeroexp.plan.storages import Peak, Storages
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 5
 # So many parameters for each token that states and gradients make the peak, and not activations.

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import sent_with_redundant_optimizers
+from benchmarks.published_page import compare_study, page
+from benchmarks.published_tables import TABLES, PublishedTable
 from tests.composing import compose_once
-from zeroexp.plan.published import sent_with_redundant_optimizers
-from zeroexp.plan.published_page import compare_study, page
-from zeroexp.plan.published_tables import TABLES, PublishedTable
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "published.md"
 # Cells in which the publication is known to differ; all others must agree.

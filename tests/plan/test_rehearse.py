@@ -16,18 +16,19 @@ import torch
 from torch import nn
 
 from tests.composing import composed
-from zeroexp.config import Config, ConfigError, ModelConfig
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import Config, ConfigError, ModelConfig
+from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 from zeroexp.data import Microbatch
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.record import StepRecord
-from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_as_configured
-from zeroexp.models.families import MODELS
 from zeroexp.models.mlp import build as build_mlp
-from zeroexp.optim import OPTIMIZERS, OptimizerKind
+from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.depth import depth_of, measure_at_depth, with_depth
+from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.no_data import NoData
 from zeroexp.plan.rehearse import (
@@ -37,9 +38,8 @@ from zeroexp.plan.rehearse import (
     rehearse,
     rehearse_rank,
 )
-from zeroexp.strategies.build import build_strategy
-from zeroexp.train import Data, train
-from zeroexp.world import fake_world, joined_process_group
+from zeroexp.process.world import fake_world, joined_process_group
+from zeroexp.training.loop import Data, train
 
 CPU = torch.device("cpu")
 NUM_RANKS = 4
@@ -328,7 +328,7 @@ def test_an_optimizer_that_asks_for_values_is_planned_without_a_rehearsal(monkey
 
 
 def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):
-    monkeypatch.setattr("zeroexp.strategies.build.DTYPES", {})
+    monkeypatch.setattr("zeroexp.engines.build.DTYPES", {})
     with pytest.raises(KeyError, match="float32"):
         rehearse(config_of(*MLP))
 

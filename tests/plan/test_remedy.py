@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.composing import composed
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
 

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import compose_once
-from tests.test_docs import prose
-from zeroexp.plan import __main__ as plan
-from zeroexp.plan.scaling_page import (
+from benchmarks.scaling_page import (
     MODELS,
     SHARED,
     Scaled,
@@ -23,6 +20,9 @@ from zeroexp.plan.scaling_page import (
     planned_points,
     section,
 )
+from tests.composing import compose_once
+from tests.test_docs import prose
+from zeroexp.plan import __main__ as plan
 from zeroexp.plan.speed import NETWORKS
 from zeroexp.report.markdown import LINE
 

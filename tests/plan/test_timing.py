@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.base import Pending
-from zeroexp.config import ConfigError
-from zeroexp.measure.verbs import meter
+from zeroexp.config.keys import ConfigError
+from zeroexp.measure.verb_seconds import meter
 from zeroexp.plan import peak
 from zeroexp.plan import speed as speeds
 from zeroexp.plan.machines import JobShape, Machines

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.composing import composed
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.traffic import sent_bytes
-from zeroexp.models.build import build_model
+from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
-from zeroexp.strategies.build import build_strategy
-from zeroexp.world import World, barrier
+from zeroexp.process.world import World, barrier
 
 
 def config_of(strategy: str, world_size: int, accumulation: int, *words: str):

@@ -15,21 +15,21 @@ from torch import nn
 from tests.composing import composed
 from tests.plan.test_rehearse import Zeros, agree
 from zeroexp.comm import shared_memory
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
-from zeroexp.models.build import build_model
 from zeroexp.models.checkpointing import checkpoint_blocks
+from zeroexp.models.module import build_model
 from zeroexp.plan.alike_blocks import leave_out_alike
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.depth import with_depth
+from zeroexp.plan.extrapolate_depth import with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.gather_counts import Event, Use, gathers_of_step, listed_order
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared, rehearse
-from zeroexp.plan.uses import _run, uses_of
+from zeroexp.plan.unit_order import _run, uses_of
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.grouping import group_parameters
-from zeroexp.strategies.build import build_strategy
-from zeroexp.train import Data, train
-from zeroexp.world import World, barrier
+from zeroexp.training.loop import Data, train
 
 NUM_RANKS = 2
 MODELS = ("tiny", "gpt2_tiny", "mixtral_tiny")

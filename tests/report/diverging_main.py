@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroexp import advance, rank
 from zeroexp.comm import direct
 from zeroexp.comm.shared_memory import SharedChannel
+from zeroexp.process import progress
+from zeroexp.run import rank
 from zeroexp.sharding.unit import Unit
 
 BUG_IN_STEP = 1
@@ -54,4 +55,4 @@ def wrong_publish(folder: Path, *, device: str) -> None:
 
 
 def in_bad_step() -> bool:
-    return advance._numbers[advance.NUM_STEPS] == BUG_IN_STEP
+    return progress._numbers[progress.NUM_STEPS] == BUG_IN_STEP

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests import rank_code
 from tests.run_folders import write_run
 from tests.test_rank import log_of, make_job, run
-from zeroexp import config as configs
-from zeroexp import diverge as command
-from zeroexp.config import ConfigError
+from zeroexp.commandline import first_difference as command
+from zeroexp.config import keys as configs
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.hashes import Hash
-from zeroexp.report.diverge import compare_hashes
 from zeroexp.report.reading import read_runs
+from zeroexp.report.step_differences import compare_hashes
 
 BOUND = 1e-4
 

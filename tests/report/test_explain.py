@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.report.explain import explanations
-from zeroexp.report.points import points_of
+from zeroexp.report.explain_difference import explanations
+from zeroexp.report.measured_points import points_of
 from zeroexp.report.reading import read_runs
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import exports
 from zeroexp.report.columns import time_columns
 from zeroexp.report.conclusions import conclude
-from zeroexp.report.points import Point, points_of
+from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 
 

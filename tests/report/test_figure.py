@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS
 from zeroexp.measure.summary import summarise
 from zeroexp.report.figure import bars, draw_figure, save_figure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report.markdown import BEGIN, END, render, replace_in
 from zeroexp.tracking.run import Run, read_run
 

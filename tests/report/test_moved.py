@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
+from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.moved import describe_moved, points_that_moved
-from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
 
 

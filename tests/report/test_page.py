@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.run_folders import PARAMETER_BYTES, write_run
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import Peak
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.headline import headline_cards
-from zeroexp.report.points import Point, points_of
+from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 
 P = PARAMETER_BYTES / MIB

@@ -15,7 +15,7 @@ from tests.browser import browse, needs_browser
 from tests.run_folders import write_run
 from tests.traces import write_trace
 from zeroexp.report import page
-from zeroexp.report.points import points_of
+from zeroexp.report.measured_points import points_of
 from zeroexp.report.reading import read_runs
 
 pytestmark = [pytest.mark.browser, needs_browser]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import needs_browser
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report.pictures import PICTURES, REFUSED, main, take_pictures
 
 

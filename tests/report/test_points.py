@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp.report.points import points_of
+from zeroexp.report.measured_points import points_of
 from zeroexp.report.spread import step_time_interval, why_unsteady
 from zeroexp.tracking.run import Run, read_run
 

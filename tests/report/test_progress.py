@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.run_folders import record
-from zeroexp.report.progress import MAX_RUNNING_LINES, Progress, duration
+from zeroexp.report.sweep_progress import MAX_RUNNING_LINES, Progress, duration
 
 
 class Clock:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.run_folders import write_run
 from tests.traces import write_trace
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report import exports, page
-from zeroexp.report.points import points_of
+from zeroexp.report.measured_points import points_of
 from zeroexp.report.reading import read_runs, records_of
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.composing import composed
 from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
-from zeroexp.config import load, save
+from zeroexp.config.keys import load, save
 from zeroexp.measure.summary import spread, summarise
+from zeroexp.report.results_table import print_lines, render
 from zeroexp.report.settings import LONGEST, column_name, setting_text
-from zeroexp.report.table import print_lines, render
 from zeroexp.tracking.files import write_engine, write_json, write_summary
 from zeroexp.tracking.run import Run, read_run
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.sharding.bucket import SMALL_SHARE, Range, Slice, cut_in_buckets
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import lay_out
+from zeroexp.cut.bucket import SMALL_SHARE, Range, Slice, cut_in_buckets
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import lay_out
 
 Element = tuple[int, int, int]  # chunk, member, element of it
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
 from zeroexp.comm.paging import lies_on_pages, rounding_to_pages
+from zeroexp.cut.chunk import ParameterSpec
+from zeroexp.cut.layout import lay_out
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.sharding.chunk import ParameterSpec
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.layout import lay_out
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

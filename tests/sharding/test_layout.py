@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroexp.comm.paging import ALIGNMENT_BYTES, aligned
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import by_parameter, lay_out
-from zeroexp.sharding.owners import fullest_bytes, own_contiguously, own_greedily
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import by_parameter, lay_out
+from zeroexp.cut.owners import fullest_bytes, own_contiguously, own_greedily
 
 FAMILIES = ["parameter", "tensor", "buffer"]
 MIB = 1 << 20

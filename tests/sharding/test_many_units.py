@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
 
 LR = 0.1
 

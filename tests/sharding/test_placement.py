@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from zeroexp.sharding.placement import STAGES, Move, Placement, Stage, move_between
+from zeroexp.cut.stage import STAGES, Move, Placement, Stage, move_between
 
 NOTHING, GATHER, SCATTER = Move.NOTHING, Move.ALL_GATHER, Move.REDUCE_SCATTER
 ALL_REDUCE, SLICE = Move.ALL_REDUCE, Move.SLICE

@@ -10,7 +10,7 @@ import torch
 
 from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.paging import PAGE_BYTES, pages
-from zeroexp.sharding.chunk import Chunk, Member
+from zeroexp.cut.chunk import Chunk, Member
 from zeroexp.sharding.pools import Pool, PrivateStore
 
 CPU = torch.device("cpu")

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
 
 WIDTH = 6
 NUM_STEPS = 3

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World, barrier
 
 VOCABULARY, WIDTH = 40, 6
 

@@ -38,13 +38,13 @@ from tests.oracle import (
     train_oracle,
 )
 from tests.strategies.engine import Ours
-from zeroexp.models.build import BuiltModel
+from zeroexp.cut.stage import STAGES
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
-from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.gather_memory import Allocated
+from zeroexp.cut.stage import STAGES
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import group_parameters
-from zeroexp.sharding.placement import STAGES
 from zeroexp.sharding.pools import Pool, PrivateStore
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
-from zeroexp.world import World, fake_world
 
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32)
 BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)

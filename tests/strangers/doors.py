@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
 from tests.strangers.models import Block, Net
-from zeroexp.sharding.chunk import Chunk
-from zeroexp.sharding.layout import LAYOUTS, Layout, by_parameter
-from zeroexp.sharding.owners import OWNERS
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.layout import LAYOUTS, Layout, by_parameter
+from zeroexp.cut.owners import OWNERS
 
 TWO = (Setting("zero1"), Setting("zero3"))
 

@@ -456,8 +456,8 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
         t.model.load_state_dict(saved[0])
         t.optimizer.load_state_dict(saved[1])
     else:
-        from zeroexp import world as worlds
-        from zeroexp.strategies.canonical import merge
+        from zeroexp.interface.canonical import merge
+        from zeroexp.process import world as worlds
 
         saved = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
         lab.train(t, steps=[1, 2])
@@ -471,8 +471,8 @@ def a_state_that_is_saved_and_loaded(lab: Lab) -> None:
 @scenario(EVERY_WAY, refused="holds weights and no moments", oracle=False)
 def a_state_of_weights_alone_that_is_loaded(lab: Lab) -> None:
     """Fine before the first step, where there are no moments to lose."""
-    from zeroexp import world as worlds
-    from zeroexp.strategies.canonical import merge
+    from zeroexp.interface.canonical import merge
+    from zeroexp.process import world as worlds
 
     t = lab.wrap(Net(), optimizer=adamw)
     lab.train(t, steps=[0])

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from tests.models_for_tests import MANY_WORDS, MODELS, VOCABULARY, TestModel
 from tests.oracle import PRECISIONS, Outcome, Recipe, Rules, train_on_ranks, train_oracle
 from tests.strategies.engine import Ours
-from zeroexp.models.build import BuiltModel
+from zeroexp.cut.stage import STAGES
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.world import World
 
 MISSING = (
     "skip"  # what a parameter gets of which no rank has a gradient: zeros | skip (tests/oracle.py)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.oracle import PRECISIONS, Recipe
-from zeroexp.models.build import BuiltModel
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.stage import STAGES
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.oracle import Recipe
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.torch_ddp import TorchDDP
+from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+from zeroexp.interface.strategy import Strategy
+from zeroexp.process.world import World
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import Strategy
-from zeroexp.strategies.torch_ddp import TorchDDP
-from zeroexp.strategies.torch_fsdp2 import TorchFSDP2
-from zeroexp.world import World
 
 
 class Net(nn.Module):

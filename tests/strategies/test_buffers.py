@@ -12,8 +12,8 @@ from tests.oracle import pieces_of
 from tests.ranks import RankError
 from tests.strategies.states_for_tests import build, save
 from zeroexp.checkpoint.load import load
-from zeroexp.strategies.buffers import Buffers
-from zeroexp.strategies.canonical import merge
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import merge
 
 ENGINES = ("ddp torch", "zero3 torch", "zero1 tensor", "zero3 buffer")
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.strategies.base import CanonicalTensor, Piece
-from zeroexp.strategies.canonical import (
+from zeroexp.interface.canonical import (
     BUFFER,
     WEIGHT,
     SavedMoment,
@@ -19,7 +18,8 @@ from zeroexp.strategies.canonical import (
     fill_from_canonical,
     moments_of,
 )
-from zeroexp.world import World
+from zeroexp.interface.strategy import CanonicalTensor, Piece
+from zeroexp.process.world import World
 
 VALUES = torch.arange(12.0)
 

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.oracle import Recipe, assembled, pieces_of
 from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
-from zeroexp.config import TrainConfig
-from zeroexp.models.build import BuiltModel, build_model
+from zeroexp.config.keys import TrainConfig
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.checkpointing import checkpoint_as_configured
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.world import World
 
 RANKS, STEPS, MICROBATCHES = 2, 3, 2
 

@@ -25,10 +25,10 @@ from tests.oracle import (
     train_on_ranks,
     train_oracle,
 )
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import bytes_by_kind
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.canonical import merge
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 

@@ -20,7 +20,7 @@ from tests.optimizers_for_tests import (
     OneNorm,
     TrustRatio,
 )
-from zeroexp.strategies.elementwise import refuse_unless_elementwise
+from zeroexp.interface.elementwise import refuse_unless_elementwise
 
 
 def matrices():

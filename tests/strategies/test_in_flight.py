@@ -25,13 +25,13 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from zeroexp.comm.collectives import Collectives
-from zeroexp.models.build import BuiltModel
+from zeroexp.cut.stage import STAGES
+from zeroexp.interface.canonical import canonical_whole, merge
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.options import Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.strategies.canonical import canonical_whole, merge
-from zeroexp.world import World, fake_world
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

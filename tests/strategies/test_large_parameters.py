@@ -9,8 +9,8 @@ import pytest
 
 from tests.models_for_tests import MANY_WORDS, SAMPLES, SEQ_LEN, WIDTH
 from tests.strategies.test_parity import AXES, check
+from zeroexp.cut.stage import STAGES
 from zeroexp.sharding.options import MIB
-from zeroexp.sharding.placement import STAGES
 
 PLAIN = {name: values[0] for name, values in AXES.items()}
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

@@ -9,11 +9,11 @@ from tests.engines import NATIVE, check
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Make, Recipe, build_on_rank, configured, run_steps
 from tests.ranks import RankError
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.models.loss import loss_sum
-from zeroexp.optim import optimizer_factory, parameter_groups
-from zeroexp.strategies.torch_ddp import TorchDDP
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 MODULE = MODELS["toy"].build().module
 SHAPES = [tuple(p.shape) for p in MODULE.parameters()]

@@ -31,10 +31,10 @@ from tests.oracle import (
 )
 from tests.strategies.engine import Ours
 from tests.strategies.pairwise import Row, pairwise
+from zeroexp.cut.stage import STAGES
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.process.world import World
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.placement import STAGES
-from zeroexp.strategies.base import CanonicalState
-from zeroexp.world import World
 
 AXES: dict[str, Sequence[Any]] = {
     "stage": list(STAGES),

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, build_engine, model_config
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.models.build import build_model
 from zeroexp.models.loss import loss_sum
+from zeroexp.models.module import build_model
+from zeroexp.process.world import World, barrier
 from zeroexp.sharding.engine import Sharded
-from zeroexp.world import World, barrier
 
 CPU = torch.device("cpu")
 MODEL = "small"

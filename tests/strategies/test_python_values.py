@@ -10,7 +10,7 @@ import torch
 from tests.optimizers_for_tests import CountingAverage, KeepsElsewhere, LateFactors, OldFashioned
 from tests.oracle import assembled, pieces_of
 from tests.strategies.states_for_tests import STATEFUL, build, options, save, take_up, train
-from zeroexp.strategies.python_values import PythonValues
+from zeroexp.interface.python_values import PythonValues
 
 
 def uninterrupted(world, engine, factory, run):

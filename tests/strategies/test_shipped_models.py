@@ -15,10 +15,10 @@ from tests.composing import options
 from tests.oracle import Recipe
 from tests.shrunk import loss_of, shrunk
 from tests.strategies.engine import Ours
-from zeroexp.models.build import build_model
-from zeroexp.optim import optimizer_factory, parameter_groups
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.models.module import build_model
+from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
-from zeroexp.world import World
 
 RANKS, STEPS = 2, 2
 QUICK = ["small", "gpt2_tiny", "moe_tiny"]  # the default model, another's names, ranks that differ

@@ -22,7 +22,7 @@ from tests.run_folders import write_run
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp.cluster import uploads
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ConfigError, TrackingConfig
+from zeroexp.config.keys import ConfigError, TrackingConfig
 from zeroexp.tracking import store
 from zeroexp.tracking.mlflow import MlflowTracker
 

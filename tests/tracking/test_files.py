@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import record, records, summaries
-from zeroexp.cluster.tail import Tail
-from zeroexp.config import DamagedFile
+from zeroexp.cluster.follow_file import Tail
+from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking.files import (
     RECORDS,

@@ -19,7 +19,7 @@ import pytest
 
 from tests.run_folders import record, write_run
 from zeroexp.cluster.sender import Sender
-from zeroexp.config import ConfigError, load, save
+from zeroexp.config.keys import ConfigError, load, save
 from zeroexp.tracking import owner, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import MlflowTracker

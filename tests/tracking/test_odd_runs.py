@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.run_folders import record, write_run
-from zeroexp.config import load, save
+from zeroexp.config.keys import load, save
 from zeroexp.tracking.files import RecordWriter, write_json
 from zeroexp.tracking.link import LINK
 from zeroexp.tracking.mlflow import MlflowTracker

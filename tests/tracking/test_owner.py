@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from zeroexp import locks
 from zeroexp.cluster.job import Job
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import locks
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import write_json
 from zeroexp.tracking.owner import OWNER, Owner

@@ -9,8 +9,8 @@ import pytest
 from tests.cluster.test_sweep import LIGHT, jobs, zeroexp
 from tests.composing import composed
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import ConfigError
-from zeroexp.network import without_password
+from zeroexp.config.keys import ConfigError
+from zeroexp.process.reachable import without_password
 from zeroexp.tracking.store import STORE, Store, store_uri, with_store
 
 SECRET = "hunter2"

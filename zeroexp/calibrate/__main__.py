@@ -22,12 +22,11 @@ from pathlib import Path
 
 import torch
 
-from zeroexp import output
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
 from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
-from zeroexp.check.fit import num_gpus
+from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
 from zeroexp.plan.kernel_scratch import ProductScratch
 from zeroexp.plan.speed import (
@@ -38,10 +37,11 @@ from zeroexp.plan.speed import (
     these_gpus,
     this_machine,
 )
+from zeroexp.process import safe_output
 
 
 def main() -> int:
-    output.keep_going()
+    safe_output.keep_going()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

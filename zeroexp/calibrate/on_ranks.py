@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroexp import locks
-from zeroexp import world as worlds
-from zeroexp.rank import keep_freed_memory
-from zeroexp.world import World
+from zeroexp.process import locks
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
+from zeroexp.run.rank import keep_freed_memory
 
 Found = TypeVar("Found")
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroexp.calibrate.on_ranks import NUM_RANKS, on_ranks
-from zeroexp.config import Config, DataConfig, ModelConfig, StrategyConfig
-from zeroexp.data.build import build_data
+from zeroexp.config.keys import Config, DataConfig, ModelConfig, StrategyConfig
+from zeroexp.data.batches import build_data
+from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
-from zeroexp.models.build import build_deferred
+from zeroexp.models.module import build_deferred
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.peak import rehearse_spending
 from zeroexp.plan.remedy import with_stage
 from zeroexp.plan.speed import Speed
-from zeroexp.strategies.build import build_strategy
-from zeroexp.train import train
-from zeroexp.world import World
+from zeroexp.process.world import World
+from zeroexp.training.loop import train
 
 NUM_WARMUP, NUM_STEPS, NUM_ROUNDS = 3, 7, 2
 PHASES = ("forward", "backward", "step")

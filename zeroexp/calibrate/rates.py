@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zeroexp import world as worlds
 from zeroexp.comm.tuning import measure_moves
 from zeroexp.plan.kernel_scratch import measure_product_scratch
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 NUM_LAUNCHES, NUM_TRIALS = 2000, 5
 

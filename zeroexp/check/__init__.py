@@ -7,13 +7,20 @@ the remaining points can read their inputs. No torch.
 
 from __future__ import annotations
 
-from zeroexp.check import data, fit, single, slurm, strategy, unused
-from zeroexp.config import Config
+from zeroexp.check import (
+    rules_batch,
+    rules_data,
+    rules_of_one_key,
+    rules_slurm,
+    rules_strategy,
+    unused,
+)
+from zeroexp.config.keys import Config
 
 
 def require_values(config: Config) -> None:
     """Raise ConfigError for a missing value, before anything reads the config."""
-    single.check_all_given(config)
+    rules_of_one_key.check_all_given(config)
 
 
 def check(config: Config, *, on_paper: bool = False) -> None:
@@ -21,7 +28,13 @@ def check(config: Config, *, on_paper: bool = False) -> None:
 
     on_paper: nothing runs, so this machine does not have to be able to.
     """
-    machine = () if on_paper else fit.RULES_OF_MACHINE
-    several = (*strategy.RULES, *data.RULES, *fit.RULES, *unused.RULES, *machine)
-    for rule in (*single.RULES, *slurm.RULES, *several):
+    machine = () if on_paper else rules_batch.RULES_OF_MACHINE
+    several = (
+        *rules_strategy.RULES,
+        *rules_data.RULES,
+        *rules_batch.RULES,
+        *unused.RULES,
+        *machine,
+    )
+    for rule in (*rules_of_one_key.RULES, *rules_slurm.RULES, *several):
         rule(config)

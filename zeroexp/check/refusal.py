@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn, cast
 
-from zeroexp.config import Config, ConfigError, UndefinedCombination
-from zeroexp.network import without_password
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.process.reachable import without_password
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from zeroexp import plugins
 from zeroexp.check.refusal import refuse_combination
-from zeroexp.config import (
+from zeroexp.config import plugins
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import (
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -18,8 +19,7 @@ from zeroexp.config import (
     TrackingConfig,
     TrainConfig,
 )
-from zeroexp.models.families import MODELS
-from zeroexp.optim import OPTIMIZERS
+from zeroexp.config.optimizer import OPTIMIZERS
 
 SLURMS_OWN = ("dry_run", "wait", "heartbeat_s", "rehearse_s", "force")
 

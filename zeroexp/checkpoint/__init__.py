@@ -6,7 +6,7 @@
     <run>/checkpoint/.step-000040.0/  attempt 0 of the run is writing it: never read, removed at the next start
 
 A piece is a contiguous range of one flattened tensor, which is general enough for every engine's layout
-(`strategies/base.py`). No tensor is ever assembled: ranks write what they hold, and read the ranges they need from
+(`interface/strategy.py`). No tensor is ever assembled: ranks write what they hold, and read the ranges they need from
 files mapped into memory. There is no pickle: files are JSON and raw numbers.
 
     manifest.py   describes a checkpoint and its hashes                                                  no torch

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
-from zeroexp.hashes import hash_of
+from zeroexp.process.content_hash import hash_of
 from zeroexp.tracking.json_files import sync_folder
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroexp import world as worlds
 from zeroexp.checkpoint import folders, rng
 from zeroexp.checkpoint.manifest import (
     CheckpointError,
@@ -26,8 +25,9 @@ from zeroexp.checkpoint.manifest import (
     read_manifest,
 )
 from zeroexp.checkpoint.verify import find_damage
-from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece, Strategy
-from zeroexp.world import World
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece, Strategy
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 Shapes = Mapping[str, tuple[int, ...]]
 

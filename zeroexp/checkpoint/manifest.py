@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroexp.config import ConfigError
-from zeroexp.hashes import hash_of
+from zeroexp.config.keys import ConfigError
+from zeroexp.process.content_hash import hash_of
 
 FORMAT = 2  # format 1 had neither Python values nor buffers; it is still read
 MANIFEST = "manifest.json"
@@ -45,7 +45,7 @@ class StoredPiece:
     offset: int
     start: int
     numel: int
-    hash: str  # of zeroexp/hashes.py
+    hash: str  # of zeroexp/process/content_hash.py
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from zeroexp.checkpoint.verify import find_damage, modification_times
-from zeroexp.config import Config, UndefinedCombination
+from zeroexp.config.keys import Config, UndefinedCombination
 
 LATEST = "latest"
 # Results of earlier checks are kept by the files' signature.

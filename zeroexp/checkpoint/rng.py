@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 
 def random_states(world: World) -> dict[str, Tensor]:

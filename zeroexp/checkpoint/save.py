@@ -29,16 +29,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zeroexp import __version__
-from zeroexp import world as worlds
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest, Stored
 from zeroexp.checkpoint.planner import PiecePlanner
 from zeroexp.checkpoint.rng import random_states
 from zeroexp.checkpoint.staging import RNG, Flat, Staging, flat_state
 from zeroexp.checkpoint.storage import PieceWriter, Target
-from zeroexp.config import Config
-from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
-from zeroexp.world import World
+from zeroexp.config.keys import Config
+from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroexp.strategies.base import CanonicalTensor, Piece, Strategy
+from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
 
 ALIGNMENT = 64  # bytes; files are aligned too, so that any dtype can be viewed in a mapped file
 STATE, RNG = "state", "rng"  # prefixes of names in the flat state

@@ -32,7 +32,7 @@ from zeroexp.checkpoint.manifest import (
 )
 from zeroexp.checkpoint.planner import Shapes, finished_future
 from zeroexp.checkpoint.staging import RNG, STATE, aligned
-from zeroexp.hashes import hash_of
+from zeroexp.process.content_hash import hash_of
 
 
 @dataclass(frozen=True)

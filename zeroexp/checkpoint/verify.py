@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import Manifest, StoredPiece, StoredTensor
-from zeroexp.hashes import hash_of
+from zeroexp.process.content_hash import hash_of
 
 BUFFER_BYTES = 4 << 20
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zeroexp.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
-from zeroexp.hashes import hash_of
-from zeroexp.strategies.canonical import BUFFER
+from zeroexp.interface.canonical import BUFFER
+from zeroexp.process.content_hash import hash_of
 
 REMEDY = "give another checkpoint"
 

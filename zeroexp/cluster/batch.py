@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zeroexp import plugins
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
-from zeroexp.config import ClusterConfig
+from zeroexp.config import plugins
+from zeroexp.config.keys import ClusterConfig
 from zeroexp.plan.machines import JobShape
-from zeroexp.ports import RANGE, SCHEME, SECRET
+from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import working_folder_of
 

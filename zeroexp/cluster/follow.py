@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from zeroexp.cluster import slurm_state
+from zeroexp.cluster.follow_file import Complaints, Tail
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, note
-from zeroexp.cluster.tail import Complaints, Tail
 from zeroexp.plan.machines import JobShape
-from zeroexp.report.progress import Progress
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 

@@ -27,12 +27,12 @@ from typing import NoReturn
 
 import torch
 
-from zeroexp import advance, locks
+from zeroexp.cluster.exit_now import run_and_leave
 from zeroexp.cluster.job import Ending
-from zeroexp.cluster.leaving import run_and_leave
 from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
+from zeroexp.process import locks, progress
+from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.tracking import attempt, failure
-from zeroexp.world import RankInfo, environment_of_rank
 
 PACKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -40,7 +40,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class RankCode:
-    """The code that ranks run: that of `zeroexp.rank`, or a test's own."""
+    """The code that ranks run: that of `zeroexp.run.rank`, or a test's own."""
 
     # The server calls prepare(folder), which imports all that `main` will import.
     prepare: Callable[[Path], None]
@@ -122,11 +122,11 @@ def _fork_ranks(
         where = meeting.enter_context(locks.temporary_folder())
         for rank in range(request.world_size):
             place = RankInfo(rank, request.world_size, local_rank=rank)
-            descriptor, numbers = advance.create()
+            descriptor, numbers = progress.create()
             pid = os.fork()
             if pid == 0:
                 in_child()
-                os.environ[advance.DESCRIPTOR] = str(descriptor)
+                os.environ[progress.DESCRIPTOR] = str(descriptor)
                 _be_rank(server, place, f"file://{where}/ranks", run)
             os.setpgid(pid, pid)  # the child does it too; the first call counts
             os.close(descriptor)  # the next descriptor takes its number

@@ -1,6 +1,6 @@
 """Find a job whose ranks no longer advance, and the rank that holds up the others.
 
-    rank ── numbers in shared memory (advance.py) ──▶ the process that started it ── Sight ──▶ who sees all ranks
+    rank ── numbers in shared memory (progress.py) ──▶ the process that started it ── Sight ──▶ who sees all ranks
 
 A job hangs when no rank that should advance has advanced for `cluster.hang_s`. Its peers wait for the rank that is
 behind: the one that did the least, unless one is stopped. Before the first step a rank should only do anything at all
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zeroexp import advance
 from zeroexp.cluster.idle import Idle
+from zeroexp.process import progress
 from zeroexp.tracking import failure
 
 STACK_SECONDS = 5.0  # from the request for a stack to its end
@@ -44,13 +44,13 @@ class Sight:
 
     @property
     def must_advance(self) -> bool:
-        idle = self.phase in advance.STARTS and self.seconds > 0
-        return self.phase in advance.MUST_ADVANCE or self.state in STOPPED or idle
+        idle = self.phase in progress.STARTS and self.seconds > 0
+        return self.phase in progress.MUST_ADVANCE or self.state in STOPPED or idle
 
     @property
     def loads(self) -> bool:
         """Whether the rank works before its first step, so that its peers may have to wait for long."""
-        return self.phase in advance.STARTS and not self.must_advance
+        return self.phase in progress.STARTS and not self.must_advance
 
     def line(self) -> str:
         return json.dumps(asdict(self))
@@ -61,7 +61,7 @@ class Sight:
         return cls(**{**values, "done": tuple(values["done"])})
 
     def __str__(self) -> str:
-        starts = self.phase in advance.STARTS
+        starts = self.phase in progress.STARTS
         where = self.phase if starts else f"{self.phase} of step {self.done[0]}"
         how = {
             "T": f"its process {self.pid} is stopped: kill -CONT {self.pid} there lets it go on",
@@ -83,11 +83,15 @@ class Watched:
     def look(self, seconds: float) -> Sight:
         """Return what the rank looks like; `seconds` have passed since the last look."""
         numbers, state = self._numbers.tolist(), _process_state(self._pid)
-        done = (numbers[advance.NUM_STEPS], numbers[advance.NUM_PHASES], numbers[advance.NUM_MOVES])
+        done = (
+            numbers[progress.NUM_STEPS],
+            numbers[progress.NUM_PHASES],
+            numbers[progress.NUM_MOVES],
+        )
         self._seconds = self._seconds + seconds if done == self._done else 0.0
         self._done = done
-        phase, kernel = advance.PHASES[numbers[advance.PHASE]], kernel_wait_of(self._pid)
-        if phase in (advance.BEFORE, advance.BUILDING):
+        phase, kernel = progress.PHASES[numbers[progress.PHASE]], kernel_wait_of(self._pid)
+        if phase in (progress.BEFORE, progress.BUILDING):
             self._seconds = min(self._seconds, self._idle.look(seconds))
         sight = Sight(self._rank, self._host, self._pid, done, phase, self._seconds, state, kernel)
         if not sight.must_advance:
@@ -97,10 +101,10 @@ class Watched:
     def ask_for_stack(self, sight: Sight) -> None:
         """Have the rank write its stacks into its log. One that is stopped goes on for it: end it afterwards."""
         self._write(f"{time.strftime('%H:%M:%S')} rank {self._rank}: {sight}")
-        if not self._numbers[advance.LISTENS]:
+        if not self._numbers[progress.LISTENS]:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, advance.LEAVES_STACK)
+            os.kill(self._pid, progress.LEAVES_STACK)
             if sight.state in STOPPED:
                 os.kill(self._pid, signal.SIGCONT)
 
@@ -140,7 +144,7 @@ def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
         return []
     if stopped := [sight for sight in should if sight.state in STOPPED]:
         return stopped
-    if all(sight.phase in advance.STARTS for sight in should) and any(s.loads for s in sights):
+    if all(sight.phase in progress.STARTS for sight in should) and any(s.loads for s in sights):
         return []
     least = min(sight.done for sight in sights)
     return [sight for sight in sights if sight.done == least]

@@ -4,7 +4,7 @@
 
 Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
-minutes. A beat carries what the task reports of its rank; what that means is the task's business (lookout.py).
+minutes. A beat carries what the task reports of its rank; what that means is the task's business (hang_watch.py).
 
 A task that never connects is noticed as well, one period after the time that a job has to start. The task of rank 0
 knows how many tasks should connect; the others know whether its machine answers at all. A machine that refuses their
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from zeroexp import ports
 from zeroexp.cluster.handshake import Introduction, Stranger
+from zeroexp.process import ports
 
 BEAT, BYE = b".", b"!"  # how a line begins; a report may follow
 BEATS_PER_PERIOD = 3

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroexp.checkpoint.folders import complete_checkpoints, step_of
-from zeroexp.config import Config, DamagedFile, load
+from zeroexp.config.keys import Config, DamagedFile, load
 from zeroexp.measure.record import verdict_of
 from zeroexp.tracking.files import drop_records, read_json, write_json
 from zeroexp.tracking.json_files import remove_unfinished

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zeroexp.config import TrackingConfig
+from zeroexp.config.keys import TrackingConfig
 
 LOG = "mlflow.log"  # beside the logs of the ranks; empty if nothing goes wrong
 END_SECONDS = 5  # the sender's time from our hanging up to its end

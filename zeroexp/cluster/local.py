@@ -13,17 +13,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from zeroexp.cluster.follow_file import Complaints, Tail
 from zeroexp.cluster.hang import LOOK_SECONDS, kernel_wait_of
 from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.job import Job, Outcome, ending_of
-from zeroexp.cluster.tail import Complaints, Tail
-from zeroexp.config import ClusterConfig
+from zeroexp.config.keys import ClusterConfig
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import read_rows
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
-RANK_MAIN = "zeroexp.rank:main"
+RANK_MAIN = "zeroexp.run.rank:main"
 
 
 class LocalCluster:

@@ -11,8 +11,8 @@ from zeroexp.cluster.follow import cancel, follow, slurm_id
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, Later
-from zeroexp.config import ConfigError
-from zeroexp.report.progress import Progress
+from zeroexp.config.keys import ConfigError
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import write_json
 from zeroexp.tracking.run import HELD_FILE, UNFINISHED
 

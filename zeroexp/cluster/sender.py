@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from zeroexp.cluster.tail import Tail
-from zeroexp.config import load
+from zeroexp.cluster.follow_file import Tail
+from zeroexp.config.keys import load
 from zeroexp.measure.record import StepRecord
-from zeroexp.network import without_password
+from zeroexp.process.reachable import without_password
 from zeroexp.tracking.failure import FAILURE
 from zeroexp.tracking.files import RECORDS, SUMMARY, read_rows, step_record
 from zeroexp.tracking.mlflow import MlflowTracker

@@ -17,7 +17,7 @@ from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.local import RANK_MAIN
 from zeroexp.cluster.submit import note, submit, submit_array
 from zeroexp.cluster.task import DUTY, Duty
-from zeroexp.config import ClusterConfig
+from zeroexp.config.keys import ClusterConfig
 from zeroexp.plan.machines import JobShape
 from zeroexp.tracking.files import write_json
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroexp.cluster.job import Job, Status, ending_of, first_cause, reason_of
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.run import SLURM_FILE

@@ -23,7 +23,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.batch import BATCH_FILE
 from zeroexp.cluster.slurm_state import SlurmSilent, _run_slurm_command
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.tracking.files import read_json, write_json
 from zeroexp.tracking.run import SLURM_FILE
 

@@ -27,7 +27,7 @@ class Rank:
     rank: int
     pid: int
     pidfd: int
-    numbers: memoryview  # how far it is, see advance.py
+    numbers: memoryview  # how far it is, see progress.py
     status: int | None = None  # exit code, or minus the signal; None while it lives
     peak_bytes: int | None = None  # peak resident memory; None while it lives
 

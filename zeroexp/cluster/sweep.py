@@ -15,21 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroexp import plugins
-from zeroexp.check.inputs import check_inputs
-from zeroexp.check.outputs import require_writable
+from zeroexp.check.readable import check_inputs
+from zeroexp.check.sweep_points import Composed, Point, points_of
 from zeroexp.checkpoint.folders import pin
-from zeroexp.cluster.budget import plan_slurm_points
 from zeroexp.cluster.environment import describe_environment
+from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.cluster.follow import refresh, slurm_id, unfinished
 from zeroexp.cluster.job import Job, reason_of
-from zeroexp.cluster.load import Load
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.points import Composed, Point, points_of
+from zeroexp.cluster.machine_load import Load
 from zeroexp.cluster.queue import Queue, cancel_unfinished
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.uploads import Uploads
-from zeroexp.config import (
+from zeroexp.config import plugins
+from zeroexp.config.keys import (
     ClusterConfig,
     Config,
     ConfigError,
@@ -37,11 +36,12 @@ from zeroexp.config import (
     UndefinedCombination,
     save,
 )
+from zeroexp.process.writable import require_writable
 from zeroexp.report.agreement import judge_losses
-from zeroexp.report.points import Point as RunPoint
-from zeroexp.report.points import points_of as runs_as_points
-from zeroexp.report.progress import Progress
-from zeroexp.report.table import print_lines, print_table
+from zeroexp.report.measured_points import Point as RunPoint
+from zeroexp.report.measured_points import points_of as runs_as_points
+from zeroexp.report.results_table import print_lines, print_table
+from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
 from zeroexp.tracking.json_files import reserve
@@ -319,7 +319,7 @@ class Sweep:
 
 def _check_model(config: Config) -> None:
     # torch and transformers take seconds to import, and a command line with a wrong word needs neither.
-    from zeroexp.models.beforehand import check_model
+    from zeroexp.check.try_model import check_model
 
     check_model(config)
 
@@ -328,7 +328,7 @@ def _tried(point: Point) -> Point:
     """Return the point, skipped if code of others can not carry it out."""
     if point.refusal or not plugins.has_code_of_others(point.config):
         return point
-    from zeroexp.strategies.beforehand import check_strategy  # it imports torch too
+    from zeroexp.check.try_strategy import check_strategy  # it imports torch too
 
     try:
         check_strategy(point.config)
@@ -344,7 +344,7 @@ def _repeats(point: Point) -> int:
 
 def _check_data(config: Config) -> None:
     # The same holds for numpy, and for datasets where the text is not packed yet.
-    from zeroexp.data.beforehand import check_data
+    from zeroexp.check.try_data import check_data
 
     check_data(config)
 

@@ -29,14 +29,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from zeroexp import advance, ports
 from zeroexp.cluster.hang import Watched
+from zeroexp.cluster.hang_watch import Lookout
 from zeroexp.cluster.heartbeat import Heartbeat, Hub
 from zeroexp.cluster.live import sender
-from zeroexp.cluster.lookout import Lookout
-from zeroexp.stop import ASKS_TO_STOP, SAVED
+from zeroexp.process import ports, progress
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
+from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED
 
 HEARTBEAT_AT = "ZEROEXP_HEARTBEAT"  # the host of the task of rank 0
 HOSTS = "ZEROEXP_HOSTS"  # the job's hosts in Slurm's order
@@ -124,21 +124,21 @@ def _start_rank(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[b
 
     Returns it and the memory in which it says how far it is.
     """
-    command = [sys.executable, "-u", "-m", "zeroexp.cluster.child"]
+    command = [sys.executable, "-u", "-m", "zeroexp.cluster.rank_process"]
     command += [duty.rank_main, str(folder), duty.device]
     log = failure.log_path(folder, rank)
     log.parent.mkdir(exist_ok=True)
     # These signals stay blocked until a rank that can stop early handles them.
     waiting = ASKS_TO_STOP if duty.max_requeues else ()
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    descriptor, numbers = advance.create()
+    descriptor, numbers = progress.create()
     with log.open("ab") as output:  # also catches errors before the rank opens its log itself
         child = subprocess.Popen(
             command,
             stdout=output,
             stderr=output,
             pass_fds=[descriptor],
-            env={**os.environ, advance.DESCRIPTOR: str(descriptor)},
+            env={**os.environ, progress.DESCRIPTOR: str(descriptor)},
         )
     os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)

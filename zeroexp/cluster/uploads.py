@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from zeroexp import interruption
-from zeroexp.config import DamagedFile, TrackingConfig
-from zeroexp.network import without_password
+from zeroexp.config.keys import DamagedFile, TrackingConfig
+from zeroexp.process import signals
+from zeroexp.process.reachable import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.tracking.store import StoreBusy
 
@@ -136,7 +136,7 @@ class _Worker:
             if advances and self.busy is None:
                 worked, written, since = self._cpu_seconds(), others, time.monotonic()
             self._stands_still = time.monotonic() - since > still_seconds
-            if self._stands_still or interruption.was_asked_twice():
+            if self._stands_still or signals.was_asked_twice():
                 return False
             time.sleep(POLL_SECONDS)
         return True

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroexp import advance
 from zeroexp.comm.facts import Facts
-from zeroexp.measure.verbs import TimedMove, meter
-from zeroexp.sharding.chunk import Chunk
+from zeroexp.cut.chunk import Chunk
+from zeroexp.measure.verb_seconds import TimedMove, meter
+from zeroexp.process import progress
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Pending:
         self.move: TimedMove | None = None  # the move that the wait is timed as
 
     def wait(self) -> None:
-        advance.count_move()
+        progress.count_move()
         move, self.move = self.move, None
         with nullcontext() if move is None else meter.waiting(move):
             for work in self._works:

@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from zeroexp import advance
 from zeroexp.comm.base import (
     GatherMemory,
     GatherPart,
@@ -26,8 +25,9 @@ from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
 from zeroexp.measure.record import Traffic, sum_of_traffic
-from zeroexp.measure.verbs import TimedMove, meter
-from zeroexp.world import World
+from zeroexp.measure.verb_seconds import TimedMove, meter
+from zeroexp.process import progress
+from zeroexp.process.world import World
 
 
 def choose_transport(world: World) -> Transport:
@@ -182,7 +182,7 @@ class Collectives:
 
     def _count(self, kind: str, sent: Sent, move: TimedMove) -> Pending:
         pending, num_bytes = sent
-        advance.count_move()
+        progress.count_move()
         pending.move, move.in_flight = move, True
         move.num_bytes += num_bytes
         sums, calls = self.traffic.bytes_by_kind, self.traffic.calls_by_kind

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp import world as worlds
 from zeroexp.comm.base import (
     Collective,
     GatherMemory,
@@ -25,16 +24,17 @@ from zeroexp.comm.base import (
     Pieces,
     ReducePart,
 )
-from zeroexp.comm.board import MOST_OFFERS
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.missing_messages import Watch
+from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
 # Each engine of a process has a range of tags, so that none takes another's messages. A tag is a C int.

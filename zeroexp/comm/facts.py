@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroexp.comm.paging import PAGE_BYTES, rounding_to_pages
-from zeroexp.sharding.layout import Rounding
+from zeroexp.cut.layout import Rounding
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeroexp.comm.base import GatherPart, Pieces
 from zeroexp.comm.paging import aligned, lies_on_pages, pages
 from zeroexp.comm.stitching import Stretch, stitch
-from zeroexp.sharding.chunk import Chunk
+from zeroexp.cut.chunk import Chunk
 
 
 def bytes_side_by_side(unit: Pieces) -> int:

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroexp import world as worlds
-from zeroexp.world import World
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0

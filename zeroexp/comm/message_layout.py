@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
-from zeroexp.sharding.chunk import Chunk
+from zeroexp.cut.chunk import Chunk
 
 PADDING = -1
 # From so many ranks on, chunks are copied as columns of a table: a column takes two copies that jump from rank to rank,

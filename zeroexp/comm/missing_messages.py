@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroexp.measure.verbs import meter
+from zeroexp.measure.verb_seconds import meter
 
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0

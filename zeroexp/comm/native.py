@@ -27,7 +27,7 @@ from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.gather_memory import Allocated
 from zeroexp.comm.journal import Journal
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 
 class Native:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 
-from zeroexp.sharding.chunk import Chunk
-from zeroexp.sharding.layout import Rounding
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.layout import Rounding
 
 ALIGNMENT_BYTES = 64  # alignment of chunks that lie side by side in one memory
 PAGE_BYTES = mmap.PAGESIZE  # 4 KiB on most machines, 16 or 64 KiB on others

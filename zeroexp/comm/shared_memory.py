@@ -5,7 +5,7 @@ Every rank owns one arena, mapped by all its neighbours:
     | parameters at rest ...                          | slot 0 | slot 1 |
       offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
-The sender writes on its board where the data lie (board.py) and rings the reader's bell (bell.py). The reader of a slot
+The sender writes on its board where the data lie (offers.py) and rings the reader's bell (wake_up.py). The reader of a slot
 says on its own board that it has read it, and only then does the sender write the slot again. What is *offered* may be
 read any number of times without an answer; it is overwritten only when both sides have said that they are done with
 this step's offers. A rank that writes to its board never waits for readers, so any number of units may be offered.
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.comm.bell import Bell
-from zeroexp.comm.board import Board, OwnBoard
 from zeroexp.comm.host_rendezvous import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
+from zeroexp.comm.offers import Board, OwnBoard
 from zeroexp.comm.paging import aligned, pages
 from zeroexp.comm.sizes import arena_bytes
-from zeroexp.world import World, host_identity
+from zeroexp.comm.wake_up import Bell
+from zeroexp.process.world import World, host_identity
 
 NO_TAG = 0
 

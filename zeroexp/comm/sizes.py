@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.paging import PAGE_BYTES, aligned, lies_on_pages, pages
-from zeroexp.sharding.bucket import cut_in_buckets
-from zeroexp.sharding.chunk import Chunk
-from zeroexp.sharding.placement import Move, Stage
+from zeroexp.cut.bucket import cut_in_buckets
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.stage import Move, Stage
 
 
 def num_slots(transport: str) -> int:

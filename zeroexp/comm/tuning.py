@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroexp import world as worlds
 from zeroexp.comm.base import ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import lay_out
-from zeroexp.sharding.placement import STAGES
-from zeroexp.world import World
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import lay_out
+from zeroexp.cut.stage import STAGES
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World
 
 LATENCY_SHARE = 0.1  # share of latency in the time of a reduction of the chosen size
 MIB = 1 << 20

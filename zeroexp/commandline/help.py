@@ -11,10 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from zeroexp import config as schemas
-from zeroexp import plugins
-from zeroexp.check.single import AT_LEAST, AT_MOST, WORDS, open_words
-from zeroexp.config import Config, ConfigError
+from zeroexp.check.rules_of_one_key import AT_LEAST, AT_MOST, WORDS, open_words
+from zeroexp.config import keys as schemas
+from zeroexp.config import plugins
+from zeroexp.config.keys import Config, ConfigError
 
 SCREEN = """\
 zeroexp trains one model under every way of sharding its training state, and shows what each costs.
@@ -128,7 +128,7 @@ def keys_of(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str,
 
 
 def _comment(key: str) -> list[str]:
-    """Return what the source of config.py says beside or above a key."""
+    """Return what the source of keys.py says beside or above a key."""
     schema: Any = Config
     *parents, name = key.split(".")
     for parent in parents:

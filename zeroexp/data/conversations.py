@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.data.sources import TokenizerChoice
-from zeroexp.data.tables import COMPLETION, PROMPT
+from zeroexp.data.table_rows import COMPLETION, PROMPT
 
 Document = tuple[list[int], int]  # tokens, and how many of the first ones do not count
 

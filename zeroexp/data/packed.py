@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from zeroexp.check.outputs import require_writable
+from zeroexp.config.paths import cache_root
 from zeroexp.data import Microbatch
-from zeroexp.data.soundness import IGNORED
-from zeroexp.hashes import hash_of
-from zeroexp.inputs import cache_root
+from zeroexp.data.check_source import IGNORED
+from zeroexp.process.content_hash import hash_of
+from zeroexp.process.writable import require_writable
 
 DIGESTS = "digests.json"
 

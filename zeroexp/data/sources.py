@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.config import ConfigError, DataConfig, ModelConfig, hf_keys
-from zeroexp.data.words import SHIPPED_WORDS
-from zeroexp.inputs import cache_root, data_files, is_hub_id
+from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig, hf_keys
+from zeroexp.config.paths import cache_root, data_files, is_hub_id
+from zeroexp.config.vocabulary import SHIPPED_WORDS
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
@@ -62,9 +62,9 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
 
 def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
     # The hub's client takes half a second to import, and random weights do not need it.
-    from zeroexp import hub
+    from zeroexp.models import find_weights
 
-    folder = hub.model_folder(weights)
+    folder = find_weights.model_folder(weights)
     for name in ("tokenizer.json", "config.json"):
         if not (folder / name).is_file():
             raise ConfigError(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zeroexp.config import ConfigError, DataConfig, ModelConfig
+from zeroexp.config.families import MODELS, shape_of, vocabulary
+from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import Microbatch, Samples
-from zeroexp.models.families import MODELS, shape_of, vocabulary
 
 NUM_SAMPLES = 1 << 16  # per epoch
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from zeroexp.config import ConfigError, DataConfig
-from zeroexp.data.labels import classes_of
+from zeroexp.config.keys import ConfigError, DataConfig
+from zeroexp.data.classes import classes_of
 from zeroexp.data.sources import TokenizerChoice
-from zeroexp.data.tables import (
+from zeroexp.data.table_rows import (
     COMPLETION,
     MESSAGES,
     TEXT,

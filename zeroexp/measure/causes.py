@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Block, Log, is_counted
 from zeroexp.measure.record import CAUSES, KINDS
-from zeroexp.strategies.base import ModelStates
 
 CAUSE_OF_KIND = {"buffers": "pools"}
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")

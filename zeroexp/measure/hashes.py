@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.formats import FORMAT, KEY
-from zeroexp.strategies.base import Strategy
 
 NUM_SIGNS = 8
 NUMEL_AT_ONCE = 1 << 18  # elements that are hashed at once

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.config import TrainConfig
+from zeroexp.config.keys import TrainConfig
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.formats import FORMAT, KEY
 from zeroexp.measure.hashes import StepHashes
 from zeroexp.measure.profiler import may_be_lost, profiling
 from zeroexp.measure.record import Peak
 from zeroexp.measure.timeline import events_of
 from zeroexp.measure.trace import StepTrace, tracing_step
-from zeroexp.strategies.base import Strategy
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 
 @dataclass

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.record import KINDS
-from zeroexp.strategies.base import ModelStates
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
 NOT_COUNTED = (

@@ -15,8 +15,8 @@ from statistics import fmean
 
 import torch
 
-from zeroexp import world as worlds
-from zeroexp.world import World, barrier
+from zeroexp.process import world as worlds
+from zeroexp.process.world import World, barrier
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
 SIZE = {"cpu": 768, "cuda": 8192}  # rows of a square matrix: a hundredth of a second

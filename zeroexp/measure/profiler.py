@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zeroexp.measure.verbs import meter
-from zeroexp.world import World
+from zeroexp.measure.verb_seconds import meter
+from zeroexp.process.world import World
 
 PREFIX = "zeroexp::"
 NUM_ROWS = 200  # of the summary table

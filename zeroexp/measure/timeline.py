@@ -32,7 +32,7 @@ from typing import Any
 from zeroexp.measure.allocations import Span
 from zeroexp.measure.causes import Causes, in_causes_order
 from zeroexp.measure.trace import StepTrace, spans_of
-from zeroexp.measure.verbs import TimedMove
+from zeroexp.measure.verb_seconds import TimedMove
 
 ROWS = ("phase", "unit", "verb", "exposed", "flight", "backend")
 NUM_MEMORY_POINTS = 1000  # of one step; each shows the most that was held since the one before

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
 from zeroexp.measure.causes import (
     Causes,
@@ -29,8 +30,7 @@ from zeroexp.measure.causes import (
     read_states,
 )
 from zeroexp.measure.record import Peak, VerbSeconds
-from zeroexp.measure.verbs import TimedMove, meter
-from zeroexp.strategies.base import ModelStates
+from zeroexp.measure.verb_seconds import TimedMove, meter
 
 BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
 OUTSIDE = "(outside of blocks)"

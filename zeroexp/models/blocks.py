@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 
 
 def find_blocks(module: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from zeroexp.config import ConfigError, TrainConfig
+from zeroexp.config.keys import ConfigError, TrainConfig
 
 
 def checkpoint_as_configured(module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> None:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from zeroexp.strategies.values import Read, exchange
+from zeroexp.interface.values import Read, exchange
 
 Thing = TypeVar("Thing")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from zeroexp.config import ModelConfig
-from zeroexp.models.families import MODELS, shape_of
+from zeroexp.config.families import MODELS, shape_of
+from zeroexp.config.keys import ModelConfig
 
 FORWARD_AND_BACKWARD = 3
 EXPERT = re.compile(r"(^|\.)experts\.(\d+|mlp)\.")

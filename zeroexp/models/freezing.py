@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:

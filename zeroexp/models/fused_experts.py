@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 
 ROW_BYTES = 16  # torch's grouped product takes matrices whose rows are a multiple of this
 

@@ -22,14 +22,13 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.utils import logging
 
-from zeroexp import hub
-from zeroexp.config import ConfigError, ModelConfig, hf_keys
-from zeroexp.models import huggingface_weights_check
+from zeroexp.config.families import MODELS, vocabulary
+from zeroexp.config.keys import ConfigError, ModelConfig, hf_keys
+from zeroexp.interface.values import Values
+from zeroexp.models import find_weights, huggingface_weights_check
 from zeroexp.models.deferred import Drawn
-from zeroexp.models.families import MODELS, vocabulary
 from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys, check_shape
 from zeroexp.models.huggingface_weights_read import Stored
-from zeroexp.strategies.values import Values
 
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
 OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
@@ -188,7 +187,7 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
     parameter at a time.
     """
     assert config.weights is not None
-    folder = hub.model_folder(config.weights)
+    folder = find_weights.model_folder(config.weights)
     _keep_quiet()
     model: Any = module
     found = huggingface_weights_check.require_fitting(config, folder, model.config, module)
@@ -201,7 +200,7 @@ def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
     """Load the weights that `config.weights` names, all at once. All names must match; only a head may be missing."""
     assert config.weights is not None
     shape = _shape(config, vocab_size)
-    folder = hub.model_folder(config.weights)
+    folder = find_weights.model_folder(config.weights)
     _require_fitting(config, folder, shape)
     try:
         module, report = TASKS[config.task].from_pretrained(

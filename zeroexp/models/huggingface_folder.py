@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from zeroexp.config import ConfigError, ModelConfig
-from zeroexp.models.build import build_model
-from zeroexp.models.families import MODELS, vocabulary
-from zeroexp.strategies.buffers import persistent_buffers
+from zeroexp.config.families import MODELS, vocabulary
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.models.module import build_model
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (

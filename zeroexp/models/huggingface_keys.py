@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.config.keys import ConfigError, ModelConfig
 
 # Randomness in forward is off in all our models, so that every engine computes the same.
 RANDOMNESS = re.compile(r"dropout|pdrop|layerdrop|drop_path|jitter")

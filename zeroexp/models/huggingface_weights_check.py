@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS, read_config_json
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
-from zeroexp.strategies.buffers import persistent_buffers
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
 # drawn. Neither does RANDOMNESS.

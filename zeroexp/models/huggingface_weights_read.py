@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.interface.values import Read
 from zeroexp.models.deferred import CannotDefer, Drawn, ranges_of
 from zeroexp.models.weight_files import Header, read_range, read_tensor
-from zeroexp.strategies.buffers import persistent_buffers
-from zeroexp.strategies.values import Read
 
 
 class Stored:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeroexp.config import ModelConfig
+from zeroexp.config.keys import ModelConfig
 from zeroexp.models.shapes import whole_numbers
 
 

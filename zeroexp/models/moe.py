@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeroexp.config import ConfigError, ModelConfig
+from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.models.shapes import whole_numbers
 
 

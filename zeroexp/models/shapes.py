@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 
 Shape = TypeVar("Shape")
 

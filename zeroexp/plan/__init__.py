@@ -8,7 +8,7 @@ transient.py                  what exists for a moment beside the model states
 machines.py                   the machines that a point is planned for
 outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
 rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory
-depth.py                      a deep model, rehearsed at three small depths
+extrapolate_depth.py                      a deep model, rehearsed at three small depths
 absent_neighbours.py          peers of a CPU rank that do not exist
 gloo_copies.py                what gloo copies
 ddp_buckets.py                DistributedDataParallel's buckets, and what ZeroRedundancyOptimizer gives each rank
@@ -17,9 +17,9 @@ kernel_scratch.py             what kernels of a CPU allocate beside their result
 peak.py                       the peak of a planned point with activations, by a rehearsal
 speed.py, timing.py           how fast a rank and its links are; the seconds of a rehearsed step
 table.py                      tables, JSON and CSV
-fit.py, levers.py             --fit: what fits at all; --explain: what makes a peak, and what would lower it
+fit.py, explain_plan.py             --fit: what fits at all; --explain: what makes a peak, and what would lower it
 frontier.py                   points that no other beats in memory and time; frontier_figure.py draws them
-beside.py                     the plan of a run beside its measurement
+beside_measured.py                     the plan of a run beside its measurement
 published.py                  published tables beside ours; published_tables.py has them, published_page.py the page
 scaling_page.py               the page docs/scaling.md: large models on two networks
 """

@@ -26,13 +26,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from zeroexp import interruption, locks, output, plugins
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
-from zeroexp.commandline.explain import MISTAKES, explain
-from zeroexp.config import ConfigError
-from zeroexp.plan.levers import explain as explain_point
-from zeroexp.plan.points import Plans
-from zeroexp.plan.table import as_csv, as_json, render
+from zeroexp.commandline.mistakes import MISTAKES, explain
+from zeroexp.config import plugins
+from zeroexp.config.keys import ConfigError
+from zeroexp.plan.explain_plan import explain as explain_point
+from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.plan_table import as_csv, as_json, render
+from zeroexp.process import locks, safe_output, signals
 
 FORMS: dict[str, Callable[[Plans], str]] = {
     "--json": lambda plans: as_json(plans.planned),
@@ -47,8 +48,8 @@ ALLOWED = ("-m", "--multirun")
 def main() -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:]
-    output.keep_going()
-    interruption.handle_ctrl_c()
+    safe_output.keep_going()
+    signals.handle_ctrl_c()
     try:
         print(_answer(arguments))
         return 0
@@ -93,7 +94,7 @@ def _answer(arguments: Sequence[str]) -> str:
 
 def _fit(plans: Plans, figure: Path | None) -> str:
     # The training loop takes a second to import.
-    from zeroexp.plan.fit import fit
+    from zeroexp.plan.fewest_ranks import fit
 
     return fit(plans, figure)
 

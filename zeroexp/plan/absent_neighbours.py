@@ -31,7 +31,7 @@ from zeroexp.comm.paging import lies_on_pages, pages
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, mapped_bytes, num_slots
 from zeroexp.plan.storages import Storages
-from zeroexp.world import World
+from zeroexp.process.world import World
 
 SLOTS = "shared slots"
 

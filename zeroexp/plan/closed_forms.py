@@ -24,11 +24,11 @@ from typing import NamedTuple
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.paging import aligned
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
+from zeroexp.cut.bucket import Bucket, cut_in_buckets
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order, most_beside_pools
-from zeroexp.sharding.bucket import Bucket, cut_in_buckets
-from zeroexp.sharding.chunk import Chunk
-from zeroexp.sharding.placement import Move, Placement, Stage
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Size of each number that ranks sum before a step, see tally.py: the sum of squares, and one for each parameter.

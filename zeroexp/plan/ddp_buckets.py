@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroexp.strategies import torch_ddp
-from zeroexp.strategies.base import OptimizerFactory
+from zeroexp.engines import torch_ddp
+from zeroexp.interface.strategy import OptimizerFactory
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 

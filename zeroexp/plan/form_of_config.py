@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from zeroexp.comm.facts import TRANSPORTS
-from zeroexp.config import AUTO, Config, UndefinedCombination, resolve
-from zeroexp.data.words import words_of_data
-from zeroexp.models.build import BuiltModel, build_model
-from zeroexp.optim import OPTIMIZERS, parameter_groups
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.keys import AUTO, Config, UndefinedCombination, resolve
+from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
+from zeroexp.config.vocabulary import words_of_data
+from zeroexp.cut.layout import LAYOUTS, lay_out
+from zeroexp.cut.stage import Move
+from zeroexp.engines.build import options_of, stage_of
+from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.plan.closed_forms import (
     OptimizerForm,
     PrecisionForm,
@@ -20,15 +24,11 @@ from zeroexp.plan.closed_forms import (
 )
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.plan.transient import transient_bytes
-from zeroexp.plan.uses import uses_of
+from zeroexp.plan.unit_order import uses_of
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.sharding.layout import LAYOUTS, lay_out
 from zeroexp.sharding.options import settle_options
-from zeroexp.sharding.placement import Move
 from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.sharding.refusals.layouts import refuse_layout
-from zeroexp.strategies.build import options_of, stage_of
-from zeroexp.strategies.engines import ENGINES
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
 

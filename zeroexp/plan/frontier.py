@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeroexp.plan.outcome import Outcome, RehearsedPeaks
-from zeroexp.plan.points import Planned, rehearse_planned
+from zeroexp.plan.plan_points import Planned, rehearse_planned
 
 
 class Work(NamedTuple):

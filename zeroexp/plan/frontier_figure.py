@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.plan.frontier import Dot, Work, frontier
 from zeroexp.report.figure import write_figure
 from zeroexp.report.palette import SERIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroexp.config import Config
+from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.data.synthetic import width_of
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from zeroexp.config import Config
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
 from zeroexp.plan.closed_forms import HeldElements
 from zeroexp.plan.form_of_config import ClosedForm, transient_bytes_of
 from zeroexp.plan.machines import Machines
 from zeroexp.plan.transient import PHASES
-from zeroexp.strategies.engines import ENGINES
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-from zeroexp.config import Config, ConfigError
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.kernel_scratch import ProductScratch, prior_product_scratch

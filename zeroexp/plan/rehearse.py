@@ -36,17 +36,19 @@ from torch._subclasses.fake_tensor import (
 )
 
 import zeroexp
-from zeroexp.check.fit import num_gpus
+from zeroexp.check.rules_batch import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
-from zeroexp.config import AUTO, Config, ConfigError, UndefinedCombination
-from zeroexp.data.words import words_of_data
+from zeroexp.config.keys import AUTO, Config, ConfigError, UndefinedCombination
+from zeroexp.config.vocabulary import words_of_data
+from zeroexp.engines.build import build_strategy
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
-from zeroexp.models.build import allow_fake_tensors, build_model, materialize
 from zeroexp.models.checkpointing import checkpoint_as_configured
+from zeroexp.models.module import allow_fake_tensors, build_model, materialize
 from zeroexp.plan.absent_neighbours import absent_neighbours
 from zeroexp.plan.ddp_buckets import buckets_in_python
-from zeroexp.plan.depth import measure_at_depth
+from zeroexp.plan.extrapolate_depth import measure_at_depth
 from zeroexp.plan.gloo_copies import GlooCopies
 from zeroexp.plan.gradient_sums import GradientSums
 from zeroexp.plan.kernel_scratch import KernelScratch, ProductScratch, prior_product_scratch
@@ -54,10 +56,8 @@ from zeroexp.plan.no_data import NoData
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
-from zeroexp.strategies.base import Strategy
-from zeroexp.strategies.build import build_strategy
-from zeroexp.train import Data, train
-from zeroexp.world import fake_world
+from zeroexp.process.world import fake_world
+from zeroexp.training.loop import Data, train
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 CHECKPOINT = "checkpoint copy"

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 
 from zeroexp.check import check
-from zeroexp.config import ENGINE_SETTINGS, Config, ConfigError, resolve
-from zeroexp.models.build import BuiltModel
+from zeroexp.check.try_strategy import check_strategy
+from zeroexp.config.keys import ENGINE_SETTINGS, Config, ConfigError, resolve
+from zeroexp.cut.stage import STAGES, Placement
+from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import ClosedForm, form_of
 from zeroexp.plan.machines import Machines, machines_of
 from zeroexp.plan.outcome import Outcome, outcome_of
-from zeroexp.sharding.placement import STAGES, Placement
-from zeroexp.strategies.beforehand import check_strategy
 
 LATER, OF_TORCHS_DDP = ("zero1", "zero2", "zero3"), ("ddp", "zero1")
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set

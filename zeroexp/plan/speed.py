@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch._inductor.analysis.device_info import lookup_device_info
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 
 NOT_CALIBRATED = "not calibrated"
 # The device of a prior, and the share of its tables that products of large matrices and copies reach.

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from zeroexp.measure.verbs import meter
+from zeroexp.measure.verb_seconds import meter
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
 MESSAGES = "messages"  # born while the engine issues a move

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from zeroexp.measure.verbs import TimedMove, meter
+from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.plan.speed import Speed
 
 DEVICE = torch.ops.prim.device.default

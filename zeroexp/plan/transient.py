@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroexp.cut.bucket import Bucket
+from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.stage import Move, Placement
 from zeroexp.plan.closed_forms import ITEMSIZE, ShardedForm, UnitsOfOneShape
-from zeroexp.sharding.bucket import Bucket
-from zeroexp.sharding.chunk import Chunk
-from zeroexp.sharding.placement import Move, Placement
 
 PHASES = ("backward", "step")
 

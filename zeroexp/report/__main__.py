@@ -18,14 +18,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroexp import output
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import safe_output
 from zeroexp.report import exports, markdown
 from zeroexp.report.conclusions import Conclusions, conclude
+from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.moved import describe_moved, points_that_moved
-from zeroexp.report.points import Point, points_of
 from zeroexp.report.reading import read_runs
-from zeroexp.report.table import print_lines, print_table
+from zeroexp.report.results_table import print_lines, print_table
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
@@ -34,10 +34,12 @@ TEXTS = ("markdown", "csv", "json", "latex")
 
 
 def main() -> int:
-    output.keep_going()
+    safe_output.keep_going()
     if any(word.startswith("--diverge") for word in sys.argv[1:]):
         # It may run ranks, which no other report does, so it is a command of its own.
-        return subprocess.run([sys.executable, "-m", "zeroexp.diverge", *sys.argv[1:]]).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "zeroexp.commandline.first_difference", *sys.argv[1:]]
+        ).returncode
     arguments = _arguments()
     try:
         return _report(arguments)

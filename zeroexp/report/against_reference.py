@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroexp.config import ConfigError
-from zeroexp.report.points import OUTSIDE, Point
+from zeroexp.config.keys import ConfigError
+from zeroexp.report.measured_points import OUTSIDE, Point
 from zeroexp.report.verdict import Comparison, compare_step_times
 
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zeroexp.report.against_reference import Judged, judge_points
 from zeroexp.report.differences import lines_of_unequal_facts
 from zeroexp.report.exact import lines_of_varied_numbers
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
 from zeroexp.report.spread import why_unsteady
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from zeroexp.report.points import OUTSIDE, Point
+from zeroexp.report.measured_points import OUTSIDE, Point
 from zeroexp.report.settings import distinguishing_keys
 from zeroexp.tracking.run import Run
 

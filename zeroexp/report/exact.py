@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run
 

@@ -12,7 +12,7 @@ from zeroexp.report.against_reference import Judged
 from zeroexp.report.columns import peak_flops_by_name, peak_name, utilisation
 from zeroexp.report.conclusions import Conclusions
 from zeroexp.report.differences import differences
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
 from zeroexp.report.spread import step_time_interval, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.json_files import dumps

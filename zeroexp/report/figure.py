@@ -16,11 +16,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS
 from zeroexp.report.columns import MIB, Column, point_columns
+from zeroexp.report.measured_points import column_text
 from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
-from zeroexp.report.points import column_text
 from zeroexp.tracking.run import Run
 
 # At this moment gradients are reduced and the optimizer has not run, so our stages differ most.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zeroexp.report.agreement import judge_losses, largest_distance, numbers_first
 from zeroexp.report.columns import MIB
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
 from zeroexp.report.spread import why_unsteady
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import wrap
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report.columns import (
     STATUS,
     TIMES,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroexp.report.exact import changed_numbers, exact_numbers, first_different_loss
-from zeroexp.report.points import OUTSIDE, Point
+from zeroexp.report.measured_points import OUTSIDE, Point
 from zeroexp.report.verdict import Comparison, Verdict, compare_step_times
 
 SHOWN = 3  # exact numbers of one point that are listed; the rest are counted

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zeroexp import locks
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import locks
 
 REFUSED = 2
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from yaml import YAMLError
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import KEY, NewerFormat, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.report.declared import refuse_wrong_types

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import comb
 
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
 
 LEVEL = 0.95
 FEWEST_RUNS = 3

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zeroexp.config import OptimizerConfig
-from zeroexp.optim import OPTIMIZERS
-from zeroexp.sharding.placement import Move, Placement, Stage, reduce_each
-from zeroexp.strategies.engines import ENGINES, stage_carried_out
+from zeroexp.config.engines import ENGINES, stage_carried_out
+from zeroexp.config.keys import OptimizerConfig
+from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.cut.stage import Move, Placement, Stage, reduce_each
 from zeroexp.tracking.run import Run
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -27,7 +27,7 @@ The drawing shows what each of two ranks holds after backward (# held, . not hel
 
 Read the files with a star first: they are the algorithm. Imports run in the order of this list.
 
-    placement.py *      says where tensors rest and which move joins two placements: the table above      pure
+    stage.py *      says where tensors rest and which move joins two placements: the table above      pure
     chunk.py *          says which rank owns which elements of parameters that lie side by side           pure
     owners.py           decides which rank owns which parameter, where parameters stay whole              pure
     layout.py *         cuts units into chunks and pads them; by parameter, tensor or buffer              pure

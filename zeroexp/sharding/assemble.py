@@ -9,16 +9,16 @@ from torch import nn
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
-from zeroexp.sharding.chunk import FROZEN, Chunk
+from zeroexp.cut.chunk import FROZEN, Chunk
+from zeroexp.cut.layout import LAYOUTS, Units, lay_out
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.values import Read, Values
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import guard_parameters
-from zeroexp.sharding.layout import LAYOUTS, Units, lay_out
-from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.refusals.layouts import refuse_layout
 from zeroexp.sharding.state import ChunkTensors, allocate
 from zeroexp.sharding.unit import Unit
-from zeroexp.strategies.values import Read, Values
 
 
 def make_units(

@@ -14,15 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.strategy import (
+    CanonicalState,
+    CanonicalTensor,
+    ModelStates,
+    OptimizerFactory,
+)
+from zeroexp.interface.values import Values, make_places
+from zeroexp.process.world import World
 from zeroexp.sharding.assemble import load_values, make_units
 from zeroexp.sharding.dtypes import Dtypes, own_dtypes
 from zeroexp.sharding.gathered import gathered, written_while_reading
 from zeroexp.sharding.gradient_norm import GradientNorm
 from zeroexp.sharding.grouping import group_parameters, stage_for_world
 from zeroexp.sharding.hooks import attach
-from zeroexp.sharding.layout import LAYOUTS
 from zeroexp.sharding.options import Options, settle_options
-from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.pool_assignment import assign_memory
 from zeroexp.sharding.refusals import arguments
 from zeroexp.sharding.refusals.changes import ParameterWatch
@@ -37,18 +49,6 @@ from zeroexp.sharding.state_dict import (
     refuse_weights_alone,
 )
 from zeroexp.sharding.unit import MasterGradient, Unit
-from zeroexp.strategies.base import (
-    CanonicalState,
-    CanonicalTensor,
-    ModelStates,
-    OptimizerFactory,
-)
-from zeroexp.strategies.buffers import Buffers
-from zeroexp.strategies.canonical import WEIGHT
-from zeroexp.strategies.elementwise import refuse_unless_elementwise
-from zeroexp.strategies.python_values import PythonValues
-from zeroexp.strategies.values import Values, make_places
-from zeroexp.world import World
 
 
 class Sharded:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.chunk import Span
+from zeroexp.cut.chunk import Span
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.same_start import sum_of_bits
 from zeroexp.sharding.schedule import Schedule

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
-from zeroexp.sharding.placement import Move, Placement, Stage
+from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.sharding.unit import MasterGradient
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import ReducePart
-from zeroexp.sharding.bucket import Slice
-from zeroexp.sharding.chunk import Span
+from zeroexp.cut.bucket import Slice
+from zeroexp.cut.chunk import Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.process.world import World
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.placement import Placement, Stage
 from zeroexp.sharding.state import ChunkTensors
-from zeroexp.world import World
 
 Keep = Callable[[], None]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zeroexp.sharding.chunk import FROZEN, ParameterSpec
-from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.cut.chunk import FROZEN, ParameterSpec
+from zeroexp.cut.stage import Placement, Stage
 
 # These modules compute with the weights of modules inside them whose forward they never call.
 USES_ITS_PARTS = (nn.MultiheadAttention,)

@@ -8,9 +8,9 @@ from typing import Any
 
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.facts import Facts
-from zeroexp.sharding.layout import LAYOUTS
-from zeroexp.sharding.owners import OWNERS
-from zeroexp.sharding.placement import Placement, Stage
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.owners import OWNERS
+from zeroexp.cut.stage import Placement, Stage
 
 MIB = 1 << 20
 WORDS = {

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.bucket import Bucket
+from zeroexp.cut.bucket import Bucket
 from zeroexp.sharding.grouping import outer_names
 from zeroexp.sharding.unit import Unit
 

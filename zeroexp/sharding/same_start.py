@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroexp import world as worlds
 from zeroexp.comm.collectives import Collectives
-from zeroexp.strategies.values import Values
+from zeroexp.interface.values import Values
+from zeroexp.process import world as worlds
 
 ELEMENTS_AT_ONCE = 1 << 18  # what a sum of bits takes at once, since it needs 16 bytes for each
 

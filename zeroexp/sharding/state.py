@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.chunk import FROZEN, Chunk, Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.values import Read
 from zeroexp.sharding import guard
-from zeroexp.sharding.chunk import FROZEN, Chunk, Span
 from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.placement import Placement, Stage
-from zeroexp.strategies.values import Read
 
 
 class Residence(Enum):

@@ -14,13 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.sharding.chunk import Span
-from zeroexp.sharding.placement import Placement, Stage
-from zeroexp.sharding.state import ChunkTensors
-from zeroexp.sharding.unit import Unit
-from zeroexp.strategies.base import CanonicalState, CanonicalTensor, Piece
-from zeroexp.strategies.buffers import Buffers
-from zeroexp.strategies.canonical import (
+from zeroexp.cut.chunk import Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import (
     BUFFER,
     WEIGHT,
     SavedMoments,
@@ -29,8 +26,11 @@ from zeroexp.strategies.canonical import (
     first_missing,
     moments_of,
 )
-from zeroexp.strategies.python_values import PythonValues, own_values
-from zeroexp.world import World
+from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
+from zeroexp.process.world import World
+from zeroexp.sharding.state import ChunkTensors
+from zeroexp.sharding.unit import Unit
 
 
 def canonical_state(

@@ -1,6 +1,6 @@
 """A unit is a set of parameters that move together; its five verbs are gather, free, reduce, hand_over, publish.
 
-state.py draws what a rank holds of a unit. placement.py derives from the stage what each verb does.
+state.py draws what a rank holds of a unit. stage.py derives from the stage what each verb does.
 
 [Note: freed parameters] While a unit is freed, its parameters have no values and raise on every use (guard.py).
 Backward finds again what autograd saved of them (saved.py). Neither assigning `.data` nor writing into the pool
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from zeroexp.comm.base import GatherPart, Pending, Pieces
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.gather_memory import bytes_side_by_side
-from zeroexp.measure.verbs import timed_as_verb
+from zeroexp.cut.bucket import Bucket, cut_in_buckets
+from zeroexp.cut.stage import Move, Stage
+from zeroexp.measure.verb_seconds import timed_as_verb
 from zeroexp.sharding import guard
-from zeroexp.sharding.bucket import Bucket, cut_in_buckets
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.gradients import Gradients
-from zeroexp.sharding.placement import Move, Stage
 from zeroexp.sharding.pools import PrivateStore, Store
 from zeroexp.sharding.state import MAY_BECOME, ChunkTensors, Residence
 

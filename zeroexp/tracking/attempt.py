@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zeroexp.config import DamagedFile
+from zeroexp.config.keys import DamagedFile
 from zeroexp.tracking.json_files import read_json, write_json
 
 ATTEMPTS = "attempts.json"

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from zeroexp.config import DamagedFile
+from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.formats import FORMAT, KEY, refuse_newer_format
 from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
 from zeroexp.measure.times import times_from_json, verbs_from_json

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeroexp.config import DamagedFile
+from zeroexp.config.keys import DamagedFile
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")

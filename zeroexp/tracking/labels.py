@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from zeroexp.config import AUTO
+from zeroexp.config.keys import AUTO
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
 from zeroexp.tracking.run import Run

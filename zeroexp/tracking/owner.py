@@ -13,8 +13,8 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zeroexp import locks
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import locks
 from zeroexp.tracking.json_files import read_json, remove_unfinished, write_json
 
 OWNER = "owner.json"

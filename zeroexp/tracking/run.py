@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from zeroexp.config import DamagedFile
+from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from zeroexp import locks
-from zeroexp.config import Config, ConfigError
-from zeroexp.network import server_answers, without_password
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.process import locks
+from zeroexp.process.reachable import server_answers, without_password
 from zeroexp.tracking.entries import Entry
 
 if TYPE_CHECKING:

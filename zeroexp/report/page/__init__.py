@@ -19,29 +19,29 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
-from zeroexp.config import ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.report.conclusions import Conclusions, conclude
 from zeroexp.report.headline import Card, headline_cards, headline_sentences
-from zeroexp.report.page.causes import causes_chart
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import Chart
+from zeroexp.report.page.chart_of_causes import causes_chart
+from zeroexp.report.page.chart_of_memory import memory_chart
+from zeroexp.report.page.chart_of_timeline import timeline_charts
+from zeroexp.report.page.chart_of_times import step_time_chart
+from zeroexp.report.page.chart_of_traffic import traffic_chart
 from zeroexp.report.page.exposed import exposed_chart
 from zeroexp.report.page.forest import forest_chart
-from zeroexp.report.page.losses import loss_chart
-from zeroexp.report.page.memory import memory_chart
-from zeroexp.report.page.pareto import pareto_chart
-from zeroexp.report.page.provenance import provenance_table
-from zeroexp.report.page.ranks import ranks_chart
-from zeroexp.report.page.scaling import scaling_chart
-from zeroexp.report.page.tables import (
+from zeroexp.report.page.html_tables import (
     differences_table,
     explanation_list,
     results_table,
     verdict_table,
 )
-from zeroexp.report.page.timeline import timeline_charts
-from zeroexp.report.page.times import step_time_chart
-from zeroexp.report.page.traffic import traffic_chart
-from zeroexp.report.points import Point
+from zeroexp.report.page.losses import loss_chart
+from zeroexp.report.page.pareto import pareto_chart
+from zeroexp.report.page.provenance import provenance_table
+from zeroexp.report.page.ranks import ranks_chart
+from zeroexp.report.page.scaling import scaling_chart
 
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from zeroexp.measure.record import ALL_RANKS, RankTimes, RunSummary
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import Chart, Trace, bars_height, bars_layout, marks, stacked
 from zeroexp.report.palette import GREY, part_colour
-from zeroexp.report.points import Point
 
 TITLE = "Compute and exposed communication"
 NOTHING = "No run tells its time by verb; runs of this version do."

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroexp.report.agreement import largest_distance, numbers_first
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import MANY, Chart, Trace
 from zeroexp.report.palette import DASHES, SERIES
-from zeroexp.report.points import Point
 
 TITLE = "Loss curves"
 NOTHING = "No point recorded a step."

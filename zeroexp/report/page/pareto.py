@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroexp.report.columns import MIB
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import MANY, Chart, Trace
 from zeroexp.report.palette import SERIES, SYMBOLS
-from zeroexp.report.points import Point
 
 # Where a label may stand beside its point: plotly's word, and the label's centre in label widths and heights.
 PLACES = {

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.page.tables import html_table
-from zeroexp.report.points import Point
+from zeroexp.report.measured_points import Point
+from zeroexp.report.page.html_tables import html_table
 from zeroexp.tracking.run import Run
 
 FACTS = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.report.columns import MIB
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import MANY, Chart, Trace, bars_height
-from zeroexp.report.points import Point
 
 TITLE = "Rank by rank"
 MANY_RANKS = 12

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import Chart, Trace
 from zeroexp.report.palette import DASHES, SERIES, SYMBOLS
-from zeroexp.report.points import Point
 
 TITLE = "Scaling over ranks"
 ALONE = (

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroexp.cut.stage import Stage
+from zeroexp.interface.values import Values
 from zeroexp.sharding.guard import is_guarded
 from zeroexp.sharding.options import Options, is_number, refuse_options
-from zeroexp.sharding.placement import Stage
-from zeroexp.strategies.values import Values
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel

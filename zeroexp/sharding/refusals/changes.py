@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zeroexp.process.world import World
 from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
-from zeroexp.world import World
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from zeroexp.sharding.chunk import Chunk, ParameterSpec
-from zeroexp.sharding.layout import LAYOUTS, Units
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import LAYOUTS, Units
 
 
 def refuse_layout(

@@ -1,0 +1,100 @@
+"""`python -m benchmarks.published_page > docs/published.md`: published figures beside ours, as a page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from textwrap import wrap
+
+from benchmarks.published import (
+    ComparedCell,
+    PublishedTable,
+    compare_cells,
+    sent_with_redundant_optimizers,
+)
+from benchmarks.published_tables import TABLES
+from zeroexp.__main__ import compose
+from zeroexp.plan.plan_points import Plans
+from zeroexp.process import locks, safe_output
+
+COMMAND = "python -m benchmarks.published_page > docs/published.md"
+INTRODUCTION = f"""\
+The tables and figures below were published for the systems that zeroexp builds. Each cell is
+planned from the model's shapes and the strategy's placements (`python -m zeroexp.plan
+study=<name>`): these are predictions, not measurements. A cell agrees if it differs by no more
+than the rounding of what was published. This page is the output of `{COMMAND}`."""
+
+
+def main() -> int:
+    safe_output.keep_going()
+    print(page())
+    return 0
+
+
+def page() -> str:
+    parts = ["# Published tables, planned", _wrapped(INTRODUCTION)]
+    parts += [section(table, compare_study(table)) for table in TABLES]
+    return "\n\n".join([*parts, _redundant_optimizers()])
+
+
+def compare_study(table: PublishedTable) -> list[ComparedCell]:
+    """Plan the table's study and compare every cell."""
+    plans = Plans([])
+    with locks.temporary_folder() as folder:
+        words = [f"study={table.study}", "cluster.device=cuda"]
+        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    points = [(each.point.config.strategy, each.form) for each in plans.planned]
+    return compare_cells(table, {(s.name, s.implementation): form for s, form in points if form})
+
+
+def section(table: PublishedTable, cells: list[ComparedCell]) -> str:
+    """Return the table's section: one line a cell, then what differs and why."""
+    scaled = table.nominal is not None
+    names = ["point", "column", "published", "planned", *(["as it is"] if scaled else []), ""]
+    rules = ["---", "---", "---:", "---:", *(["---:"] if scaled else []), "---"]
+    rows = [_row(cell, scaled) for cell in cells]
+    lines = [f"| {' | '.join(each)} |".replace("|  |", "| |") for each in (names, rules, *rows)]
+    why = [_wrapped(text) for text in _reasons_of_differences(table)]
+    unit = _wrapped(f"`study={table.study}`; {table.unit}.")
+    return "\n\n".join([f"## {table.title}", unit, "\n".join(lines), *why])
+
+
+def _row(cell: ComparedCell, scaled: bool) -> list[str]:
+    ours = f"{cell.ours:.{max(cell.digits, 2)}f}"
+    actual = [] if not scaled else ["" if cell.actual is None else f"{cell.actual:.2f}"]
+    point = "/".join(cell.row.engine)
+    return [point, cell.column, cell.published, ours, *actual, "" if cell.agrees else "differs"]
+
+
+def _reasons_of_differences(table: PublishedTable) -> Iterator[str]:
+    for row in table.rows:
+        if row.why:
+            yield f"{'/'.join(row.engine)}: {row.why}"
+    yield from table.notes
+
+
+def _redundant_optimizers() -> str:
+    """Return the section about K redundant optimizers, which is arithmetic alone."""
+    slow, total = sent_with_redundant_optimizers(num_slow=4, num_fast=2)
+    lines = [
+        "## K redundant optimizers, N = 8 ranks in 4 slow groups of 2 fast ones, K = 4",
+        _wrapped(
+            "Gradients are reduce-scattered inside of a group, all-reduced between groups, and "
+            "parameters are gathered inside. No strategy of zeroexp does this yet, so these figures "
+            "are arithmetic (`benchmarks.published.sent_with_redundant_optimizers`)."
+        ),
+        "| figure | published | computed |\n| --- | ---: | ---: |\n"
+        f"| over slow links, in P | 6/8 | {slow:.3f} |\n"
+        f"| less than 2 P | 62.5 % | {100 * (1 - slow / 2):.1f} % |\n"
+        f"| less than 2 P (N-1)/N = 1.75 P | 57.1 % | {100 * (1 - slow / 1.75):.1f} % |\n"
+        f"| in all, in P | 1.75 | {total:.2f} |",
+    ]
+    return "\n\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(wrap(text, 100, break_long_words=False, break_on_hyphens=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""`python -m benchmarks.scaling_page > docs/scaling.md`: large models on many GPUs, predicted, as a page.
+
+Every row is a rehearsal of the real engine at its world size, walked once for each network of plan/speed.py. No GPU is
+needed, and nothing here was measured: the page says what is assumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from zeroexp.__main__ import compose
+from zeroexp.plan.outcome import RehearsedPeaks
+from zeroexp.plan.peak import rehearse_at_speeds
+from zeroexp.plan.plan_points import Planned, Plans
+from zeroexp.plan.speed import (
+    MEMORY_SHARE,
+    NETWORKS,
+    PRIOR_DEVICE,
+    PRODUCT_SHARE,
+    Network,
+    prior_speed,
+)
+from zeroexp.process import locks, safe_output
+
+GIB, WIDTH = 2**30, 100
+DEVICE_GIB = 80
+COMMAND = "python -m benchmarks.scaling_page > docs/scaling.md"
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One model of the page."""
+
+    title: str
+    words: tuple[str, ...]  # of the command line: the model, and the tokens of a rank's step
+    sizes: tuple[int, ...]  # world sizes
+    strategies: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3")
+
+
+SHARED = (
+    *("data=synthetic", "precision=bf16_master", "train.activation_checkpointing=true"),
+    *("strategy.implementation=buffer", "cluster.device=cuda"),
+)
+SIZES = (8, 64, 256, 1024)
+MODELS = (
+    Scaled(
+        "LLaMA 7B, two samples of 2,048 tokens a rank",
+        ("model=llama_7b", "data.seq_len=2048", "data.micro_batch_size=2"),
+        SIZES,
+    ),
+    Scaled(
+        "LLaMA 2 70B, one sample of 4,096 tokens a rank",
+        ("model=llama_70b", "data.seq_len=4096"),
+        SIZES,
+    ),
+    Scaled(
+        "Mixtral 8x7B, one sample of 4,096 tokens a rank",
+        ("model=mixtral_8x7b", "data.seq_len=4096"),
+        SIZES,
+    ),
+)
+INTRODUCTION = (
+    "Everything on this page is a prediction; nothing was measured, and no GPU was at hand. It is the output of "
+    f"`{COMMAND}`, which rehearses the real engine at each world size (docs/plan.md) and walks the rehearsed step on "
+    "two networks. Use it for the order of strategies and for where they stop to scale, not for milliseconds."
+)
+COLUMNS = (
+    "peak: GiB of the fullest rank, with activations. ms: the expected time of a step; the range of a prior is 35 % to "
+    "either side. efficiency: the part of the step in which the rank computes, which is 100 % where every message is "
+    "hidden. The work of a rank is the same at every world size (weak scaling)."
+)
+
+
+def assumptions() -> list[str]:
+    """Return a sentence for each thing that is assumed."""
+    return [
+        f"GPUs are the {PRIOR_DEVICE} of torch's tables, without sparsity: {PRODUCT_SHARE:.0%} of its products and "
+        f"{MEMORY_SHARE:.0%} of its memory rate are reached. Kernels are those of this torch, one for each operation, "
+        "as without torch.compile.",
+        *[_told(network) for network in NETWORKS.values()],
+        "A message goes round one ring through all ranks: each further node adds to its latency, and a node's rate "
+        "bounds all of it. Trees and hierarchies, with which NCCL shortens latency, are not assumed.",
+        "Eight GPUs are a node. Nobody else uses the network, no rank is slower than another, and data are there.",
+        "Parameters and messages of parameters are bf16; gradients are summed in fp32, and the optimizer (AdamW) "
+        "updates an fp32 master. Blocks are recomputed in backward. A step is one microbatch of each rank, so that "
+        "accumulating gradients would raise every efficiency.",
+        "Units are blocks, one of which is gathered ahead. Experts are sharded like other parameters and not placed "
+        "(no expert parallelism): each rank gathers all of them. No token is dropped, so the work does not depend on "
+        "which experts are chosen.",
+        "NCCL's own buffers and the driver are not in the peak.",
+    ]
+
+
+def main() -> int:
+    safe_output.keep_going()
+    print(page(MODELS))
+    return 0
+
+
+def page(models: Sequence[Scaled]) -> str:
+    parts = ["# Scaling on paper", _wrapped(INTRODUCTION), "## What is assumed"]
+    parts.append("\n".join(_wrapped(f"* {text}", indent="  ") for text in assumptions()))
+    return "\n\n".join([*parts, "## What a row says", _wrapped(COLUMNS), *map(section, models)])
+
+
+def section(model: Scaled) -> str:
+    """Return the table of one model: a row for each strategy and world size."""
+    names = [f"{name}, ms | efficiency" for name in NETWORKS]
+    head = f"| strategy | ranks | peak | fits {DEVICE_GIB} GiB | {' | '.join(names)} |"
+    rule = f"| --- | ---: | ---: | --- | {' | '.join(['---: | ---:'] * len(NETWORKS))} |"
+    rows = [_row(planned) for planned in planned_points(model)]
+    return "\n\n".join([f"## {model.title}", "\n".join([head, rule, *rows])])
+
+
+def planned_points(model: Scaled) -> list[Planned]:
+    """Plan every strategy at every size."""
+    plans = Plans([])
+    swept = (
+        f"strategy={','.join(model.strategies)}",
+        f"world_size={','.join(map(str, model.sizes))}",
+    )
+    with locks.temporary_folder() as folder:
+        words = [*model.words, *SHARED, *swept]
+        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    return plans.planned
+
+
+def _row(planned: Planned) -> str:
+    print(f"{planned.point.name}: rehearsing", file=sys.stderr, flush=True)
+    config, found = planned.point.config, on_networks(planned, list(NETWORKS.values()))
+    peak = found[0].fullest.num_bytes / GIB
+    cells = [config.strategy.name, f"{config.world_size:,}", f"{peak:,.1f}"]
+    cells.append("yes" if peak <= DEVICE_GIB else "no")
+    for each in found:
+        seconds = each.step_seconds[1]
+        cells += [f"{1000 * seconds:,.0f}", f"{each.compute_seconds / seconds:.0%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def on_networks(planned: Planned, networks: Sequence[Network]) -> list[RehearsedPeaks]:
+    """Rehearse the fullest rank of a planned point on GPUs that each of these networks connects."""
+    machines, form, outcome = planned.machines, planned.form, planned.outcome
+    assert form is not None and outcome is not None
+    shape = machines.shape
+    speeds = [prior_speed(shape.nodes, shape.ranks_per_node, each) for each in networks]
+    return rehearse_at_speeds(planned.point.config, machines, form, outcome, speeds)
+
+
+def _told(network: Network) -> str:
+    latency, hop = 1e6 * network.latency_seconds, 1e6 * network.hop_seconds
+    return (
+        f"`{network.name}`: a GPU sends {network.inside_bytes_per_second / 1e9:.0f} GB/s inside its node, a node "
+        f"{network.node_bytes_per_second / 1e9:.0f} GB/s to others; a move takes {latency:.0f} us, and {hop:.0f} us "
+        "more for each further node."
+    )
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return "\n".join(
+        wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

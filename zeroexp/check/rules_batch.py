@@ -1,0 +1,90 @@
+"""Rules about other settings that must fit together: batch, machine, steps, requeue."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from functools import cache
+
+from zeroexp.check.refusal import refuse_combination
+from zeroexp.config.keys import Config, resolve
+
+MOST_RANKS_HERE = 1024
+
+
+def check_batch(config: Config) -> None:
+    """Require that accumulation = global / (micro x world) is a whole number of microbatches."""
+    micro, world = config.data.micro_batch_size, config.world_size
+    below, rest = divmod(config.data.global_batch_size, micro * world)
+    if rest:
+        near = [str(count * micro * world) for count in (below, below + 1) if count]
+        problem = f"not divisible by data.micro_batch_size={micro} x world_size={world}"
+        refuse_combination(config, "data.global_batch_size", problem, f"use {' or '.join(near)}")
+
+
+def check_device(config: Config) -> None:
+    if config.cluster.kind == "slurm":
+        if config.cluster.device == "auto":
+            problem = "Slurm must be told what to ask for"
+            refuse_combination(config, "cluster.device", problem, "use cluster.device=cuda or cpu")
+    elif config.cluster.device == "cuda" and num_gpus() < config.world_size:
+        problem = f"{num_gpus()} GPUs here for world_size={config.world_size}"
+        refuse_combination(config, "cluster.device", problem, "use cluster.device=auto or cpu")
+
+
+@cache
+def num_gpus() -> int:
+    """Count the GPUs that this process may use, by nvidia-smi: a process that forks ranks must not start CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=30,
+        )
+    except FileNotFoundError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def check_ranks_fit_machine(config: Config) -> None:
+    if config.cluster.kind == "local" and config.world_size > MOST_RANKS_HERE:
+        problem = "more ranks than one machine starts"
+        remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or python -m zeroexp.plan"
+        refuse_combination(config, "world_size", problem, remedy)
+
+
+def check_warmup(config: Config) -> None:
+    steps = config.train.warmup_steps + config.train.steps
+    if config.optimizer.warmup_steps > steps:
+        problem = f"the run is over after {steps} steps, before the learning rate is at its top"
+        refuse_combination(config, "optimizer.warmup_steps", problem, f"use at most {steps}")
+
+
+def check_requeue(config: Config) -> None:
+    """Allow a requeue in Slurm only if the run saves checkpoints and has the time to save."""
+    cluster = config.cluster
+    if cluster.requeue:
+        if cluster.kind != "slurm":
+            refuse_combination(
+                config, "cluster.requeue", "no effect on this machine", "leave it null"
+            )
+        if config.checkpoint.every is None:
+            problem = "nothing is saved that a job could go on from"
+            refuse_combination(
+                config, "cluster.requeue", problem, "set checkpoint.every, or leave it null"
+            )
+    limit = math.ceil(cluster.timeout_s / 60) * 60
+    if resolve(config).cluster.requeue and cluster.slurm.save_s >= limit:
+        problem = f"no earlier than the start of a job of cluster.timeout_s={cluster.timeout_s}"
+        refuse_combination(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
+
+
+RULES = (check_batch, check_warmup, check_requeue)
+# A run needs these rules about the machine, and a plan does not.
+RULES_OF_MACHINE = (check_device, check_ranks_fit_machine)

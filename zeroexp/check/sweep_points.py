@@ -1,0 +1,96 @@
+"""Make the points of a sweep from composed configs: expand world sizes, filter by study, check each point."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+from zeroexp.check import check as check_run
+from zeroexp.check import require_values
+from zeroexp.check.refusal import value_of
+from zeroexp.checkpoint.resume import resolve_resume
+from zeroexp.config import plugins
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, from_mapping, resolve
+from zeroexp.models.published_config import adopt_published_config
+
+IN_EVERY_NAME = ("strategy", "strategy.implementation", "world_size")
+TOO_LONG_FOR_A_NAME = ("resume",)
+LONGEST_NAME_BYTES = 200  # of a point's folder; file systems allow 255, and a number may follow
+
+
+# One point from Hydra: its overrides, its composed config, and the files of .hydra/ by name.
+Composed = tuple[Sequence[str], Mapping[str, Any], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str  # the folder's name; equal names get a number
+    config: Config  # resolved
+    refusal: str | None  # the reason if the point is skipped
+    hydra: Mapping[str, str] = field(default_factory=dict[str, str])  # files for users of Hydra
+
+
+def points_of(
+    overrides: Sequence[str],
+    values: Mapping[str, Any],
+    check: Callable[[Config], None] = check_run,
+) -> list[Point]:
+    """Return the points of one set of overrides: none outside its study, several for world_size=all.
+
+    `values` is the composed config. Raises ConfigError if a key or word is wrong by itself.
+    """
+    config = from_mapping(Config, values)
+    require_values(config)
+    plugins.load(config.plugins)
+    config = plugins.with_settings(adopt_published_config(config))
+    return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
+
+
+def _world_sizes(config: Config) -> Iterator[Config]:
+    if config.world_size != "all" or not config.cluster.world_sizes:
+        yield config
+    else:
+        for world_size in config.cluster.world_sizes:
+            yield replace(config, world_size=world_size)
+
+
+def _in_study(config: Config) -> bool:
+    """Tell whether the config matches one of its study's rows. Without a study every point counts."""
+    rows = config.study.include
+    return not rows or any(
+        all(value_of(config, key) in words for key, words in row.items()) for row in rows
+    )
+
+
+def _point(overrides: Sequence[str], config: Config, check: Callable[[Config], None]) -> Point:
+    refusal = None
+    try:
+        check(config)
+        config = replace(config, resume=resolve_resume(config))
+    except UndefinedCombination as error:
+        refusal = str(error)
+    except OSError as error:
+        shown = str(config.resume)[:100]
+        remedy = "use latest, a run's folder, or one of its checkpoints"
+        raise ConfigError(
+            f"resume={shown}: can not be read ({error.strerror}); {remedy}"
+        ) from error
+    return Point(_name(overrides, config), resolve(config), refusal)
+
+
+def _name(overrides: Sequence[str], config: Config) -> str:
+    """Return zero3-buffer-n2 plus the swept values: zero3-buffer-n2-tiny-lr0.01."""
+    strategy = config.strategy
+    parts = [strategy.name, strategy.implementation, f"n{config.world_size}"]
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        value = re.sub(r"^'([\w.+-]+)'$", r"\1", value)
+        if key not in (*IN_EVERY_NAME, *TOO_LONG_FOR_A_NAME):
+            parts.append(key.rpartition(".")[2] + value if "." in key else value)
+    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    if len(name.encode()) <= LONGEST_NAME_BYTES:
+        return name
+    return f"{name[:40]}-{sha256(name.encode()).hexdigest()[:8]}"

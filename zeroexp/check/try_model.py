@@ -1,0 +1,74 @@
+"""Find a model's errors before a rank starts: build it without memory and read the headers of its weights.
+
+Ranks check weights too, because the weights of a Slurm run may be visible only on its nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import Config, ConfigError, ModelConfig
+from zeroexp.config.vocabulary import words_of_data
+from zeroexp.models import find_weights
+from zeroexp.models.blocks import list_names
+from zeroexp.models.checkpointing import operators_of
+from zeroexp.models.fused_experts import check_experts
+from zeroexp.models.module import build_model
+from zeroexp.sharding.dtypes import DTYPES
+
+# Libraries raise these when they cannot build a model from a number; the message goes behind our key.
+RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)
+RAISED = (*RAISED, TypeError, ValueError)
+
+# Checked models are remembered, since a sweep has many points and few models.
+_fine: list[tuple[ModelConfig, int | None, str]] = []
+
+
+def check_model(config: Config) -> None:
+    """Raise ConfigError if the model cannot be built, or if local weights do not belong to it.
+
+    For ranks of this machine, weights on the hub are downloaded here, once.
+    """
+    operators_of(config.train.recompute_except)
+    model, words, dtype = config.model, words_of_data(config), config.precision.compute
+    if (model, words, dtype) in _fine:
+        return
+    check_experts(_build(model, words), DTYPES[dtype])
+    _look_at_weights(model, config.cluster.kind)
+    _fine.append((model, words, dtype))
+
+
+def _build(model: ModelConfig, words: int | None) -> nn.Module:
+    key = f"model.{MODELS[model.family].shape}"
+    named = f"{key} of model.name={model.name}"
+    try:
+        built = build_model(model, seed=0, device="meta", vocab_size=words)
+    except ConfigError:
+        raise
+    except RAISED as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{named}: no model can be built of it ({reason}); change it") from error
+    if not built.blocks:
+        lists = list_names(built.module) if model.family == "hf" else []
+        remedy = (
+            f"name some: model.blocks=[{','.join(lists)}]" if lists else "use one layer or more"
+        )
+        raise ConfigError(f"{named}: the model has no block; {remedy}")
+    return built.module
+
+
+def _look_at_weights(model: ModelConfig, cluster: str) -> None:
+    if model.weights is None:
+        return
+    folder = Path(model.weights).expanduser()
+    if not folder.is_dir():
+        if cluster != "local":
+            return
+        folder = find_weights.model_folder(model.weights)
+    # transformers takes two seconds to import, and our own model families do not need it.
+    from zeroexp.models import huggingface
+
+    huggingface.require_fitting_weights(model, folder)

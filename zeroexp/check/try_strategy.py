@@ -1,0 +1,72 @@
+"""Try layouts, owners rules and optimizers of others before a rank starts, on the model's shapes alone."""
+
+from __future__ import annotations
+
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, resolve
+from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups
+from zeroexp.config.vocabulary import words_of_data
+from zeroexp.cut.layout import LAYOUTS, lay_out
+from zeroexp.cut.owners import OWNERS
+from zeroexp.engines.build import options_of
+from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
+from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.sharding.grouping import group_parameters, specs_of
+from zeroexp.sharding.refusals.layouts import refuse_layout
+
+
+def check_strategy(config: Config) -> None:
+    """Raise ConfigError for code of others that returns the wrong thing.
+
+    Raises UndefinedCombination, which skips the point, for an optimizer that is wrong on what ranks would hold.
+    """
+    config = resolve(config)
+    strategy = config.strategy
+    cuts = strategy.implementation in LAYOUTS and (
+        strategy.implementation not in LAYOUTS.own
+        or (strategy.owners is not None and strategy.owners not in OWNERS.own)
+    )
+    steps = config.optimizer.name not in OPTIMIZERS.own
+    if not (cuts or steps):
+        return
+    model = build_model(config.model, seed=0, device="meta", vocab_size=words_of_data(config))
+    if cuts:
+        _try_layout(config, model)
+    if steps:
+        _try_optimizer(config, model)
+
+
+def _try_layout(config: Config, model: BuiltModel) -> None:
+    config.strategy.bucket_mb = None  # which may be measured when the run starts
+    options, size = options_of(config.strategy), config.world_size
+    units = [specs_of(g) for g in group_parameters(model.module, model.blocks, options.unit)]
+    try:
+        layout = lay_out(options.family, units, size, owners=options.owners)
+        refuse_layout(options.family, units, layout, size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _try_optimizer(config: Config, model: BuiltModel) -> None:
+    strategy, name = config.strategy, config.strategy.implementation
+    groups = parameter_groups(model.module, config.optimizer)
+    factory = optimizer_factory(config.optimizer)
+    told = f"optimizer.name={config.optimizer.name}"
+    num_moments = OPTIMIZERS[config.optimizer.name].num_moments(config.optimizer)
+    if type(num_moments) is not int or num_moments < 0:
+        problem, remedy = f"num_moments returns {num_moments!r:.40}", "return how many it keeps"
+        raise ConfigError(f"{told}: {problem}; {remedy}")
+    try:
+        try_out(factory, groups)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{told}: {error}") from error
+    shards = strategy.optimizer.placement == "shard" and config.world_size > 1
+    cuts = name in LAYOUTS and not LAYOUTS[name].has_owners
+    shared = name in LAYOUTS or (name == "torch" and strategy.name == "zero1")
+    try:
+        refuse_unless_elementwise(
+            factory, groups, family=name, cut=shards and cuts, shared=shards and shared
+        )
+    except ValueError as error:
+        raise UndefinedCombination(f"{told}: {error}") from error

@@ -1,0 +1,103 @@
+"""Explain a user's mistake, which our checks, Hydra or OmegaConf raised, in one line: key=value: problem; remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import get_type_hints
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from zeroexp.check.aliases import suggest_key, suggest_word
+from zeroexp.check.refusal import suggest_nearest
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.plugins import WITH_SETTINGS, names_added_to
+from zeroexp.process.reachable import without_password
+from zeroexp.registry import RegistryError
+
+MISTAKES = (ConfigError, RegistryError, HydraException, OmegaConfBaseException, YAMLError)
+
+# Other projects define the keys below these, so a user may add keys that our schema does not know.
+FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
+FREE = (*FREE, *(f"{group}.settings." for group in WITH_SETTINGS))
+
+# Part of OmegaConf's message -> the remedy we print; the first match counts.
+HINTS = {
+    "to Integer": "use a whole number",
+    "to Float": "use a number",
+    "valid bool": "use true or false",
+    "not in '": "`python -m zeroexp --cfg job` shows all keys",
+    "is not a subclass": "set one of its keys, or choose a group's option",
+    "": "zeroexp/config/keys.py tells its type",
+}
+
+
+def explain(error: Exception) -> str:
+    """Return the line for the user, without the passwords of any address in it."""
+    return " ".join(without_password(_explain(error)).split("\n")).strip()
+
+
+def first_line(error: BaseException) -> str:
+    return without_password(str(error).partition("\n")[0])
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error)
+    if isinstance(error, OverrideParseException):
+        # Hydra 1.4 begins with a line of which word it was.
+        said = re.sub(r"\AError when parsing index: .*\n", "", str(error)).partition("\n")[0]
+        if "LexerNoViableAlt" in said:
+            said = "a character in it has a meaning of its own for Hydra"
+            return f"{error.override}: {said}; put the value in quotes: 'key=\"value\"'"
+        return f"{error.override}: {said}; write key=value, lists as key=[1,2]"
+    text = str(error)
+    # Our own text must not be parsed as Hydra's.
+    if isinstance(error, (ConfigError, RegistryError)):
+        return text
+    if match := re.search(r"use \+(\S+?)=(.*)", text):
+        return _unknown_key(match[1], match[2])
+    if match := re.search(r"full_key: (\S+)", f"{text}\n{error.__cause__}"):
+        return _wrong_value(match[1], text, error.__cause__ or error)
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = [name for name in error.options or () if not name.startswith("_")]
+    options += [name for name in names_added_to(group) if name not in options]
+    remedy = suggest_word(group, option, options) or suggest_nearest(option, options)
+    return f"{group}={option}: unknown option; {remedy}"
+
+
+def _unknown_key(key: str, value: str) -> str:
+    if key.startswith(FREE):
+        # Two pluses work beside a word that has it and one that lacks it.
+        plus = "++" if ".settings." in key else "+"
+        return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
+    if remedy := suggest_key(key):
+        return f"{key}={value}: unknown key; {remedy}"
+    close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{key}={value}: unknown key; {meant}`python -m zeroexp --cfg job` shows them all"
+
+
+def _wrong_value(key: str, text: str, cause: BaseException) -> str:
+    """Explain Hydra's `Error merging override key=value`; its cause holds what OmegaConf says of the value."""
+    override = re.search(r"override \+*(\S+=.*)", text)
+    said = first_line(cause) if override else "; ".join(text.splitlines()[:2])
+    remedy = next((hint for word, hint in HINTS.items() if word in said), HINTS[""])
+    return f"{override[1] if override else key}: {said}; {remedy}"
+
+
+def _keys(schema: type, parent: str = "") -> Iterator[str]:
+    """Yield every dotted key of the config, groups included."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        yield parent + item.name
+        if is_dataclass(hints[item.name]):
+            yield from _keys(hints[item.name], f"{parent}{item.name}.")

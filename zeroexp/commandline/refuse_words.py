@@ -1,0 +1,149 @@
+"""Refuse words of the command line that Hydra would answer with a traceback, ignore, or write down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+from zeroexp.check.refusal import refuse_password, suggest_nearest
+from zeroexp.commandline.help import keys_of
+from zeroexp.config.keys import Config, ConfigError
+
+# These flags of Hydra print something and run nothing.
+ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+# The other flags that Hydra knows, each with the values it may have: () means none, None means any.
+_SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_COMPLETES = tuple(
+    f"{verb}={shell}"
+    for shell in ("bash", "zsh", "fish")
+    for verb in ("install", "uninstall", "query")
+)
+FLAGS: dict[str, Sequence[str] | None] = {
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(("--info", "-i"), _SHOWN),
+    **dict.fromkeys(("--package", "-p", "--config-name", "-cn", "--config-path", "-cp")),
+    **dict.fromkeys(("--config-dir", "-cd", "--rerun")),
+    **dict.fromkeys(("--shell-completion", "-sc"), _COMPLETES),
+    **dict.fromkeys(("--hydra-help", "--resolve"), ()),
+}
+WITHOUT_VALUE = ("--info", "-i")  # they may have one
+REFUSED_FLAGS = {
+    "--experimental-rerun": "use --rerun outputs/<sweep>",
+    "--run": "leave it out: every run is a sweep, of one point too",
+    "-r": "leave it out: every run is a sweep, of one point too",
+}
+# These values of a group end in a traceback of Hydra.
+NO_OPTION = re.compile(r"|null|None|true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+# One value or several, without quotes, brackets and functions; and what Hydra takes for another thing than text.
+SIMPLE = re.compile(r"[\w.+,-]+")
+NO_TEXT = re.compile(r"[-+]?[\d_.]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false", re.IGNORECASE)
+# Hydra's own settings that have an effect here. Folders are ours: outputs/<sweep>/<run>.
+HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath")
+
+
+def only_shows(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] in ONLY_SHOW for word in words)
+
+
+def refuse_words(words: Sequence[str], conf: Path) -> None:
+    """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
+    for word in words:
+        if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python keeps other bytes
+            raise ConfigError(f"{word}: not in the encoding of this locale; set LC_ALL=C.UTF-8")
+        refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
+    if {"-sc", "--shell-completion"} & set(words) and len(words) > 2:
+        raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
+    _refuse_flags(words)
+    if "--resolve" in words and not only_shows(words):
+        raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
+    for word in words:
+        _refuse_empty_group(word, conf)
+        _refuse_idle(word)
+        _refuse_several_studies(word)
+
+
+def as_text(word: str) -> str:
+    """Quote values of a key that is text where Hydra reads a number or a truth: 1.10 is no 1.1 in data.subset."""
+    key, equals, value = word.partition("=")
+    if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in _text_keys():
+        return word
+    parts = [f"'{one}'" if NO_TEXT.fullmatch(one) else one for one in value.split(",")]
+    return f"{key}={','.join(parts)}"
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    return frozenset(key for key, kind, _ in keys_of() if kind in ("str", "str | None"))
+
+
+def flags_last(words: Sequence[str]) -> list[str]:
+    """Return the words with all flags behind the settings, since Hydra's parser takes settings in one place only."""
+    flags, settings = _flags_and_settings(words)
+    return [*settings, *(word for flag in flags for word in flag)]
+
+
+def _flags_and_settings(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return the flags, each with its value where that is a word of its own, and all other words."""
+    flags: list[list[str]] = []
+    settings: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        flags.append([word])
+        name, equals, _ = word.partition("=")
+        if FLAGS.get(name) != () and not equals and left and not left[0].startswith("-"):
+            flags[-1].append(left.pop(0))
+    return flags, settings
+
+
+def _refuse_flags(words: Sequence[str]) -> None:
+    """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
+    for word, *after in _flags_and_settings(words)[0]:
+        flag, _, value = word.partition("=")
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
+        if flag not in FLAGS:
+            raise ConfigError(f"{flag}: unknown flag; {suggest_nearest(flag, FLAGS)}")
+        _refuse_value(flag, after[0] if after else value)
+
+
+def _refuse_value(flag: str, value: str) -> None:
+    allowed = FLAGS[flag]
+    if not value and flag not in WITHOUT_VALUE and allowed != ():
+        raise ConfigError(
+            f"{flag}: no value; {suggest_nearest(value, allowed) if allowed else 'give it one'}"
+        )
+    if value and allowed is not None and value not in allowed:
+        remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
+        raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
+
+
+def _refuse_empty_group(word: str, conf: Path) -> None:
+    key, equals, value = word.lstrip("+").partition("=")
+    groups = [item.name for item in fields(Config) if (conf / item.name).is_dir()]
+    if equals and key in groups and any(NO_OPTION.fullmatch(one) for one in value.split(",")):
+        options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
+        raise ConfigError(f"{word}: no option; use one of {', '.join(options)}")
+
+
+def _refuse_several_studies(word: str) -> None:
+    """A study brings its own sweep, which Hydra expands for one study only."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key == "study" and any(sign in value for sign in ",(["):
+        problem = "one study at a time, since each is a sweep of its own"
+        raise ConfigError(f"{word}: {problem}; use one command for each")
+
+
+def _refuse_idle(word: str) -> None:
+    if word.startswith("~"):
+        raise ConfigError(f"{word}: no key can be left out; set it to another value, or to null")
+    key = word.lstrip("+").partition("=")[0]
+    if key.startswith(("hydra.", "hydra/")) and not key.startswith(HYDRAS):
+        problem = "no effect, since every run has the folder outputs/<sweep>/<run>"
+        raise ConfigError(f"{word}: {problem}; use outputs=..., study.name=..., or leave it out")

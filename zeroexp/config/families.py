@@ -1,0 +1,95 @@
+"""The registry of model families: what `model.family` may name, and what each family reads of the config. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.registry import Later, Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One family of models.
+
+    build: takes the ModelConfig and the vocabulary size (None: vectors, or the data decides) and returns the module,
+        with weights drawn from torch's default generator. Its forward takes `input_ids` or `vectors` and returns what
+        models/loss.py takes.
+    settings: its own keys below `model.settings`, with their defaults.
+    blocks: the dotted name of the list whose modules are gathered one by one; None: found as models/blocks.py says.
+    depth: the key of `shape` that holds the number of blocks, by which a plan saves time; None: it is not known.
+    attention: returns layers x heads x size of a head, for the number of operations; None: there is no attention.
+    skips_modules: a forward may leave out modules, so that their parameters get no gradient.
+    """
+
+    build: Callable[[ModelConfig, int | None], nn.Module]
+    tasks: tuple[str, ...] = ("causal",)
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    blocks: str | None = None
+    depth: str | None = None
+    attention: Callable[[ModelConfig], int] | None = None
+    skips_modules: bool = False
+    shape: str = "settings"  # the dict of ModelConfig that it reads
+    of_transformers: bool = False  # its weights may be read from files
+
+
+def _of_transformers(depth: str | None) -> ModelFamily:
+    return ModelFamily(
+        build=Later("zeroexp.models.huggingface:build"),
+        tasks=("causal", "classification"),
+        depth=depth,
+        shape="hf_config",
+        of_transformers=True,
+    )
+
+
+MODELS = Registry(
+    "model.family",
+    "zeroexp.models",
+    {
+        "llama": _of_transformers("num_hidden_layers"),
+        "gpt2": _of_transformers("n_layer"),
+        "mixtral": _of_transformers("num_hidden_layers"),
+        "hf": _of_transformers(None),
+        "mlp": ModelFamily(
+            build=Later("zeroexp.models.mlp:build"),
+            tasks=("regression",),
+            blocks="blocks",
+            depth="depth",
+            shape="mlp",
+        ),
+        "moe": ModelFamily(
+            build=Later("zeroexp.models.moe:build"),
+            blocks="blocks",
+            depth="depth",
+            attention=lambda model: model.moe["depth"] * model.moe["width"],
+            skips_modules=True,
+            shape="moe",
+        ),
+    },
+    needs="a ModelFamily(build=function)",
+    fits=lambda value: isinstance(value, ModelFamily),
+    arguments=lambda family: {"build": 2, "attention": 1},
+)
+
+
+def family_of(model: ModelConfig) -> ModelFamily:
+    """Return the family that the config names. Raises ConfigError if there is none of that name."""
+    if model.family not in MODELS:
+        raise ConfigError(f"model.family={model.family}: use {', '.join(MODELS)}")
+    return MODELS[model.family]
+
+
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of the model's shape: the published ones, and over them what the run sets."""
+    return {**model.published, **getattr(model, family_of(model).shape)}
+
+
+def vocabulary(model: ModelConfig) -> int | None:
+    """Return the vocabulary size in the model's shape; None for vectors, or where the data decides."""
+    return shape_of(model).get("vocab_size")

@@ -1,0 +1,343 @@
+"""Every key of an experiment, as dataclasses, and how they become a run's config.yaml.
+
+Hydra composes YAML into these schemas, so typos and wrong types fail at composition. `zeroexp.check` refuses
+combinations without a meaning before any rank starts. Keys that only some implementations have default to None, which
+means the implementation's own default; `resolve` writes that default into the run's config. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.stage import reduce_each
+
+Schema = TypeVar("Schema")
+
+AUTO = "auto"
+
+
+class ConfigError(ValueError):
+    """A user's mistake. Its one line names key, value and remedy, and the user sees no traceback."""
+
+
+class DamagedFile(ConfigError):
+    """A file of a run that no writer of ours left so: a power cut leaves empty files, and zeros in others."""
+
+    def __init__(self, path: Path, what: str, remedy: str = "restore or remove it") -> None:
+        super().__init__(f"{path}: damaged, as by a power cut ({what}); {remedy}")
+        self.line = f"{path}: damaged, as by a power cut ({what})"
+
+
+class UndefinedCombination(ConfigError):
+    """A point whose values are each valid but mean nothing together; a sweep skips it."""
+
+
+def of_engine(stands_for: Any = None, *words: str) -> Any:
+    """Declare a setting of our engine, which is null unless set: what null stands for, and the words it may be."""
+    return field(default=None, metadata={"stands_for": stands_for, "words": words})
+
+
+@dataclass
+class Row:
+    """The placement of one kind of state between uses, and its dtype."""
+
+    placement: str = "replicate"  # replicate | partial | shard
+    dtype: str = "float32"  # float32 | bfloat16
+
+
+@dataclass
+class ModelConfig:
+    name: str = "small"
+    family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
+    task: str = "causal"  # causal | classification | regression
+    num_labels: int | None = None
+    hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
+    mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
+    moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
+    weights: str | None = None  # a local folder or a hub id; None = random from train.seed
+    # A tied embedding's rows are added to the head's gradient in place, under every engine (models/tied_rows.py).
+    tied_rows: bool = False
+    freeze: list[str] = field(default_factory=list[str])  # patterns of parameters not to train
+    # These are settings of family hf, any model of transformers; see docs/models.md.
+    path: str | None = None  # a local folder or a hub id: its config, and its weights
+    init: str | None = None  # weights | random; None = weights
+    blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
+    published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's family
+
+
+def hf_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of transformers' config: the published ones, and over them what the run sets."""
+    return {**model.published, **model.hf_config}
+
+
+@dataclass
+class DataConfig:
+    name: str = "offline"
+    kind: str = "text"  # text | hf | synthetic, or a plugin's
+    task: str = "causal"  # causal | classification | regression
+    seq_len: int = 128  # tokens per sample
+    global_batch_size: int = 12  # samples per optimizer step over all ranks
+    micro_batch_size: int = 1  # samples per rank and forward pass
+    path: str | None = None  # a local file or folder; hf: also the id of a data set on the hub
+    vocab_size: int | None = None  # size of the tokenizer trained on the text; None = the model's
+    # These are settings of kind hf, see docs/data.md.
+    subset: str | None = None  # the part of a hub's data set that has several (its "configuration")
+    split: str | None = None  # what is trained on; None = train
+    text_column: str | None = None  # None = text
+    label_column: str | None = None  # classification; None = label
+    labels: list[Any] | None = None  # the label column's values in the order of the classes
+    limit: int | None = None  # how many rows to read, from the first on; None = all
+    validation_split: str | None = None  # what is validated on instead of held-out training samples
+    validation_samples: int | None = None  # how many; None = none, or the whole validation_split
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's data
+
+
+@dataclass
+class StrategyConfig:
+    name: str = "zero3"  # ddp | zero1 | zero1_allreduce | zero2 | zero3, or a plugin's
+    parameters: Row = field(default_factory=Row)
+    gradients: Row = field(default_factory=Row)
+    optimizer: Row = field(default_factory=Row)
+    implementation: str = "buffer"  # parameter | tensor | buffer (ours) | torch, or a plugin's
+    # These are settings of our engine; None = its default.
+    # What moves together (torch: block).
+    unit: str | None = of_engine("block", "model", "block", "module")
+    overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
+    # Who owns which parameter: contiguous | greedy, or a plugin's.
+    owners: str | None = of_engine("greedy")
+    prefetch: int | None = of_engine()  # units gathered ahead (zero3); None: 1, in shared memory 0
+    # Units left gathered until their backward (zero3).
+    keep: str | None = of_engine("last", "none", "last", "all")
+    # When accumulated gradients are reduced; None: as the stage says.
+    reduce_each: str | None = of_engine(None, "microbatch", "step")
+    # The most MiB of one reduction; None: the transport's best; auto: computed from the links' measured speed.
+    bucket_mb: Any = of_engine()
+    # These are settings of torch's engines.
+    gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
+
+
+# What `of_engine` has declared, by name. Options of zeroexp/sharding has the same words and defaults.
+ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) if item.metadata}
+
+
+@dataclass
+class PrecisionConfig:
+    name: str = "fp32"  # fp32 | bf16 | bf16_master | paper16 | autocast
+    compute: str = "float32"  # dtype of parameters and activations
+    reduce: str = "float32"  # dtype of gradients on the wire and of the reduced gradient
+    master: str = "float32"  # dtype of the weights the optimizer updates
+    autocast: bool = False  # fp32 parameters, bf16 operations (torch engines only)
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"  # adamw | sgd, or a plugin's
+    lr: float = 1e-3  # learning rate at its top
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
+    eps: float = 1e-8  # adamw
+    momentum: float = 0.0  # sgd
+    weight_decay: float = 0.1  # per unit of the learning rate
+    decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
+    fused: bool = True
+    max_grad_norm: float | None = 1.0  # None = no clipping
+    schedule: str = "constant"  # constant | cosine | linear, after warm-up
+    warmup_steps: int = 0  # steps of linear learning-rate warm-up
+    min_lr_ratio: float = 0.1  # learning rate at the end over its top
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's optimizer
+
+
+@dataclass
+class TrainConfig:
+    seed: int = 0
+    warmup_steps: int = 3  # steps not counted in time; memory is read in the last of them
+    steps: int = 20  # measured steps
+    validate_every: int | None = None  # steps between two validations; None = only at the end
+    activation_checkpointing: bool = False  # recompute each block in backward
+    recompute_every: int | None = None  # only every so-many-th block is recomputed; None = each
+    # Operators whose results recomputed blocks keep, as aten.mm.
+    recompute_except: list[str] = field(default_factory=list[str])
+    # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
+    trace_steps: list[int] = field(default_factory=list[int])  # a timeline of memory and verbs
+    hash_steps: list[int] = field(default_factory=list[int])  # hashes, by which runs are compared
+    profile_steps: list[int] = field(default_factory=list[int])  # torch.profiler records these
+    profile_ranks: list[int] = field(default_factory=list[int])  # the ranks it watches; empty = all
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints for `resume`, saved into <run>/checkpoint while training goes on; see docs/checkpoints.md."""
+
+    every: int | None = None  # steps between two checkpoints, and one at the end; None = none
+    keep: int = 2  # how many of the newest checkpoints are kept
+
+
+@dataclass
+class SlurmConfig:
+    """These keys are what a job requests from a site's Slurm; None leaves one to the site's default."""
+
+    ranks_per_node: int = 8  # most ranks of one point that share a node
+    cpus_per_rank: int = 4
+    max_running: int | None = None  # points of one sweep that may run at once
+    array: bool = False  # submit the points of one shape as one job array
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    memory_gb: float | None = None  # of one node
+    max_requeues: int = 10  # times that one job may start again from its checkpoint, for any reason
+    save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
+    python: str | None = None  # command that starts Python on a node; None = the running Python
+    setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
+    ports: str | None = None  # ports that ranks may listen on, as 60001-63000; None = any
+    srun: list[str] = field(default_factory=list[str])  # further arguments of srun
+    sbatch: dict[str, Any] = field(default_factory=dict[str, Any])  # further options of sbatch
+
+
+@dataclass
+class ClusterConfig:
+    name: str = "local"
+    kind: str = "local"  # local | slurm
+    device: str = "auto"  # auto | cpu | cuda
+    threads_per_rank: int = 1  # CPU threads of one rank
+    world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
+    # What a rank can compute; None: of the GPU's data sheet, or measured.
+    peak_tflops: float | None = None
+    device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
+    # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
+    reserved_gib: float | None = None
+    force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
+    # slurm: for the rehearsals of a sweep before its points are submitted; 0: nothing is rehearsed
+    rehearse_s: int = 60
+    timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
+    # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later
+    wait: bool = True
+    heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
+    # slurm: from a job's first task to its last; Python may load from a slow shared disk. It grows with the ranks.
+    start_s: int = 60
+    # The job ends when no rank has advanced in a step (before: done anything) for so long; None = such a job goes on.
+    hang_s: int | None = 300
+    # slurm: start again what Slurm ended; None = where checkpoint.every is set
+    requeue: bool | None = None
+    dry_run: bool = False  # slurm: print the sbatch files and submit nothing
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass
+class TrackingConfig:
+    name: str = "mlflow"
+    mlflow: bool = True
+    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
+    experiment: str = "zeroexp"
+    system_s: float | None = None  # seconds between samples of each node's CPU, memory, network
+
+
+@dataclass
+class StudyConfig:
+    """A sweep that answers a question. A point runs only if it matches one of the `include` rows."""
+
+    name: str | None = None
+    question: str | None = None
+    include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
+    loss_agreement: float | None = None  # relative bound on how far curves lie apart at any step
+    loss_must_fall: bool = False
+    # Keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
+    # points, the study fails.
+    must_equal: list[str] = field(default_factory=list[str])
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
+    repeats: int = 1  # runs of every point, in rounds: each point once, then each again
+    resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
+    outputs: str = "outputs"  # root folder of all runs
+    # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
+    plugins: list[str] = field(default_factory=list[str])
+
+
+def resolve(config: Config) -> Config:
+    """Return a copy in which every open setting that has an effect holds its default."""
+    config = deepcopy(config)
+    cluster = config.cluster
+    if cluster.requeue is None:
+        cluster.requeue = cluster.kind == "slurm" and config.checkpoint.every is not None
+    strategy = config.strategy
+    if strategy.implementation in LAYOUTS:
+        for key, default in _engine_defaults(strategy).items():
+            if getattr(strategy, key) is None:
+                setattr(strategy, key, default)
+    on_ddp = strategy.implementation == "torch" and strategy.name in ("ddp", "zero1")
+    if on_ddp and strategy.gradient_as_bucket_view is None:
+        strategy.gradient_as_bucket_view = True
+    return config
+
+
+def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
+    """Return the defaults of our engine's keys for this strategy.
+
+    `bucket_mb` and `prefetch` stay None: the ranks take what is best for the transport they find.
+    """
+    has_effect = {"unit", "overlap"}
+    if LAYOUTS[strategy.implementation].has_owners and strategy.optimizer.placement == "shard":
+        has_effect.add("owners")
+    if strategy.parameters.placement == "shard":
+        has_effect.add("keep")
+    defaults = {name: ENGINE_SETTINGS[name]["stands_for"] for name in has_effect}
+    return {**defaults, "reduce_each": reduce_each(strategy.gradients.placement)}
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the config to `path`. A concurrent reader sees either the old content or the new one."""
+    import yaml
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(asdict(config), file, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def load(path: Path) -> Config:
+    """Read the config of a run that `save` wrote. Raises ConfigError for a key that no schema has."""
+    import yaml
+
+    try:
+        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DamagedFile(path, "no YAML") from error
+    if not isinstance(values, dict) or "outputs" not in values:  # it stands at the end
+        raise DamagedFile(path, "cut short" if values else "empty")
+    return from_mapping(Config, cast(dict[str, Any], values))
+
+
+def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:
+    """Turn plain nested mappings into dataclasses. Keys are checked; the writer guarantees the types of values."""
+    hints = get_type_hints(schema)
+    known = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
+    if unknown := sorted(set(values) - known):
+        key, words = unknown[0], ", ".join(sorted(known))
+        raise ConfigError(f"{parent}{key}={values[key]}: unknown key; use one of {words}")
+    arguments = dict(values)
+    for key, value in values.items():
+        if is_dataclass(hints[key]):
+            arguments[key] = from_mapping(hints[key], value, f"{parent}{key}.")
+    return schema(**arguments)

@@ -1,0 +1,86 @@
+"""Paths of the local files that a run reads its text from, and of the cache; no file is opened here."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from zeroexp.config.data_sources import DATA, TABLES
+from zeroexp.config.keys import ConfigError, DataConfig
+
+TRAIN = "train"
+SPLITS = "train|validation|valid|val|dev|test|eval"
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def is_hub_id(config: DataConfig) -> bool:
+    """Return whether data.path names a data set on the hub: nothing here has this name, and it looks like an id."""
+    path = str(config.path)
+    if not DATA[config.kind].is_table or Path(path).expanduser().exists():
+        return False
+    return bool(HUB_ID.fullmatch(path)) and Path(path).suffix not in TABLES
+
+
+def data_files(config: DataConfig) -> list[Path]:
+    """Return the files that data.path means, sorted; of a folder those of data.split. Raises ConfigError for none."""
+    path = Path(str(config.path)).expanduser()
+    if not path.exists():
+        raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
+    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    if path.is_dir():  # what a system or an editor hides is no data
+        found = [p for p in found if not any(n.startswith(".") for n in p.relative_to(path).parts)]
+    suffixes = DATA[config.kind].suffixes
+    files = [file for file in found if file.suffix.lower() in suffixes]
+    tables = sorted({file.suffix.lower() for file in found} & set(TABLES))
+    if not files and tables:
+        problem = f"data.kind={config.kind} reads no {', '.join(tables)}"
+        raise ConfigError(f"data.path={config.path}: {problem}; use data=hf for tables")
+    if not files:
+        kinds = ", ".join(suffixes)
+        raise ConfigError(f"data.path={config.path}: no file in it ends in {kinds}; add one")
+    saved = any(file.suffix == ".arrow" for file in files)  # `datasets` itself wrote this folder
+    if not DATA[config.kind].is_table or saved:
+        return files
+    root = path.parent if path.is_file() else path
+    return _of_split(root, files, split_name(config.split), config)
+
+
+def split_name(split: str | None) -> str:
+    """Return the name in `test` and in `test[:1000]`, as `datasets` writes a part of a split."""
+    return (split or TRAIN).partition("[")[0]
+
+
+def _of_split(root: Path, files: list[Path], split: str, config: DataConfig) -> list[Path]:
+    """Return the files named after the split, or inside a folder named so; all that name no split are for training."""
+    chosen = [file for file in files if _names(split, file, root)]
+    if not chosen and split == TRAIN:
+        chosen = files if len(files) == 1 else [f for f in files if not _names(SPLITS, f, root)]
+    if not chosen and len(files) == 1:
+        raise ConfigError(
+            f"data.path={config.path}: has no split {split}, being one file; cut it in two with data.split=train[:90%] "
+            f"and data.validation_split=train[90%:], or use data.validation_samples"
+        )
+    if not chosen:
+        names = ", ".join(str(file.relative_to(root)) for file in files[:5])
+        raise ConfigError(
+            f"data.path={config.path}: no file for the split {split} among {names}; "
+            f"name one {split}{files[0].suffix}, or choose another split"
+        )
+    return chosen
+
+
+def _names(splits: str, file: Path, root: Path) -> bool:
+    named = re.compile(rf"({splits})(?![a-zA-Z])")
+    return any(named.match(part) for part in file.relative_to(root).parts)
+
+
+def cache_root() -> Path:
+    """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder. Raises ConfigError for a user without a home."""
+    if told := os.environ.get("ZEROEXP_CACHE"):
+        return Path(told)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
+    except RuntimeError as error:
+        problem = "not set, and this user has no home"
+        raise ConfigError(f"ZEROEXP_CACHE: {problem}; set it to a folder that is yours") from error

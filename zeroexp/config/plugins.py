@@ -1,0 +1,233 @@
+"""Code that others add: the modules of `plugins=[...]`, the words they register, and those words' own settings.
+
+A module is imported in the command before Hydra composes, so that its words are options too, and again by every rank.
+It is looked for as Python does, then in the folder from which the command was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zeroexp.config.data_sources import DATA
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.owners import OWNERS
+from zeroexp.cut.stage import STAGES
+from zeroexp.registry import MODULES_OF_OTHERS, Registry, RegistryError
+
+NAMED = re.compile(r"[^\s\[\],'\"()]+")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# What each key of the config may name; two registries of one key share its words.
+REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
+    "model.family": (MODELS,),
+    "data.kind": (DATA,),
+    "strategy.name": (STAGES,),
+    "strategy.implementation": (LAYOUTS, ENGINES),
+    "strategy.owners": (OWNERS,),
+    "optimizer.name": (OPTIMIZERS,),
+}
+# The groups of the config whose word of this key may have settings of its own.
+WITH_SETTINGS = {
+    "model": "family",
+    "data": "kind",
+    "strategy": "implementation",
+    "optimizer": "name",
+}
+# The groups whose options a registered word is as well, with the key that it gives.
+AS_OPTION = {"model": "family", "data": "kind", "strategy": "name", "optimizer": "name"}
+
+
+def load(modules: Sequence[str], folder: Path | None = None) -> None:
+    """Import plugins. folder: where the command was given. Raises ConfigError in one line."""
+    folder = folder or Path.cwd()
+    if modules:
+        look_in(folder)
+    for name in modules:
+        if not MODULE.fullmatch(name) or name.endswith(".py"):
+            raise ConfigError(f"plugins=[{name}]: no name of a module; {_module_meant(name)}")
+        MODULES_OF_OTHERS.add(name)
+        try:
+            _refuse_namesake(importlib.import_module(name), folder)
+        except ConfigError:
+            raise
+        except RegistryError as error:
+            raise ConfigError(f"plugins=[{name}]: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"plugins=[{name}]: {_describe_failure(name, error, folder)}"
+            ) from error
+
+
+def look_in(folder: Path) -> None:
+    """Let Python look for modules in this folder too, after all other places."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _module_meant(name: str) -> str:
+    meant = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    if MODULE.fullmatch(meant):
+        above = meant.rpartition(".")[0]
+        return f"write plugins={meant}" + (
+            f", with the command given above {above}" if above else ""
+        )
+    if "-" in meant:
+        return (
+            f"Python imports no name with a dash: rename the file to {meant.replace('-', '_')}.py"
+        )
+    return "write mine for mine.py, package.mine for mine.py in the folder package"
+
+
+def _refuse_namesake(module: ModuleType, folder: Path) -> None:
+    """Refuse a file that is not imported, since Python or an installed package has a module of its name."""
+    name, taken = module.__name__, Path(getattr(module, "__file__", None) or "built in")
+    here = folder.joinpath(*name.split(".")).with_suffix(".py")
+    top = name.partition(".")[0]
+    if not here.is_file() or (taken.exists() and here.samefile(taken)):
+        return
+    if top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & set(taken.parts):
+        problem = f"another module has this name ({taken})"
+        raise ConfigError(f"plugins=[{name}]: {problem}; rename {here.name}")
+
+
+def blamed(error: BaseException) -> str | None:
+    """Return one line for an error that code of others has raised or let through; None for one of ours."""
+    others = {name.partition(".")[0] for name in MODULES_OF_OTHERS}
+    frames = [
+        (frame.f_globals.get("__name__", ""), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    for name, line in reversed(frames):
+        if name.partition(".")[0] in others:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"module {name}: raised {said} at line {line}; repair it, or leave it out"
+    return None
+
+
+def _describe_failure(name: str, error: BaseException, folder: Path) -> str:
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if missing and (name == missing or name.startswith(f"{missing}.")):
+        remedy = "install it, or give the command in the folder that holds it"
+        return f"no module {missing} is installed or in {folder}; {remedy}"
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    where = f"{Path(line.filename).name}, line {line.lineno}"
+    return f"can not be imported ({said}, at {where}); repair it, or leave it out"
+
+
+def modules_named_in(words: Sequence[str]) -> list[str]:
+    """Return the modules that words of the command line name with `plugins=`. Raises ConfigError for two such words."""
+    told = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
+    found = [name for word in told for name in NAMED.findall(word.partition("=")[2])]
+    if len(told) > 1:
+        problem, remedy = "said twice, and Hydra takes the last", f"use plugins={','.join(found)}"
+        raise ConfigError(f"{told[-1]}: {problem}; {remedy}")
+    return found
+
+
+def as_list(word: str) -> str:
+    """Return `plugins=a,b`, which Hydra would sweep, as the list that it means; every other word as it is."""
+    key, equals, value = word.partition("=")
+    plain = key.lstrip("+") == "plugins" and equals and re.fullmatch(r"[\w.,]+", value)
+    return f"{key}=[{value}]" if plain else word
+
+
+def with_settings(config: Config) -> Config:
+    """Return the config with the defaults of its words' own settings. Raises ConfigError for a broken package."""
+    changed: dict[str, Any] = {}
+    for group, key in WITH_SETTINGS.items():
+        section = getattr(config, group)
+        known = _settings_of(f"{group}.{key}", getattr(section, key))
+        filled = {**deepcopy(dict(known)), **section.settings}
+        changed[group] = replace(section, settings=filled)
+    return replace(config, **changed)
+
+
+def unknown_settings(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, problem, remedy) of every setting that its word does not have."""
+    for group, key in WITH_SETTINGS.items():
+        section = getattr(config, group)
+        word = getattr(section, key)
+        known = _settings_of(f"{group}.{key}", word)
+        for given in section.settings:
+            if given not in known:
+                close = get_close_matches(given, known, n=1)
+                meant = f"did you mean {close[0]}? " if close else ""
+                words = f"use one of {', '.join(known)}" if known else "leave it out"
+                problem = f"{group}.{key}={word} has no such setting"
+                yield f"{group}.settings.{given}", problem, f"{meant}{words}"
+
+
+def _settings_of(key: str, word: str) -> Mapping[str, Any]:
+    for registry in REGISTRIES[key]:
+        if word in registry:
+            try:
+                return getattr(registry[word], "settings", {})
+            except RegistryError as error:
+                raise ConfigError(str(error)) from error
+    return {}
+
+
+def settings_of_others() -> Iterator[tuple[str, str, Any]]:
+    """Yield (key, word, default) of every setting that a word of others has; broken packages have none."""
+    for group, key in WITH_SETTINGS.items():
+        for registry in REGISTRIES[f"{group}.{key}"]:
+            for word in (word for word in registry if word not in registry.own):
+                with contextlib.suppress(RegistryError):
+                    for name, default in getattr(registry[word], "settings", {}).items():
+                        yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
+
+
+def has_code_of_others(config: Config) -> bool:
+    """Tell whether a word of the config is neither ours nor unknown."""
+    for key, registries in REGISTRIES.items():
+        section, name = key.split(".")
+        word = getattr(getattr(config, section), name)
+        if any(word in registry and word not in registry.own for registry in registries):
+            return True
+    return False
+
+
+def names_added_to(group: str) -> list[str]:
+    """Return the words that others have registered as options of a group of the config."""
+    if group not in AS_OPTION:
+        return []
+    (registry,) = REGISTRIES[f"{group}.{AS_OPTION[group]}"]
+    return [name for name in registry if name not in registry.own]
+
+
+def options_named_in(words: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (group, name, values) of every option on the command line that is a word of others."""
+    for word in words:
+        group, _, value = word.lstrip("+").partition("=")
+        for name in set(re.findall(r"\w+", value)) & set(names_added_to(group)):
+            yield group, name, _option(group, name)
+
+
+def _option(group: str, name: str) -> dict[str, Any]:
+    (registry,) = REGISTRIES[f"{group}.{AS_OPTION[group]}"]
+    value = registry[name]
+    if group == "strategy":
+        rows = (value.parameters, value.gradients, value.optimizer)
+        dtypes = ("compute", "reduce", "master")
+        kinds = ("parameters", "gradients", "optimizer")
+        return {"name": name} | {
+            kind: {"placement": row.value, "dtype": f"${{precision.{dtype}}}"}
+            for kind, row, dtype in zip(kinds, rows, dtypes, strict=True)
+        }
+    made = {"name": name, AS_OPTION[group]: name, "settings": deepcopy(dict(value.settings))}
+    return made | ({} if group == "optimizer" else {"task": value.tasks[0]})

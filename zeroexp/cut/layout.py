@@ -1,0 +1,135 @@
+"""A layout cuts units into chunks and says where each chunk is padded. It is pure arithmetic, without torch.
+
+The three families differ only in how they form chunks (chunk.py draws one); everything else works on chunks:
+
+    by_parameter    one chunk a unit, members ordered by owner, cut at the borders of whole parameters
+    by_tensor       one chunk a parameter, cut evenly
+    by_buffer       one chunk a unit, cut evenly across the borders of parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
+from zeroexp.cut.owners import assign_owners
+from zeroexp.registry import Registry
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Even sections of `threshold` elements or more grow to a multiple of `step` elements, as the transport asks."""
+
+    step: int = 1
+    threshold: int = 0
+
+
+NO_ROUNDING = Rounding()
+
+Units = Sequence[Sequence[ParameterSpec]]
+
+
+def lay_out(
+    family: str,
+    units: Units,
+    world_size: int,
+    *,
+    owners: str = "greedy",
+    rounding: Rounding = NO_ROUNDING,
+) -> list[tuple[Chunk, ...]]:
+    """Return the chunks of every unit.
+
+    family: a word of LAYOUTS.
+    owners: a word of OWNERS; only layouts that keep parameters whole read it.
+    rounding: the same on all ranks, since all must cut alike.
+    Raises ValueError, in one line, for a rule of others that gives a parameter to no rank.
+    """
+    layout = LAYOUTS[family]
+    if layout.has_owners:
+        owner_of = assign_owners(owners, [spec for unit in units for spec in unit], world_size)
+        return [layout.cut(unit, world_size, owner_of) for unit in units]
+    return [layout.cut(unit, world_size, rounding) for unit in units]
+
+
+def by_buffer(
+    unit: Sequence[ParameterSpec], world_size: int, rounding: Rounding = NO_ROUNDING
+) -> tuple[Chunk, ...]:
+    """Make one evenly cut chunk for each kind of parameter in the unit."""
+    return tuple(_even_chunk(specs, world_size, rounding) for specs in _by_kind(unit))
+
+
+def by_tensor(
+    unit: Sequence[ParameterSpec], world_size: int, rounding: Rounding = NO_ROUNDING
+) -> tuple[Chunk, ...]:
+    """Make one evenly cut chunk for each parameter."""
+    return tuple(_even_chunk([spec], world_size, rounding) for spec in unit)
+
+
+def by_parameter(
+    unit: Sequence[ParameterSpec],
+    world_size: int,
+    owner_of: dict[str, int],
+) -> tuple[Chunk, ...]:
+    """Make one chunk for each kind and sort its members by owner; a rank may own nothing of a chunk."""
+    chunks: list[Chunk] = []
+    for specs in _by_kind(unit):
+        ordered = sorted(specs, key=lambda spec: owner_of[spec.name])
+        sizes = [0] * world_size
+        for spec in ordered:
+            sizes[owner_of[spec.name]] += spec.numel
+        cuts = (0, *accumulate(sizes))
+        chunks.append(Chunk(_side_by_side(ordered), cuts, specs[0].kind))
+    return tuple(chunks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way of cutting. `cut` takes a unit's parameters, the world size and a Rounding, and returns its chunks.
+
+    has_owners: parameters stay whole. Then `cut` takes, in place of the rounding, which rank owns which parameter.
+    """
+
+    cut: Callable[..., tuple[Chunk, ...]]
+    has_owners: bool = False
+
+
+LAYOUTS = Registry(
+    "strategy.implementation",
+    "zeroexp.layouts",
+    {
+        "parameter": Layout(by_parameter, has_owners=True),
+        "tensor": Layout(by_tensor),
+        "buffer": Layout(by_buffer),
+    },
+    needs="a Layout(cut=function)",
+    fits=lambda value: isinstance(value, Layout),
+    arguments=lambda layout: {"cut": 3},
+)
+
+
+def _even_chunk(specs: Sequence[ParameterSpec], world_size: int, rounding: Rounding) -> Chunk:
+    """Decide the padding: a chunk grows to the next multiple of the world size, a large one to a rounded section."""
+    members = _side_by_side(specs)
+    per_rank = -(-members[-1].stop // world_size)
+    if per_rank >= rounding.threshold:
+        per_rank = -(-per_rank // rounding.step) * rounding.step
+    cuts = tuple(per_rank * rank for rank in range(world_size + 1))
+    return Chunk(members, cuts, specs[0].kind)
+
+
+def _side_by_side(specs: Sequence[ParameterSpec]) -> tuple[Member, ...]:
+    members: list[Member] = []
+    start = 0
+    for spec in specs:
+        members.append(Member(spec.name, start, start + spec.numel))
+        start += spec.numel
+    return tuple(members)
+
+
+def _by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    groups: dict[str, list[ParameterSpec]] = {}
+    for spec in unit:
+        groups.setdefault(spec.kind, []).append(spec)
+    return list(groups.values())

@@ -1,0 +1,123 @@
+"""Build the batches of every step from a DataConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zeroexp.config.data_sources import DATA
+from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
+from zeroexp.data import Samples, StepBatch, ValidationTurn, packed, sources
+from zeroexp.data.check_source import require_samples
+from zeroexp.data.order import sample_indices
+
+
+class Data:
+    """The samples of a run in the run's order, and those it validates on.
+
+    validation: the samples of another split, of which the first data.validation_samples count. Without it the last
+    data.validation_samples of `samples` are held out: no step trains on them.
+    """
+
+    def __init__(
+        self, samples: Samples, config: DataConfig, seed: int, validation: Samples | None = None
+    ) -> None:
+        self.vocab_size = samples.vocab_size
+        self.source = samples.source
+        # What the classes are called, in their order; None where samples have none.
+        self.label_names: list[Any] | None = getattr(samples, "names", None)
+        self._validation = validation or samples
+        wanted = config.validation_samples
+        if validation is None:
+            num_held_out = wanted or 0
+        else:
+            num_held_out = len(validation) if wanted is None else min(wanted, len(validation))
+        self.num_samples = len(samples) - (0 if validation else num_held_out)  # per epoch
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"data.validation_samples={wanted}: holds out all {len(samples)} samples; use fewer"
+            )
+        first = 0 if validation else self.num_samples
+        self._validated = np.arange(first, first + num_held_out)
+        self._samples, self._config, self._seed = samples, config, seed
+
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+        """Return the batch of `rank` in the step that starts at global sample `position`."""
+        micro, whole = self._config.micro_batch_size, self._config.global_batch_size
+        assert whole % (micro * world_size) == 0, (whole, micro, world_size)
+        indices = sample_indices(position, whole, num_samples=self.num_samples, seed=self._seed)
+        mine = indices.reshape(-1, world_size, micro)[:, rank]
+        num_valid, num_tokens = self._samples.count_labels_and_tokens(indices)
+        return StepBatch([self._samples.read(row) for row in mine], num_valid, num_tokens)
+
+    @property
+    def num_valid_labels(self) -> int:
+        """Number of labels, on all ranks, that a validation averages the loss over; 0 if nothing is validated."""
+        return (
+            self._validation.count_labels_and_tokens(self._validated)[0]
+            if len(self._validated)
+            else 0
+        )
+
+    def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]:
+        """Yield this rank's share of the validation samples, in stored order.
+
+        Every rank gets the same number of turns, since a forward pass takes all ranks under ZeRO-3. Rank r reads the
+        samples (turn * world_size + r) * micro_batch_size ...; the last turn may be short, or repeat without counting.
+        """
+        micro = self._config.micro_batch_size
+        for start in range(0, len(self._validated), micro * world_size):
+            first = start + rank * micro
+            mine = self._validated[first : first + micro]
+            read = mine if len(mine) else self._validated[:1]
+            yield ValidationTurn(self._validation.read(read), counts=len(mine) > 0)
+
+
+def build_data(config: DataConfig, model: ModelConfig, seed: int) -> Data:
+    """Open the data; tokenize and pack it first if the cache does not have it. Raises ConfigError."""
+    if config.kind not in DATA:
+        raise ConfigError(f"data.kind={config.kind}: use {', '.join(DATA)}")
+    kind = DATA[config.kind]
+    samples = kind.open(config, model, seed)
+    if config.kind not in DATA.own:
+        require_samples(samples, config)
+    if not kind.is_table or config.validation_split is None:
+        return Data(samples, config, seed)
+    other = replace(config, split=config.validation_split, limit=None, labels=samples.classes)
+    return Data(samples, config, seed, kind.open(other, model, seed))
+
+
+def tokenize_data(config: DataConfig, model: ModelConfig, seed: int) -> Samples:
+    """Open the packed text; tokenize and pack it first if the cache does not have it."""
+    return packed.open_packed(_packed_folder(config, model))
+
+
+def _packed_folder(config: DataConfig, model: ModelConfig) -> Path:
+    words, files = sources.choose_tokenizer(config, model), sources.text_files(config)
+    labelled = config.task == "classification"
+    decisive = {
+        "format": 5,
+        "kind": config.kind,
+        "task": config.task,
+        "seq_len": config.seq_len,
+        "words": [*words.identity, words.template],
+        "files": sources.source_identity(config, files),
+        "rows": [config.subset, config.split, config.text_column],
+        "labels": [model.num_labels, config.label_column, config.labels] if labelled else None,
+    }
+
+    def write(folder: Path) -> None:
+        # datasets takes a second to import, and a rank that finds the folder does not need it.
+        from zeroexp.data import text
+
+        if labelled:
+            assert model.num_labels is not None
+            text.write_labelled(folder, config, files, words, model.num_labels)
+        else:
+            text.write_packed(folder, config, files, words)
+
+    return packed.cached(decisive, write, is_whole=packed.can_be_read)

@@ -1,0 +1,302 @@
+"""Read rows of text, and of labels, from files or from the hub; only this file imports datasets.
+
+Files are converted inside a folder of the caller and not into the library's own cache, since what is packed from them
+is kept, and the library takes a changed file of the same size and time for the old one.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import datasets
+import datasets.config
+import huggingface_hub
+import numpy as np
+from datasets.exceptions import DatasetsError
+
+from zeroexp.config.keys import ConfigError, DataConfig
+from zeroexp.config.paths import TRAIN, split_name
+from zeroexp.models import find_weights
+
+BETWEEN_DOCUMENTS = "\f"
+SHIPPED = "shipped: Python's language reference (PSF licence)"
+COPY_BATCH = 1000  # samples copied from datasets to numpy at once
+LOADERS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".txt": "text",  # every line is a row
+}
+MESSAGES, PROMPT, COMPLETION = (
+    "messages",
+    "prompt",
+    "completion",
+)  # as in TRL, of data/conversations.py
+TEXT, LABEL = "text", "label"  # names of the columns where the config names none
+
+Table = datasets.Dataset
+
+# A sweep's screen and a rank's log show nothing of how the library reads.
+datasets.disable_progress_bars()
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is raised, too
+
+
+def read_documents(config: DataConfig, files: list[Path]) -> tuple[Table, str]:
+    """Return documents, which form feeds separate in a text, as a table with the column `text`, and their source."""
+    texts = [_text_of(file) for file in files]
+    documents = [document for text in texts for document in text.split(BETWEEN_DOCUMENTS)]
+    source = f"local: {config.path}" if config.path else SHIPPED
+    return Table.from_dict({TEXT: documents}), source
+
+
+def read_table(config: DataConfig, files: list[Path], scratch: Path) -> tuple[Table, str]:
+    """Return the rows of data.split with the columns that the task reads, and their source.
+
+    files: none for a data set of the hub. scratch: a folder for converted files, which the caller removes.
+    Raises ConfigError for what cannot be read, and for columns that do not exist or hold no text.
+    """
+    with _one_line_errors(config):
+        table = _read_files(config, files, scratch) if files else _read_hub(config)
+    _require_columns(table, config)
+    if files:
+        return table, f"local: {config.path}"
+    place = "hub" if find_weights.is_online() else "hub's cache, offline"
+    licence = f" ({table.info.license} licence)" if table.info.license else ""
+    return table, f"{place}: {config.path}{licence}"
+
+
+def require_columns(config: DataConfig, files: list[Path]) -> None:
+    """Require the columns that the task reads, of the first row alone where files are large. Raises ConfigError."""
+    with _one_line_errors(config):
+        if _are_saved(files):
+            _require_columns(_read_saved(config), config)
+            return
+        loader, options = _loader(config, files)
+        if loader == "csv":  # every value is a word there, and a number may be text
+            _require_names(
+                options.get("names") or _header(files[0], options.get("sep", ",")), config
+            )
+            return
+        whole = {name: [str(file) for file in files] for name in [split_name(config.split)]}
+        rows = datasets.load_dataset(
+            loader, data_files=whole, split=split_name(config.split), streaming=True, **options
+        )
+        reader = iter(rows)
+        row = next(reader, None)
+        reader.close()  # the file that it has open
+    if row is not None:
+        _require_names(list(row), config)
+        key, name = columns_of(config, list(row)).get(TEXT, ("", ""))
+        if (
+            name
+            and not isinstance(row[name], str | None)
+            and not _may_be_messages(row[name], config)
+        ):
+            texts = [other for other, value in row.items() if isinstance(value, str)]
+            _refuse_column_without_text(f"{key}={name}", type(row[name]).__name__, texts)
+
+
+def first_rows(table: Table, limit: int | None) -> Table:
+    return table.select(range(len(table) if limit is None else min(limit, len(table))))
+
+
+def columns_of(config: DataConfig, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return, for each column that the task reads, the key that names it and its name.
+
+    names: of the columns that there are. A language model reads conversations where there is no text.
+    """
+    if config.task == "causal" and config.text_column is None and TEXT not in names:
+        for found in ((MESSAGES,), (PROMPT, COMPLETION)):
+            if set(found) <= set(names):
+                return {name: ("data.text_column", name) for name in found}
+    columns = {TEXT: ("data.text_column", config.text_column or TEXT)}
+    if config.task == "classification":
+        columns[LABEL] = ("data.label_column", config.label_column or LABEL)
+    return columns
+
+
+def class_names(table: Table, column: str) -> list[str] | None:
+    """Return the names that the table itself knows for its labels 0, 1, ...; None if it knows none."""
+    feature = table.features[column]
+    return feature.names if isinstance(feature, datasets.ClassLabel) else None
+
+
+def holds_texts(table: Table, column: str) -> bool:
+    return str(getattr(table.features[column], "dtype", "")) in ("string", "large_string")
+
+
+def map_batches(table: Table, function: Any) -> Table:
+    return table.map(
+        function, batched=True, remove_columns=table.column_names, load_from_cache_file=False
+    )
+
+
+def save_column(
+    file: Path, samples: Table, column: str, shape: tuple[int, ...], dtype: np.dtype
+) -> None:
+    """Copy a column into a .npy file batch by batch, since it may not fit into memory."""
+    array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(len(samples), *shape))
+    for start in range(0, len(samples), COPY_BATCH):
+        array[start : start + COPY_BATCH] = samples[start : start + COPY_BATCH][column]
+    array.flush()
+
+
+# ---- from files and from the hub
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        problem = f"no UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x})"
+        raise ConfigError(f"data.path: {file}: {problem}; convert it with iconv") from error
+
+
+def _read_files(config: DataConfig, files: list[Path], scratch: Path) -> Table:
+    if _are_saved(files):
+        return _read_saved(config)
+    loader, options = _loader(config, files)
+    split = config.split or TRAIN
+    table = datasets.load_dataset(
+        loader,
+        data_files={split_name(split): [str(file) for file in files]},
+        split=split,
+        cache_dir=str(scratch),
+        **options,
+    )
+    return cast(Table, table)
+
+
+def _are_saved(files: list[Path]) -> bool:
+    """Tell whether the files are of a folder written by Dataset.save_to_disk."""
+    return any(file.suffix == ".arrow" for file in files)
+
+
+def _loader(config: DataConfig, files: list[Path]) -> tuple[str, dict[str, Any]]:
+    """Return the loader of the files' kind and its options. Raises ConfigError for several kinds."""
+    suffixes = sorted({file.suffix.lower() for file in files})
+    if len(suffixes) > 1:
+        kinds = ", ".join(suffixes)
+        raise ConfigError(
+            f"data.path={config.path}: files of several kinds ({kinds}); name one of them"
+        )
+    if not any(file.stat().st_size for file in files):
+        raise ConfigError(f"data.path={config.path}: is empty; name a file with rows")
+    suffix, options = suffixes[0], {}
+    if LOADERS[suffix] == "csv":  # a word such as NA or null is a text or a label, and no gap
+        options = {"keep_default_na": False, "na_values": [""]}
+    if suffix == ".tsv":
+        options["sep"] = "\t"
+    if suffix == ".csv" and not _has_header(files[0]):
+        options["names"] = [LABEL, TEXT]  # Yelp's own archive has no header
+    return LOADERS[suffix], options
+
+
+def _read_saved(config: DataConfig) -> Table:
+    saved = datasets.load_from_disk(str(Path(str(config.path)).expanduser()))
+    parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {TRAIN: saved}
+    split = config.split or TRAIN
+    if split not in parts:
+        raise ConfigError(
+            f"data.split={split}: no such split in it; use one of {', '.join(map(str, parts))}"
+        )
+    return parts[split]
+
+
+def _header(file: Path, sep: str = ",") -> list[str]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        return next(csv.reader(lines, delimiter=sep), [])
+
+
+def _has_header(file: Path) -> bool:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        first = next(csv.reader(lines), [])
+        return len(first) != 2 or not first[0].isdigit()
+
+
+def _read_hub(config: DataConfig) -> Table:
+    # Without this, the client tries for half a minute before it looks into its cache.
+    if not find_weights.is_online():
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    table = datasets.load_dataset(str(config.path), config.subset, split=config.split or TRAIN)
+    return cast(Table, table)
+
+
+@contextmanager
+def _one_line_errors(config: DataConfig) -> Iterator[None]:
+    """Turn what the library raises about files, splits and names into one line behind our key."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, csv.Error, DatasetsError) as error:
+        cause = error.__cause__ or error  # the library says only that a file failed, its parser why
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        remedy = "name a file or folder that exists, or an id that is on the hub or in its cache"
+        if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
+            reason = " ".join(str(cause).split())[:300]
+            remedy = "choose one with data.subset"
+        elif "corresponds to no data" in reason:
+            reason, remedy = "has no rows", "name a file with rows"
+        elif "same columns" in str(error) or "Schema at index" in reason:
+            reason, remedy = "its files have different columns", "name one, or give all the same"
+        elif "split" in reason.lower():
+            remedy = "choose one with data.split or data.validation_split"
+        elif Path(str(config.path)).expanduser().exists():
+            remedy = "repair or convert it"
+        raise ConfigError(f"data.path={config.path}: {reason}; {remedy}") from error
+
+
+def _require_columns(table: Table, config: DataConfig) -> None:
+    """Require that the named columns exist, that text is text, and that no row lacks a value."""
+    _require_names(table.column_names, config)
+    columns = columns_of(config, table.column_names)
+    for key, name in columns.values():
+        if num_empty := table.data.column(name).null_count:
+            problem = f"{num_empty} of {len(table)} rows in {config.path} have no value there"
+            raise ConfigError(f"{key}={name}: {problem}; remove these rows, or use another column")
+    if LABEL in columns_of(config):
+        key, name = columns_of(config)[LABEL]
+        kind = type(table.features[name]).__name__
+        if kind not in ("Value", "ClassLabel"):
+            raise ConfigError(f"{key}={name}: holds {kind}, no labels; use another column")
+    if TEXT not in columns:
+        return
+    key, name = columns[TEXT]
+    if len(table) and _may_be_messages(table[0][name], config):
+        return
+    kind = str(getattr(table.features[name], "dtype", type(table.features[name]).__name__))
+    if kind not in ("string", "large_string"):
+        texts = [
+            other
+            for other in table.column_names
+            if str(getattr(table.features[other], "dtype", "")) in ("string", "large_string")
+        ]
+        _refuse_column_without_text(f"{key}={name}", kind, texts)
+
+
+def _require_names(names: list[str], config: DataConfig) -> None:
+    known = ", ".join(names)[:200]
+    for key, name in columns_of(config, names).values():
+        if name not in names and len(names) == 1 and (separators := set(";\t|") & set(names[0])):
+            problem = f"its columns are separated by {separators.pop()!r}, no comma"
+            raise ConfigError(f"data.path={config.path}: {problem}; convert it")
+        if name not in names:
+            raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
+
+
+def _may_be_messages(value: Any, config: DataConfig) -> bool:
+    """Tell whether a column that data.text_column names holds lists of messages."""
+    of_messages = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return config.task == "causal" and of_messages
+
+
+def _refuse_column_without_text(told: str, kind: str, texts: list[str]) -> NoReturn:
+    remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+    raise ConfigError(f"{told}: holds {kind}, no text; {remedy}")

@@ -1,0 +1,117 @@
+"""Build the strategy from the config: our engine with one of its layouts, or a native one of ENGINES."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import AUTO, Config, ConfigError, StrategyConfig, resolve
+from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.stage import Stage
+from zeroexp.engines.torch_ddp import TorchDDP
+from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+from zeroexp.interface.strategy import Strategy
+from zeroexp.models.module import BuiltModel
+from zeroexp.process.world import World
+from zeroexp.sharding.dtypes import DTYPES, Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
+
+MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.startswith("_")))
+
+
+def build_strategy(config: Config, model: BuiltModel, world: World) -> Strategy:
+    """Return the configured engine around `model`, whose parameters or values are the unrounded initial weights."""
+    config = resolve(config)
+    name, common = config.strategy.implementation, _common(config, model)
+    if name in LAYOUTS:
+        return _sharded(config, model, world, common)
+    return with_members(name, ENGINES[name].build(config, model, world, common))
+
+
+def with_members(name: str, made: Strategy) -> Strategy:
+    """Return the engine. Raises ConfigError if an engine of others lacks what the training loop asks of it."""
+    if missing := [member for member in MEMBERS if not hasattr(made, member)]:
+        problem = f"its build returns a {type(made).__name__} without {', '.join(missing)}"
+        remedy = "return an engine with the members of zeroexp/interface/strategy.py"
+        raise ConfigError(f"strategy.implementation={name}: {problem}; {remedy}")
+    return made
+
+
+def build_torch_strategy(
+    config: Config, model: BuiltModel, world: World, common: dict[str, Any]
+) -> Strategy:
+    """Build DistributedDataParallel, with ZeroRedundancyOptimizer for zero1, or FSDP2."""
+    make = _ddp if config.strategy.name in ("ddp", "zero1") else _fsdp2
+    return make(config, model, world, common)
+
+
+def _common(config: Config, model: BuiltModel) -> dict[str, Any]:
+    return {
+        "param_groups": parameter_groups(model.module, config.optimizer),
+        "optimizer_factory": optimizer_factory(config.optimizer),
+        "max_grad_norm": config.optimizer.max_grad_norm,
+        "values": model.values,
+    }
+
+
+def _sharded(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+    return Sharded(
+        model.module,
+        blocks=model.blocks,
+        stage=stage_of(config.strategy),
+        dtypes=dtypes_of(config.strategy),
+        options=options_of(config.strategy),
+        world=world,
+        **common,
+    )
+
+
+def _ddp(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+    return TorchDDP(
+        model.module,
+        dtype=DTYPES[config.precision.compute],
+        autocast=config.precision.autocast,
+        shard_optimizer=config.strategy.name == "zero1",
+        gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
+        may_skip_parameters=MODELS[config.model.family].skips_modules,
+        world=world,
+        **common,
+    )
+
+
+def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+    return TorchFSDP2(
+        model.module,
+        blocks=model.blocks,
+        reshard_after_forward=config.strategy.name == "zero3",
+        dtypes=dtypes_of(config.strategy),
+        world=world,
+        **common,
+    )
+
+
+def stage_of(strategy: StrategyConfig) -> Stage:
+    """Return the stage that the config's three rows form."""
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    return Stage.of(*(row.placement for row in rows))
+
+
+def dtypes_of(strategy: StrategyConfig) -> Dtypes:
+    """Return the dtypes of the config's three rows."""
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    return Dtypes(*(DTYPES[row.dtype] for row in rows))
+
+
+def options_of(strategy: StrategyConfig) -> Options:
+    """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
+    if strategy.bucket_mb == AUTO:
+        raise ValueError(
+            "strategy.bucket_mb=auto: measure it first, with zeroexp.run.bucket_size.settle_bucket_size"
+        )
+    words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
+    words["family"] = strategy.implementation
+    return Options(**{word: value for word, value in words.items() if value is not None})

@@ -1,0 +1,199 @@
+"""Run torch's own ddp and zero1: DistributedDataParallel, with ZeroRedundancyOptimizer for zero1.
+
+                      parameters   gradients    optimizer        sent per step (x (N-1)/N of the parameters' bytes)
+    ddp               replicate    replicate    replicate        2
+    zero1             replicate    replicate    whole tensors,   3: the gradients are all-reduced although each
+                                                each on one rank    rank needs only those of its own parameters
+
+[Note: buckets] The reducer keeps the gradients' sum in C++ buckets that no tensor list shows. They are as large as the
+trainable parameters. With `gradient_as_bucket_view` the gradients are views of the buckets from the end of the last
+backward to `zero_grad`. The buckets are never freed.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import (
+    WEIGHT,
+    SavedMoments,
+    canonical_replicated,
+    canonical_whole,
+    empty_moment,
+    fill_from_canonical,
+    moments_of,
+)
+from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
+from zeroexp.interface.values import Values, fill_in
+from zeroexp.process.world import World
+
+
+class TorchDDP:
+    """DistributedDataParallel around `module`, whose parameters are converted to `dtype`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        world: World,
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,  # the forward runs in bfloat16
+        max_grad_norm: float | None = None,
+        shard_optimizer: bool = False,  # ZeroRedundancyOptimizer
+        gradient_as_bucket_view: bool = True,
+        may_skip_parameters: bool = False,  # True costs a walk over the graph in every forward
+        values: Values | None = None,  # of a module on meta
+    ):
+        self._world = world
+        self._max_grad_norm = max_grad_norm
+        self._as_views = gradient_as_bucket_view
+        self._grads_in_buckets = False
+        if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
+            module.to(world.device)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        if values is not None:
+            fill_in(module, values, world.device)
+        self._named = dict(module.named_parameters())
+        self._trainable = [p for p in self._named.values() if p.requires_grad]
+        if autocast:
+            module.forward = torch.autocast(world.device.type, torch.bfloat16)(module.forward)
+        self._ddp = DistributedDataParallel(
+            module,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=may_skip_parameters,
+        )
+        # Backward finds the module through a weak reference that torch's graph holds. A garbage collection in another
+        # thread, as one that saves, can take that reference for garbage while backward runs, and clear it. Python hands
+        # out the same one as long as it lives, and one that is held here is never garbage.
+        self._held_reference = weakref.ref(self._ddp)
+        self._ddp.broadcast_buffers = False  # buffers.py sends them; torch renamed the argument
+        self.model: nn.Module = self._ddp
+        engine = "DDP, everything replicated"
+        if shard_optimizer:
+            engine = "DDP and ZeroRedundancyOptimizer, gradients replicated"
+        self.settings = {
+            "engine": engine,
+            "transport": world.backend,
+            "bucket_mb": self._ddp.bucket_bytes_cap / (1 << 20),
+        }
+        self.optimizer, self._inner = _make_optimizer(
+            list(param_groups), optimizer_factory, shard_optimizer
+        )
+        self._shards_optimizer = shard_optimizer
+        self._buffers = Buffers(module, world)
+        names = {parameter: name for name, parameter in self._named.items()}
+        self._python = PythonValues(
+            self._inner,
+            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
+            mirrors=[self.optimizer] if shard_optimizer else [],
+        )
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self._ddp.no_sync():
+            yield
+        self._grads_in_buckets = last and self._as_views
+
+    def backward(self, loss: Tensor) -> None:
+        # The reducer divides by the world size, see [Note: who divides]; undoing it is cheapest on a scalar.
+        (loss * self._world.size).backward()
+
+    def step(self, *, drain: bool = False) -> Tensor:
+        # Nothing is left in flight: the reducer already waits in backward, and the optimizer waits for its broadcasts.
+        gradients = [p.grad for p in self._trainable if p.grad is not None]
+        norm = torch.stack([_norm(gradient) for gradient in gradients]).norm()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._trainable, self._max_grad_norm, norm)
+        self.optimizer.step()
+        self._buffers.share()
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in self._trainable:
+            parameter.grad = None
+        self._grads_in_buckets = False
+
+    def model_states(self) -> ModelStates:
+        buckets = sum(p.nbytes for p in self._trainable)
+        return ModelStates(
+            parameters=[p.detach() for p in self._named.values()],
+            gradients=[p.grad for p in self._trainable if p.grad is not None],
+            optimizer=[t for s in self._inner.state.values() for t in moments_of(s).values()],
+            hidden_bytes=0 if self._grads_in_buckets else buckets,  # [Note: buckets]
+        )
+
+    def state_dict(self) -> CanonicalState:
+        """Return even shares of the weights; of sharded moments, whole tensors from the rank that holds them."""
+        own = self._own_parameters()
+        state: CanonicalState = self._buffers.canonical()
+        for name, parameter in self._named.items():
+            state[name] = {WEIGHT: canonical_replicated(parameter, self._world)}
+            for key, moment in moments_of(self._inner.state.get(parameter, {})).items():
+                contributed = canonical_whole if self._shards_optimizer else self._share
+                state[name][key] = contributed(moment)
+            if parameter in own:
+                told = self._python.of(name, parameter)
+                once = self._shards_optimizer or self._world.rank == 0
+                state[name].update(told if once else {})
+        return state
+
+    def load_state_dict(self, state: CanonicalState) -> None:
+        self._buffers.load(state)
+        self._python.load(state)
+        own, saved_moments = self._own_parameters(), SavedMoments(state)
+        for name, parameter in self._named.items():
+            fill_from_canonical(parameter.detach().view(-1), state[name][WEIGHT], name=name)
+            if parameter not in own or not parameter.requires_grad:
+                continue
+            entry = self._inner.state[parameter]
+            entry.clear()
+            entry.update(own_values(state[name], name))
+            for key, saved in saved_moments.of(name):
+                entry[key] = empty_moment(saved, parameter)
+                fill_from_canonical(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
+
+    def _own_parameters(self) -> set[Tensor]:
+        """Return the parameters whose moments this rank holds."""
+        return {p for group in self._inner.param_groups for p in group["params"]}
+
+    def _share(self, tensor: Tensor):
+        return canonical_replicated(tensor, self._world)
+
+
+def _make_optimizer(
+    groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
+) -> tuple[Optimizer, Optimizer]:
+    """Return (the optimizer to step, the optimizer with the state): ZeroRedundancyOptimizer's own state stays empty."""
+    if not shard:
+        optimizer = factory(groups)
+        return optimizer, optimizer
+    refuse_unless_elementwise(factory, groups, family="torch", cut=False, shared=True)
+    with warnings.catch_warnings():
+        # ZeroRedundancyOptimizer's package uses functions that torch itself deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    outer = ZeroRedundancyOptimizer(
+        groups,
+        optimizer_class=factory,  # pyright: ignore[reportArgumentType]: it is called, never subclassed
+        parameters_as_bucket_view=True,  # one broadcast per rank instead of one per tensor
+    )
+    return outer, outer.optim
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)

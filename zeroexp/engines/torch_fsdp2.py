@@ -1,0 +1,222 @@
+"""FSDP2: `fully_shard` wraps each block, and the root with all parameters outside of the blocks.
+
+                  rests between steps        between forward and backward    sent per step (x (N-1)/N)
+    zero2         everything sharded         parameters stay gathered        2
+    zero3         everything sharded         parameters are sharded again    3
+
+The paper's ZeRO-2 keeps its parameters replicated and gathers after the step; FSDP2 without reshard gathers in the next
+forward instead. Its parameters rest sharded, and the engine's label says so.
+
+The root's own parameters stay gathered in both, because backward begins with them. Gradients are reduced in every
+microbatch, since accumulating them unreduced would leave them replicated between microbatches. The gathered parameters
+of zero2 live through all microbatches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import (
+    WEIGHT,
+    SavedMoments,
+    canonical_replicated,
+    empty_moment,
+    fill_from_canonical,
+    moments_of,
+)
+from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.strategy import (
+    CanonicalState,
+    CanonicalTensor,
+    ModelStates,
+    OptimizerFactory,
+    Piece,
+)
+from zeroexp.interface.values import Values
+from zeroexp.process.world import World
+from zeroexp.sharding.dtypes import Dtypes
+
+
+class TorchFSDP2:
+    """`module` under fully_shard: its shards have the master dtype and are gathered in the compute dtype."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        blocks: Sequence[str],
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        world: World,
+        reshard_after_forward: bool,
+        dtypes: Dtypes | None = None,
+        max_grad_norm: float | None = None,
+        values: Values | None = None,  # of a module on meta
+    ):
+        rests = "everything rests" if reshard_after_forward else "without reshard parameters rest"
+        self.settings = {"engine": f"FSDP2, {rests} sharded", "transport": world.backend}
+        self._world = world
+        self._reshards = reshard_after_forward
+        self._max_grad_norm = max_grad_norm
+        dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
+        if values is None and not world.is_fake:  # torch can not convert modules of fake tensors
+            module.to(world.device)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtypes.master)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.model = module
+        _shard(module, blocks, reshard_after_forward, dtypes, world)
+        module.register_forward_hook(_free_without_backward)
+        # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
+        self._named = dict(self.model.named_parameters())
+        if values is not None:
+            self._put_in(values)
+        groups = [
+            {**group, "params": [self._named[names[p]] for p in group["params"]]}
+            for group in param_groups
+        ]
+        self.optimizer = optimizer_factory(groups)
+        self._buffers = Buffers(module, world)
+        names = {parameter: name for name, parameter in self._named.items()}
+        self._python = PythonValues(
+            self.optimizer,
+            [[names[p] for p in group["params"]] for group in self.optimizer.param_groups],
+        )
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        if not self._reshards:
+            cast(FSDPModule, self.model).set_reshard_after_backward(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, *, drain: bool = False) -> Tensor:
+        # Nothing is left in flight: the end of backward waits for the last reduction, and nothing is sent after it.
+        parameters = [p for p in self._named.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm([cast(Tensor, p.grad).float() for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        self.optimizer.step()
+        self._buffers.share()
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def model_states(self) -> ModelStates:
+        """Return the shards, and the currently gathered full parameters as buffers."""
+        moments = [moments_of(state) for state in self.optimizer.state.values()]
+        return ModelStates(
+            parameters=[p.detach() for p in self._named.values()],
+            gradients=[p.grad for p in self._named.values() if p.grad is not None],
+            optimizer=[tensor for state in moments for tensor in state.values()],
+            buffers=[p.detach() for p in self.model.parameters() if not isinstance(p, DTensor)],
+        )
+
+    def state_dict(self) -> CanonicalState:
+        """Return each rank's shards as contiguous ranges: dim 0 is cut, and rows are contiguous in memory."""
+        state: CanonicalState = self._buffers.canonical()
+        for name, parameter in self._named.items():
+            tensors = {
+                WEIGHT: parameter.detach(),
+                **moments_of(self.optimizer.state.get(parameter, {})),
+            }
+            state[name] = {key: self._pieces(tensor) for key, tensor in tensors.items()}
+            told = self._python.of(name, parameter)
+            state[name].update(told if self._world.rank == 0 else {})
+        return state
+
+    def load_state_dict(self, state: CanonicalState) -> None:
+        self._buffers.load(state)
+        self._python.load(state)
+        saved_moments = SavedMoments(state)
+        for name, parameter in self._named.items():
+            self._fill(parameter.detach(), state[name][WEIGHT], name)
+            if not parameter.requires_grad:
+                continue
+            entry = self.optimizer.state[parameter]
+            entry.clear()
+            entry.update(own_values(state[name], name))
+            for key, saved in saved_moments.of(name):
+                entry[key] = empty_moment(saved, parameter)
+                self._fill(entry[key], saved.canonical, f"{name}.{key}")
+
+    def _pieces(self, tensor: Tensor) -> CanonicalTensor:
+        if not isinstance(tensor, DTensor):
+            return canonical_replicated(tensor, self._world)
+        local = tensor.to_local().reshape(-1)
+        pieces = [Piece(self._first_element(tensor), local)] if local.numel() else []
+        return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
+
+    def _fill(self, tensor: Tensor, canonical: CanonicalTensor, name: str) -> None:
+        if isinstance(tensor, DTensor):
+            fill_from_canonical(
+                tensor.to_local().view(-1), canonical, start=self._first_element(tensor), name=name
+            )
+        else:
+            fill_from_canonical(tensor.view(-1), canonical, name=name)
+
+    def _put_in(self, values: Values) -> None:
+        """Make the memory of the shards, which are on meta, and copy this rank's rows there; buffers stay."""
+        device = self._world.device
+        self.model._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+        )
+        self._named = dict(self.model.named_parameters())
+        for name, read in values:
+            tensor = self._named[name].detach()
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            start = self._first_element(tensor) if isinstance(tensor, DTensor) else 0
+            local.view(-1).copy_(read(start, start + local.numel()))
+
+    def _first_element(self, tensor: DTensor) -> int:
+        """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.
+
+        This is pure arithmetic: slicing the tensor would communicate, and ranks without rows would not take part.
+        """
+        num_rows = tensor.shape[0]
+        rows_per_rank = -(-num_rows // self._world.size)
+        row_numel = tensor.numel() // num_rows if num_rows else 0
+        return min(self._world.rank * rows_per_rank, num_rows) * row_numel
+
+
+def _free_without_backward(module: nn.Module, *_: object) -> None:
+    """Free what a forward without gradients left gathered for a backward that will not come."""
+    if not torch.is_grad_enabled():
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+
+def _shard(
+    module: nn.Module, blocks: Sequence[str], reshard: bool, dtypes: Dtypes, world: World
+) -> None:
+    with unset_fake_temporarily():  # a mesh reads the ranks that it is made of
+        mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy()
+    if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
+        policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+    for name in blocks:
+        fully_shard(
+            module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy
+        )
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            # Reduce to plain sums, see [Note: who divides]; the second line avoids an operation that gloo lacks.
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,144 @@
+"""Convert the state of torch's optimizers and replicated or dim-0-sharded tensors to canonical pieces and back.
+
+Pieces are views of live memory: a caller that keeps them past the next step copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
+from zeroexp.process.world import World
+
+# These entries of a parameter (or of a buffer) are not moments.
+WEIGHT, PYTHON, BUFFER = "weight", "python", "buffer"
+NO_MOMENTS = {WEIGHT, PYTHON, BUFFER}
+
+
+def canonical_whole(tensor: Tensor) -> CanonicalTensor:
+    """Return the canonical form of a tensor that only this rank contributes."""
+    pieces = [Piece(0, _flat(tensor))] if tensor.numel() else []
+    return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
+
+
+def canonical_replicated(tensor: Tensor, world: World) -> CanonicalTensor:
+    """Return this rank's even share of a replicated tensor; the shares of all ranks cover the tensor exactly once."""
+    start, stop = (tensor.numel() * r // world.size for r in (world.rank, world.rank + 1))
+    pieces = [Piece(start, _flat(tensor)[start:stop])] if stop > start else []
+    return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
+
+
+def merge(states: Sequence[CanonicalState]) -> CanonicalState:
+    """Return one state with the pieces of all ranks' states, which every rank of any number may load.
+
+    Raises ValueError where two states differ in the shape or dtype of an entry, since they are of different models.
+    """
+    whole: CanonicalState = {}
+    for state in states:
+        for name, tensors in state.items():
+            for key, tensor in tensors.items():
+                empty = CanonicalTensor(tensor.shape, tensor.dtype, [])
+                known = whole.setdefault(name, {}).setdefault(key, empty)
+                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                    one, other = (f"{list(t.shape)} {t.dtype}" for t in (known, tensor))
+                    raise ValueError(
+                        f"merge: {name}.{key} is {one} in one state and {other} in another; give the states of "
+                        "one strategy's ranks"
+                    )
+                known.pieces.extend(tensor.pieces)
+    return whole
+
+
+def first_missing(canonical: CanonicalTensor, start: int, stop: int) -> int | None:
+    """Return the first of these elements that no piece holds."""
+    for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
+        if piece.start <= start:
+            start = max(start, piece.start + piece.tensor.numel())
+    return start if start < stop else None
+
+
+def fill_from_canonical(
+    flat: Tensor, canonical: CanonicalTensor, *, start: int = 0, name: str = ""
+) -> None:
+    """Write elements start, start + 1, ... of the canonical tensor into the one-dimensional `flat`.
+
+    Pieces may overlap. Raises ValueError if they do not cover all elements of `flat`.
+    """
+    covered, stop = start, start + flat.numel()
+    for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
+        low = max(start, piece.start)
+        high = min(stop, piece.start + piece.tensor.numel())
+        if low < high and low <= covered:
+            flat[low - start : high - start].copy_(
+                piece.tensor[low - piece.start : high - piece.start]
+            )
+            covered = max(covered, high)
+    if covered < stop:
+        raise ValueError(
+            f"state of {name}: elements {covered} to {stop - 1} of {list(canonical.shape)} are in no piece; "
+            "load pieces that together cover what this rank holds, as merge(states) of all ranks' states does"
+        )
+
+
+def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors (moments and the step) in the optimizer's state of one parameter."""
+    moments = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    for key in moments:
+        if key in NO_MOMENTS or "/" in key:
+            raise ValueError(f"the optimizer keeps a tensor under {key!r}: give it another name")
+    return moments
+
+
+@dataclass(frozen=True)
+class SavedMoment:
+    """One moment of a parameter as it was saved."""
+
+    canonical: CanonicalTensor
+    # True: one value per element of the parameter; False: one value for the whole parameter
+    of_elements: bool
+    follows: bool  # its dtype was the weight's when saved, and becomes the weight's again
+
+
+class SavedMoments:
+    """The moments in a canonical state, by parameter.
+
+    A moment that is one number for the whole parameter has no dimension, but a 0-dim parameter's element-wise moment
+    has none either. The other parameters show which of the two a moment is. If there are no others, only `step` counts
+    as one number, as in torch.
+    """
+
+    def __init__(self, state: CanonicalState) -> None:
+        self._state = state
+        with_dims = [entry for entry in state.values() if WEIGHT in entry and entry[WEIGHT].shape]
+        self._known = {key for entry in with_dims for key in entry}
+        self._numbers = {key for entry in with_dims for key in entry if entry[key].shape == ()}
+
+    def of(self, name: str) -> Iterator[tuple[str, SavedMoment]]:
+        weight = self._state[name][WEIGHT]
+        for key, moment in self._state[name].items():
+            if key not in NO_MOMENTS:
+                number = key in self._numbers if key in self._known else key == "step"
+                alike = moment.shape == weight.shape and not (number and weight.shape == ())
+                yield key, SavedMoment(moment, alike, moment.dtype == weight.dtype)
+
+
+def empty_moment(saved: SavedMoment, parameter: Tensor) -> Tensor:
+    """Allocate a moment as torch.optim would: like the parameter, or with a shape of its own.
+
+    A moment that was saved in the weight's dtype gets the parameter's dtype: plain bf16 rounds a loaded fp32 moment
+    once.
+    """
+    moment = saved.canonical
+    if saved.of_elements:
+        dtype = parameter.dtype if saved.follows else moment.dtype
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(moment.shape, dtype=moment.dtype, device=parameter.device)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)

@@ -1,0 +1,99 @@
+"""A model's weights come from a local folder, a cached snapshot or a download.
+
+Only this file asks whether the hub can be reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from zeroexp.config.keys import ConfigError
+from zeroexp.config.paths import cache_root
+from zeroexp.process.reachable import server_answers
+
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja"]
+
+
+@functools.cache
+def is_online() -> bool:
+    """Return whether the hub answers within seconds; False in the hub's offline mode."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    return server_answers(constants.ENDPOINT)
+
+
+def dataset_exists(name: str) -> bool:
+    """Return whether some part of this data set is on this machine; it may be incomplete.
+
+    The caches of the hub, of the `datasets` library and of zeroexp are searched.
+    """
+    if (Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}").is_dir():
+        return True
+    library = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    if (library / name.replace("/", "___")).is_dir():
+        return True
+    packed = cache_root().glob("*/about.json")
+    return any(
+        json.loads(about.read_text(encoding="utf-8")).get("hub_id") == name for about in packed
+    )
+
+
+def require_model(name: str) -> None:
+    """Raise ConfigError if `model_folder` could not return this model."""
+    if _model_here(name) is None and not is_online():
+        raise ConfigError(
+            f"model.weights={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
+            f"give a local folder, or fetch it first with a network"
+        )
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder with the weights, config and tokenizer that `model.weights=name` means.
+
+    It is a local folder, else the hub's cache, else a download. Raises ConfigError if there is none of them.
+    """
+    if folder := _model_here(name):
+        return folder
+    require_model(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.weights={name}: neither a folder nor a hub id that can be read ({reason}); "
+            "use a folder with safetensors, or the id of a model on the hub"
+        ) from error
+
+
+def config_folder(name: str) -> Path:
+    """Return a folder with the config.json of this model on the hub: the cache's, or a download. Raises ConfigError."""
+    for here in (True, False):
+        if not here and not is_online():
+            raise ConfigError(
+                f"model.path={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
+                f"give a local folder, or fetch it first with a network"
+            )
+        try:
+            return Path(hf_hub_download(name, "config.json", local_files_only=here)).parent
+        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
+            reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"model.path={name}: neither a folder nor a hub id that can be read ({reason}); "
+        "use a folder with config.json, or the id of a model on the hub"
+    )
+
+
+def _model_here(name: str) -> Path | None:
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if any(folder.glob("*.safetensors")) else None

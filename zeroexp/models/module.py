@@ -1,0 +1,155 @@
+"""Build a module from a ModelConfig, with the names of its blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zeroexp.config.families import MODELS, family_of, vocabulary
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.interface.values import Values, fill_in
+from zeroexp.models.blocks import chosen_blocks, find_blocks
+from zeroexp.models.deferred import CannotDefer, defer
+from zeroexp.models.freezing import freeze
+from zeroexp.models.tied_rows import keep_rows_apart
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    module: nn.Module
+    blocks: list[str]  # dotted names of the repeated blocks, in forward order
+    values: Values | None = None  # what the parameters are to hold, where they are on meta
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    vocab_size: int | None = None,
+) -> BuiltModel:
+    """Build the model with parameters of `dtype` on `device` ("meta": shapes only).
+
+    Parameters are drawn on the CPU in float32 and then cast, so that they are the same on every rank, device and, up to
+    rounding, dtype. `vocab_size` is the data's vocabulary, which must fit into the model's. Raises ConfigError.
+    """
+    device = torch.device(device)
+    vocab_size = _fitting_vocabulary(config, vocab_size)
+    if device.type == "meta":
+        with device:
+            model = _build(config, vocab_size)
+    elif config.weights is not None:
+        model = build_deferred(replace(config, tied_rows=False), seed=seed, vocab_size=vocab_size)
+        if model.values is not None:
+            fill_in(model.module, model.values)
+    else:
+        model = _build_whole(config, seed, vocab_size)
+    freeze(model.module, config.freeze)
+    for parameter in model.module.parameters():
+        # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
+        parameter.data = parameter.data.to(dtype)
+    _keep_rows_apart(config, model.module)
+    return BuiltModel(model.module.to(device), model.blocks)
+
+
+def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = None) -> BuiltModel:
+    """Build the model with parameters on meta, and the values that they are to hold; see deferred.py.
+
+    The values are those of `build_model`, bit for bit. A model whose constructor reads values of its own parameters is
+    built whole, and `values` is None. Raises ConfigError.
+    """
+    vocab_size = _fitting_vocabulary(config, vocab_size)
+    values: Values | None
+    try:
+        model, drawn = defer(lambda: _build(config, vocab_size), seed, lambda made: made.module)
+        values = drawn
+        if config.weights is not None:
+            from zeroexp.models import huggingface
+
+            values = huggingface.stored(config, model.module, drawn)
+    except CannotDefer as error:
+        print(f"model.name={config.name} is built whole before it is cut: {error}")
+        model, values = _build_whole(config, seed, vocab_size), None
+    freeze(model.module, config.freeze)
+    _keep_rows_apart(config, model.module)
+    return BuiltModel(model.module, model.blocks, values)
+
+
+def _build_whole(config: ModelConfig, seed: int, vocab_size: int | None) -> BuiltModel:
+    """Build the model with its values, without disturbing the caller's random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.weights is None:
+            return _build(config, vocab_size)
+        from zeroexp.models import huggingface
+
+        module = huggingface.load_whole(config, vocab_size)
+        return _with_blocks(config, module)
+
+
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Replace every parameter and buffer of a module built on meta by an empty one on `device`; tied ones stay one.
+
+    Under FakeTensorMode the new ones take no memory. (`nn.Module.to_empty` would untie tied parameters.)
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for key, old in held.items():
+                if old is not None and old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                if old is not None:
+                    held[key] = made[old]  # pyright: ignore[reportArgumentType]
+
+
+def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:
+    if config.tied_rows and not keep_rows_apart(module):
+        raise ConfigError(
+            "model.tied_rows=true: no embedding of this model shares its weight with a head; leave it out"
+        )
+
+
+@contextlib.contextmanager
+def allow_fake_tensors(config: ModelConfig) -> Iterator[None]:
+    """Let a model of this config run on fake tensors the operations that it runs on real ones."""
+    if not MODELS[config.family].of_transformers:
+        yield
+        return
+    from zeroexp.models import huggingface
+
+    with huggingface.samples_not_packed(), huggingface.experts_on_fake_tensors():
+        yield
+
+
+def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
+    return _with_blocks(config, family_of(config).build(config, vocab_size))
+
+
+def _with_blocks(config: ModelConfig, module: nn.Module) -> BuiltModel:
+    chosen, named = config.blocks, MODELS[config.family].blocks
+    if named is not None:
+        return BuiltModel(module, chosen_blocks(module, [named]))
+    return BuiltModel(
+        module, find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
+    )
+
+
+def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
+    """Return the model's vocabulary size. Raises ConfigError if the data's token ids exceed it."""
+    words = vocabulary(config)
+    if words is None or data_words is None:
+        return words or data_words
+    if data_words > words:
+        key = f"model.{MODELS[config.family].shape}.vocab_size"
+        raise ConfigError(
+            f"{key}={words}: the data's tokenizer has {data_words} words; "
+            f"set it to {data_words} or more, or choose other data"
+        )
+    return words

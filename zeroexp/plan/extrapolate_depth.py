@@ -1,0 +1,114 @@
+"""A deep model costs what a line says: its blocks are alike, so two depths tell what each further block adds.
+
+Whether it is a line is not assumed. A third depth is measured as well, and if a number misses the line (the owners of
+whole parameters, for one, change with the depth), the model is measured at its own depth. So is one of which some
+blocks are frozen, as blocks 20 to 29 are by `*layers.2?.*`: no other depth has as many of them. And so is one whose
+deeper blocks are of other kinds than the first ones, as every tenth may be: a block's kind is what it is made of. So is
+one of which every so-many-th block is recomputed (`train.recompute_every`).
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import Config
+from zeroexp.plan.block_kinds import Kind, kinds_of
+from zeroexp.plan.form_of_config import build_on_meta
+
+Numbers = TypeVar("Numbers")
+
+LEAST_DEPTH = 4  # fewer blocks never fill the pools and reductions in flight
+ROUNDING_BYTES = 1  # a rank's share of a sum over ranks is rounded down to whole bytes
+
+
+def measure_at_depth(
+    config: Config,
+    measure: Callable[[Config], list[Numbers]],
+    check: Callable[[Config], list[Numbers]] | None = None,
+    choose: Callable[[Numbers, Numbers], Numbers] = lambda found, deep: found,
+) -> tuple[list[Numbers], tuple[int, ...]]:
+    """Return what `measure` finds for the config, and the depths at which it ran.
+
+    check: measures the third depth, and may return fewer: the first ones of `measure`. None: it measures all. choose:
+    takes from what was found at one depth those numbers that count at the config's own, which it is given extrapolated.
+    """
+    depth = depth_of(config)
+    # The units of a model take turns in pools, so all depths leave the same rest.
+    turns = 1 + (1 if config.strategy.prefetch is None else config.strategy.prefetch)
+    first = LEAST_DEPTH + (depth - LEAST_DEPTH) % turns
+    near = (first, first + turns, first + 2 * turns)
+    numbered = config.train.recompute_every is not None
+    if depth <= sum(near) or numbered or _tells_blocks_apart(config.model.freeze):
+        return measure(config), (depth,)
+    times = (depth - first) // turns
+    if not _more_blocks_are_of_known_kinds(config, near, times):
+        return measure(config), (depth,)
+    one, two = (measure(with_depth(config, each)) for each in near[:2])
+    three = (check or measure)(with_depth(config, near[2]))
+    deep = [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)]
+    one, two, three = (
+        [choose(each, d) for each, d in zip(found, deep, strict=False)]
+        for found in (one, two, three)
+    )
+    expected = [_extrapolate(a, b, 2) for a, b in zip(one, two, strict=True)]
+    if not all(_agree(a, b) for a, b in zip(expected, three, strict=False)):
+        return measure(config), (*near, depth)
+    return [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)], near
+
+
+def _tells_blocks_apart(patterns: Sequence[str]) -> bool:
+    """Tell whether patterns of names may match one block and not another, which differ in a number alone."""
+    return any(letter.isdigit() or letter in "?[" for letter in "".join(patterns))
+
+
+def _more_blocks_are_of_known_kinds(config: Config, near: Sequence[int], times: int) -> bool:
+    """Tell whether the deep model has as many blocks of each kind as two shallow ones let expect."""
+    deep, one, two = map(_kinds_of_blocks, (config, *(with_depth(config, at) for at in near[:2])))
+    return all(deep[k] == one[k] + times * (two[k] - one[k]) for k in {*deep, *one, *two})
+
+
+def _kinds_of_blocks(config: Config) -> Counter[Kind]:
+    model = build_on_meta(config)
+    return Counter(kinds_of(model.module, model.blocks))
+
+
+def depth_of(config: Config) -> int:
+    """Return the number of blocks that the config names, or 0 where it leaves it to the library."""
+    family = MODELS[config.model.family]
+    return int(getattr(config.model, family.shape).get(family.depth, 0))
+
+
+def with_depth(config: Config, depth: int) -> Config:
+    family = MODELS[config.model.family]
+    config = deepcopy(config)
+    getattr(config.model, family.shape)[family.depth] = depth
+    return config
+
+
+def _extrapolate(one: Any, two: Any, times: int) -> Any:
+    """Return `one + times * (two - one)` for every number inside; what is no number is taken from `one`."""
+    if is_dataclass(one) and not isinstance(one, type):
+        return type(one)(**_extrapolate(vars(one), vars(two), times))
+    if isinstance(one, dict):
+        return {k: _extrapolate(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
+    if not isinstance(one, int | float):
+        return one
+    found = one + times * (two - one)
+    # Less is waited for per block the deeper a model is, and a line would go on below nothing.
+    return max(0.0, found) if isinstance(found, float) else found
+
+
+def _agree(one: Any, two: Any) -> bool:
+    """Tell whether all whole numbers inside agree; others are seconds, which are never as exact."""
+    if is_dataclass(one) and not isinstance(one, type):
+        return _agree(vars(one), vars(two))
+    if isinstance(one, dict):
+        return all(_agree(one.get(k, 0), two.get(k, 0)) for k in {**one, **two})
+    return not isinstance(one, int) or abs(one - two) <= ROUNDING_BYTES

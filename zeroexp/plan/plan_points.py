@@ -1,0 +1,157 @@
+"""Plan the points of a command line: the same points, names and refusals as a run of it would have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from zeroexp.check import check
+from zeroexp.check.rules_batch import num_gpus
+from zeroexp.check.sweep_points import Composed, Point, points_of
+from zeroexp.check.try_model import check_model
+from zeroexp.check.try_strategy import check_strategy
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.models.module import BuiltModel
+from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
+from zeroexp.plan.machines import Machines, device_of, machines_of
+from zeroexp.plan.outcome import Outcome, outcome_of
+from zeroexp.plan.remedy import remedies
+
+on_paper = partial(check, on_paper=True)
+BATCH = "data.global_batch_size"
+MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One point: its outcome, or the reason why it has none."""
+
+    point: Point
+    device: str  # cpu | cuda
+    outcome: Outcome | None
+    form: ClosedForm | None = None
+
+    @property
+    def machines(self) -> Machines:
+        return machines_of(self.point.config, self.device)
+
+
+class Plans:
+    """The points of a command line, planned one by one; `zeroexp.__main__.compose` hands them to `run`."""
+
+    has_failures = False
+
+    def __init__(self, words: Sequence[str], *, rehearses: bool = False) -> None:
+        """`words` are those of the command line: a batch size that stands there is not changed.
+
+        rehearses: whether each point is rehearsed too.
+        """
+        self._rehearses = rehearses
+        self.named = _keys_of(words)  # the keys that the line or its study sets
+        self._keeps_batch = BATCH in self.named
+        self.planned: list[Planned] = []
+        self.notes: list[str] = []
+        self._models: list[tuple[Config, BuiltModel]] = []
+
+    def run(self, batch: Sequence[Composed]) -> list[None]:
+        """Plan (overrides, composed config) pairs. Raises ConfigError if a word is wrong or nothing is left to plan."""
+        if not batch:
+            raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
+        for words, *_ in batch:
+            self.named |= _keys_of(words)
+        points = [p for words, values, _ in batch for p in self._points(words, values)]
+        if not points:
+            study = batch[0][1]["study"]["name"]
+            remedy = "leave what it compares to the study, or extend study.include"
+            raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+        defined = [point.config for point in points if not point.refusal]
+        if not defined:
+            raise ConfigError(str(points[0].refusal))
+        for config in defined:
+            check_model(replace(config, model=replace(config.model, weights=None)))
+        points = [_tried(point) for point in points]
+        if all(point.refusal for point in points):
+            raise ConfigError(str(points[0].refusal))
+        auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
+        self.planned += [self._plan(point, auto) for point in points]
+        return [None for _ in batch]
+
+    def _points(self, words: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
+        sizes = [values["world_size"]]
+        if sizes == ["all"]:
+            sizes = values["cluster"]["world_sizes"] or sizes
+        each = [self._batched({**values, "world_size": size}) for size in sizes]
+        return [point for one in each for point in points_of(words, one, on_paper)]
+
+    def _batched(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Let the global batch grow to whole microbatches of every rank, unless the words name it."""
+        data, ranks = values["data"], values["world_size"]
+        micro, batch = data["micro_batch_size"], data["global_batch_size"]
+        if isinstance(ranks, int) and ranks > MOST_RANKS:
+            problem = "every rank is planned, so that this takes minutes and memory"
+            raise ConfigError(f"world_size={ranks}: {problem}; use at most {MOST_RANKS}")
+        if self._keeps_batch or not (isinstance(ranks, int) and ranks > 0 and micro > 0):
+            return values
+        if batch % (micro * ranks) == 0:
+            return values
+        fitting = max(1, batch // (micro * ranks)) * micro * ranks
+        note = f"{BATCH}={batch} is not divisible by {ranks} ranks: planned with {fitting}"
+        if note not in self.notes:
+            self.notes.append(note)
+        return {**values, "data": {**data, "global_batch_size": fitting}}
+
+    def _plan(self, point: Point, auto: str) -> Planned:
+        device = point.config.cluster.device
+        device = auto if device == "auto" else device
+        if point.refusal:
+            return Planned(point, device, None)
+        planned = Planned(point, device, None)
+        model = self._model(point.config)
+        try:
+            form = form_of(point.config, model, planned.machines.transport)
+        except UndefinedCombination as error:
+            return replace(planned, point=replace(point, refusal=str(error)))
+        outcome = outcome_of(point.name, point.config, form, planned.machines)
+        if self._rehearses:
+            outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
+        if outcome.fits is False and outcome.rehearsed is None:
+            outcome = replace(outcome, remedies=remedies(point.config, model, device, self.named))
+        return replace(planned, outcome=outcome, form=form)
+
+    def model_of(self, planned: Planned) -> BuiltModel:
+        """Return the point's model, on the device `meta`."""
+        return self._model(planned.point.config)
+
+    def _model(self, config: Config) -> BuiltModel:
+        """Return the point's model; points of one model share it."""
+        for known, model in self._models:
+            if (known.model, known.data.vocab_size) == (config.model, config.data.vocab_size):
+                return model
+        self._models.append((config, build_on_meta(config)))
+        return self._models[-1][1]
+
+
+def _keys_of(words: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in words}
+
+
+def _tried(point: Point) -> Point:
+    """Return the point, skipped if code of others can not carry it out."""
+    try:
+        if not point.refusal:
+            check_strategy(point.config)
+    except UndefinedCombination as error:
+        return replace(point, refusal=str(error))
+    return point
+
+
+def rehearse_planned(planned: Planned) -> Outcome:
+    """Return the outcome of a planned point with its rehearsal, or with the reason why there is none."""
+    # The training loop takes a second to import.
+    from zeroexp.plan.peak import with_rehearsal
+
+    assert planned.form is not None and planned.outcome is not None
+    return with_rehearsal(planned.point.config, planned.machines, planned.form, planned.outcome)

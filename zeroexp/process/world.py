@@ -1,0 +1,222 @@
+"""Rank, world size, device and process group of this process. No other file reads a rank from the environment.
+
+`join` is the same call on a laptop, under torchrun and under Slurm. A single rank joins a group of one, so that no
+later code asks whether it is distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # imported before a group exists: its default arguments would keep one alive
+from torch import nn
+
+from zeroexp.process import progress
+from zeroexp.process.ports import SCHEME
+from zeroexp.process.rendezvous import open_store
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    backend: str  # gloo | nccl | fake
+    timeout_seconds: float = 600.0  # a peer that is silent for longer counts as dead
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether the other ranks do not exist: collectives move nothing, and tensors may have no values to read."""
+        return self.backend == "fake"
+
+    @property
+    def timed_device(self) -> torch.device:
+        """The device whose clock and allocator tell what a step costs; a fake world leaves its device alone."""
+        return torch.device("cpu") if self.is_fake else self.device
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Return the values of a one-dimensional tensor; in a fake world there may be none, and all are nan."""
+        return [float("nan")] * len(tensor) if self.is_fake else tensor.tolist()
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The numbers that the launcher gave one process among `size`."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def rank_info_from_environment(env: Mapping[str, str]) -> RankInfo:
+    """Read the place from torchrun's variables, else from Slurm's, else return a world of one."""
+    for rank, size, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if rank in env and size in env:
+            return RankInfo(int(env[rank]), int(env[size]), int(env.get(local, "0")))
+    return RankInfo(0, 1, 0)
+
+
+def environment_of_rank(place: RankInfo) -> dict[str, str]:
+    """Return the variables from which `place_from_environment` reads this place; a launcher sets them for its ranks."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+    }
+
+
+def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -> World:
+    """Join the process group that the environment describes, on CPU with gloo or on this rank's GPU with NCCL.
+
+    The ranks meet at ZEROEXP_RENDEZVOUS (rendezvous.py, or an init method of torch such as `file:///path`) or at
+    MASTER_ADDR:MASTER_PORT.
+    A single rank without either uses a store in its own memory.
+    """
+    place = rank_info_from_environment(os.environ)
+    own_device = torch.device("cpu")
+    if device == "cuda":
+        own_device = torch.device("cuda", device_index(place.local_rank, torch.cuda.device_count()))
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    backend = "nccl" if own_device.type == "cuda" else "gloo"
+    alone = place.size == 1 and "MASTER_ADDR" not in os.environ
+    meeting: dict[str, object] = {"store": dist.HashStore()} if alone else {}
+    if rendezvous := os.environ.get("ZEROEXP_RENDEZVOUS"):
+        meeting = _rendezvous_arguments(rendezvous, place, timeout_seconds)
+    dist.init_process_group(
+        backend,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        **meeting,  # pyright: ignore[reportArgumentType]
+    )
+    return World(place.rank, place.size, own_device, backend, timeout_seconds)
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Return which of the visible devices is this rank's: the only one, where a site shows each rank no more."""
+    return 0 if num_visible == 1 else local_rank
+
+
+def _rendezvous_arguments(
+    address: str, place: RankInfo, timeout_seconds: float
+) -> dict[str, object]:
+    if not address.startswith(SCHEME):
+        return {"init_method": address}
+    rank, size = place.rank, place.size
+    return {"store": open_store(address, rank=rank, size=size, timeout_seconds=timeout_seconds)}
+
+
+def current(
+    device: nn.Module | torch.device | str = "cpu", timeout_seconds: float = 600.0
+) -> World:
+    """Return the world of a process that called `init_process_group` itself, as a user of the library does.
+
+    device: the model, or the device on which it lies.
+    timeout_seconds: ranks of one host give up waiting for each other after it. A wait for a message ends after the
+    `timeout` that was given to `init_process_group`.
+    """
+    if isinstance(device, nn.Module):
+        device = next(device.parameters()).device
+    device = torch.device(device)
+    # `get_backend` names no backend where the group has one for each device, or chose it itself.
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"world.current(): the process group has no backend for {device}, only for {', '.join(backends)}: give "
+            "init_process_group(backend=...) one, or current() the device on which the model lies"
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, device, backends[device.type], timeout_seconds)
+
+
+def host_identity() -> tuple[str, int]:
+    """Return a value that is equal for processes which can share memory and sockets.
+
+    Such processes run in the same boot of one machine and in the same network namespace.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+        return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
+
+
+def leave_process_group() -> None:
+    """Destroy the process group. No object of ours may keep a reference to it.
+
+    Its gloo threads end only with the group, and such a thread aborts the process if it frees a tensor while the
+    interpreter shuts down.
+    """
+    dist.destroy_process_group()
+
+
+@contextmanager
+def joined_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -> Iterator[World]:
+    world = join_process_group(device=device, timeout_seconds=timeout_seconds)
+    yield world
+    leave_process_group()  # not in a `finally`: after an error the peers may be gone, and leaving would wait for them
+
+
+@contextmanager
+def fake_world(rank: int, size: int, device: torch.device | str = "cpu") -> Iterator[World]:
+    """Be one rank of a world whose other ranks do not exist: collectives return at once and move nothing.
+
+    It shows what does not depend on values: which moves happen, what they count and what memory is held. A model in it
+    must lie on `device` already, and may consist of fake tensors.
+    """
+    hook = sys.excepthook
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield World(rank, size, torch.device(device), "fake")
+    finally:
+        dist.destroy_process_group()
+        # torch leaves its own, which calls each line of a traceback one of a rank.
+        sys.excepthook = hook
+
+
+def barrier() -> None:
+    progress.count_move()
+    dist.barrier()
+
+
+def background_group() -> dist.ProcessGroup:
+    """Make a second group of all ranks, over gloo, whose messages never mix with those of training.
+
+    A background thread uses it. All ranks call this together.
+    """
+    progress.count_move()
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+Thing = TypeVar("Thing")
+
+
+def gather_objects(thing: Thing) -> list[Thing]:
+    """Gather a small picklable object from every rank, in rank order. Do not call it in a timed region."""
+    progress.count_move()
+    things: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """Copy rank 0's values into `tensor` on every rank."""
+    progress.count_move()
+    dist.broadcast(tensor, src=0)
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> None:
+    """Replace `tensor` by its sum over ranks, on every rank."""
+    progress.count_move()
+    dist.all_reduce(tensor)

@@ -1,0 +1,168 @@
+"""Why a run differs from its stage's table, in words and numbers. Pure.
+
+The table of stages knows placements alone (theory.py). Where what a run held or sent differs from it by more than
+TOLERANCE, the difference is cut into causes that the run's own files show: imbalance, padding, buffers, activations,
+schedule, transport. What is left over is said to be left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroexp.cut.stage import Placement
+from zeroexp.measure.record import RunSummary
+from zeroexp.report.columns import MIB
+from zeroexp.report.measured import UNCOUNTED, at_moment, by_kind
+from zeroexp.report.measured_points import Point
+from zeroexp.report.palette import KIND_NAMES
+from zeroexp.report.theory import stage_of, table_bytes, table_traffic
+from zeroexp.tracking.run import Run
+
+TOLERANCE = 0.02
+NUM_CAUSES = 3  # of a peak, the largest first
+ROWS = ("parameters", "gradients", "optimizer", "master")
+
+
+def explanations(points: Sequence[Point]) -> list[tuple[str, list[str]]]:
+    """Return (name, sentences) of each point that has anything to explain."""
+    told = [
+        (point.name, [*_explain_point(point), *_why_peak_falls_less(point, points)])
+        for point in points
+    ]
+    return [(name, sentences) for name, sentences in told if sentences]
+
+
+def _explain_point(point: Point) -> Iterator[str]:
+    summary, form = point.summary, table_bytes(point.run)
+    if summary is None or form is None:
+        return
+    held = at_moment(summary)
+    for kind in ROWS:
+        if _differ(held.get(kind, 0), form[kind]):
+            yield _explain_kind(point.run, summary, kind, held.get(kind, 0), form[kind])
+    if held.get("buffers", 0) > TOLERANCE * sum(held.values()):
+        share = held["buffers"] / sum(held.values())
+        yield (
+            f"Buffers hold {_mib(held['buffers'])} ({100 * share:.0f} %) that no table has: buckets of gradients, "
+            "pools that gathered units lie in, and memory that ranks share."
+        )
+    yield from _explain_traffic(point.run, summary)
+    yield from _explain_beside_plan(summary)
+
+
+def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
+    """Say where closed forms, which know all of the above, are wrong."""
+    words = {"total": "holds", "sent": "sends"}
+    for name, error in summary.plan_errors.items():
+        planned = summary.plan[name]
+        if name in words and abs(error) > TOLERANCE * max(planned, 1):
+            yield (
+                f"It {words[name]} {_mib(planned + error)} where its closed form says {_mib(planned)}: nothing here "
+                "explains that."
+            )
+
+
+def _explain_kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:
+    """Say what the fullest rank holds of a kind beside the table, and how much of that is imbalance and padding."""
+    ranks = summary.memory.by_kind[kind]
+    name = KIND_NAMES[kind]
+    head = f"{name[0].upper()}{name[1:]}: {_mib(held)} where the table says {_mib(form)}. "
+    if held == 0:
+        return (
+            head + "This kind was not there at that moment, in the last step whose memory was read."
+        )
+    causes: list[str] = []
+    left = held - form
+    skew = ranks.fullest - ranks.mean
+    if skew > TOLERANCE * ranks.mean:
+        causes.append(
+            f"the fullest rank holds {_mib(skew)} more than the mean, since pieces are uneven"
+        )
+        left -= skew
+    stage = stage_of(run)
+    placement = getattr(stage, kind if kind != "master" else "optimizer")
+    padding = ranks.mean - form
+    if placement is Placement.SHARD and padding > 0 and abs(left) > TOLERANCE * form:
+        causes.append(f"padding and what every rank holds whole take {_mib(padding)} on each rank")
+        left -= padding
+    if abs(left) > TOLERANCE * max(form, 1):
+        causes.append(f"{_mib(abs(left))} {'more' if left > 0 else 'less'} than these explain")
+    said = "; ".join(causes)
+    return f"{head}{said[:1].upper()}{said[1:]}."
+
+
+def _explain_traffic(run: Run, summary: RunSummary) -> Iterator[str]:
+    form, sent = table_traffic(run), by_kind(summary)
+    if form is None or run.world_size == 1 or not sent:
+        return
+    measured, expected = sum(sent.values()), sum(form.values())
+    if not _differ(measured, expected):
+        return
+    head = f"It sends {_mib(measured)} a step where the table says {_mib(expected)}. "
+    if UNCOUNTED in sent:
+        yield head + (
+            "Its engine sends from C++ through the backend: gloo's reduce-scatter is an all-reduce inside, of twice "
+            "the bytes."
+        )
+        return
+    parts = [
+        f"{kind} {_mib(sent.get(kind, 0) - form.get(kind, 0), sign=True)}"
+        for kind in dict.fromkeys([*form, *sent])
+        if abs(sent.get(kind, 0) - form.get(kind, 0)) > TOLERANCE * expected
+    ]
+    keeps = run.config.get("strategy.keep") in ("last", "all")
+    kept = keeps and sent.get("gather", 0) < form.get("gather", 0)
+    why = (
+        f" strategy.keep={run.config['strategy.keep']} leaves units gathered from forward to backward."
+        if kept
+        else ""
+    )
+    yield f"{head}By kind: {', '.join(parts) or 'each a little'}.{why}"
+
+
+def _why_peak_falls_less(point: Point, points: Sequence[Point]) -> Iterator[str]:
+    """Say why a stage's peak falls by less than its table, beside the same implementation's DDP."""
+    whole = next((p for p in points if p.summary and _is_ddp_of_same_point(p.run, point.run)), None)
+    if whole is None or whole is point or not (point.summary and whole.summary):
+        return
+    mine, theirs = table_bytes(point.run), table_bytes(whole.run)
+    peaks = point.summary.memory.peak, whole.summary.memory.peak
+    if not (mine and theirs and peaks[0] and peaks[1]):
+        return
+    promised = sum(mine.values()) / sum(theirs.values())
+    reached = peaks[0].fullest / peaks[1].fullest
+    if reached <= promised * (1 + TOLERANCE):
+        return
+    yield (
+        f"Its peak is {reached:.2f} of that of {whole.name}, and the table says {promised:.2f}: of its "
+        f"{_mib(peaks[0].fullest)} {_peak_beyond_table(point.summary, sum(mine.values()))}"
+    )
+
+
+def _peak_beyond_table(summary: RunSummary, table: float) -> str:
+    """Say what makes the peak beside what the table has."""
+    peak = summary.memory.peak
+    assert peak is not None
+    traced = max(filter(None, summary.memory.peaks), key=lambda one: one.num_bytes, default=None)
+    if traced is None:
+        beside = peak.fullest - table
+        return (
+            f"{_mib(beside)} are buffers, activations and temporaries, which no stage shards; "
+            "train.trace_steps tells which."
+        )
+    causes = sorted(traced.bytes_by_cause.items(), key=lambda item: -item[1])[:NUM_CAUSES]
+    most = ", ".join(f"{cause} {_mib(number)}" for cause, number in causes)
+    return f"the most are {most}, in {traced.operator} of the {traced.phase} phase."
+
+
+def _is_ddp_of_same_point(run: Run, other: Run) -> bool:
+    same = ("world_size", "model.name", "strategy.implementation", "precision.name")
+    return run.strategy == "ddp" and all(run.config.get(k) == other.config.get(k) for k in same)
+
+
+def _differ(measured: float, form: float) -> bool:
+    return abs(measured - form) > TOLERANCE * max(form, 1)
+
+
+def _mib(number: float, *, sign: bool = False) -> str:
+    return f"{number / MIB:{'+' if sign else ''},.1f} MiB"

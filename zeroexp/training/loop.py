@@ -1,0 +1,239 @@
+"""The training loop: everything else serves these lines.
+
+A step ends when its parameters are updated and its loss and gradient norm are known. An engine may leave its last
+all-gathers in flight, since the next step waits for them. At both ends of the measured window nothing is in flight: the
+last warm-up step and the last step of the run drain the engine and meet at a barrier, and their time includes both.
+
+[Note: reading memory] The bytes held are read at the four MOMENTS of the last warm-up step, which counts in no time.
+A run without warm-up, or one resumed after it, reads them in its last step. The clock stands still meanwhile.
+
+[Note: validation] It runs between two steps, and no step counts its time, bytes or memory. The step before it drains
+the engine within its own time, and the ranks meet before the next one begins.
+
+[Note: one step late] On a GPU the host runs ahead of the device. The loop reads a step's numbers there when it has
+launched the next step, so that the device never waits for the read. It reads requests to stop with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroexp.comm.collectives import Collectives, held_shared_bytes, take_traffic
+from zeroexp.config.keys import Config, TrainConfig
+from zeroexp.config.optimizer import learning_rate
+from zeroexp.data import Microbatch, StepBatch
+from zeroexp.interface.strategy import Strategy
+from zeroexp.measure.clock import StepClock
+from zeroexp.measure.instruments import Instruments
+from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
+from zeroexp.measure.record import Peak, StepRecord, VerbSeconds
+from zeroexp.measure.trace import StepTrace
+from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
+from zeroexp.models.loss import loss_sum
+from zeroexp.process import progress
+from zeroexp.process.world import World, barrier
+from zeroexp.training.agree_to_stop import Stop
+from zeroexp.training.validate import ValidationData, validation_loss
+
+
+class Data(ValidationData, Protocol):
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch: ...
+
+
+def train(
+    strategy: Strategy,
+    data: Data,
+    *,
+    config: Config,
+    world: World,
+    start_step: int = 0,
+    stop: Stop | None = None,
+    pause: Callable[[int], bool] = lambda steps_done: False,
+    instruments: Instruments | None = None,
+) -> Iterator[StepRecord]:
+    """Train to the configured number of steps, or until all ranks agree to stop.
+
+    Yields one record per step; its loss is the same on every rank. Between two steps every rank calls `pause` with the
+    number of steps done. Where it returns True, the caller receives that step's record before the next step starts, so
+    it finds the engine as that step left it and may save it. The same holds after the last record. `instruments` watch
+    the steps that they choose.
+    """
+    stop = stop or Stop()
+    num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
+    num_steps = num_warmup + config.train.steps
+    validated = validated_steps(config)
+    window_ends = {num_warmup - 1, num_steps - 1}
+    reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
+    collectives = Collectives(world)
+    take_traffic()  # what building and loading sent counts in no step
+    unread: deque[_Step] = deque()
+    instruments = instruments or Instruments(TrainConfig(), world, Path())
+    meter.device = world.timed_device
+    for index in range(start_step, num_steps):
+        reads = index == reading_step
+        with (
+            instruments.watching(index, strategy, reading=reads) as trace,
+            meter.recording() as moves,
+        ):
+            step = _Step(world, index, reading_memory=reads, trace=trace)
+            step.lr = learning_rate(config.optimizer, index, num_steps)
+            for group in strategy.optimizer.param_groups:
+                group["lr"] = step.lr
+            batch = data.step_batch(index * batch_size, rank=world.rank, world_size=world.size)
+            for microbatch in batch.microbatches:
+                last = microbatch is batch.microbatches[-1]
+                with strategy.microbatch(last=last):
+                    step.enter(progress.FORWARD)
+                    loss = (
+                        _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
+                    )
+                    if last:
+                        step.read_memory("after_forward", strategy)
+                    step.enter(progress.BACKWARD)
+                    strategy.backward(loss)
+                step.loss += loss.detach()
+            step.read_memory("after_backward", strategy)
+            step.enter(progress.STEP)
+            if stop.asked:
+                step.wishes.fill_(1)
+            sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
+            with step.clock.optimizer(strategy.optimizer):
+                step.grad_norm = strategy.step(drain=index in window_ends | validated)
+            step.read_memory("after_step", strategy)
+            strategy.zero_grad()
+            sums.wait()
+            if index in window_ends:
+                barrier()
+            step.read_memory("at_rest", strategy)
+            step.clock.stop()
+        step.end(batch.num_tokens, moves, bytes_known=not instruments.allocates(index))
+        step.traced = instruments.slows(index)
+        instruments.write_timeline(index, trace, step.peak)
+        if step.traced:
+            barrier()  # no rank waits in its next step for another one that still writes what it saw
+        if index in validated:  # [Note: validation]
+            step.validation_loss = validation_loss(
+                strategy, data, collectives, task=config.model.task, step=index
+            )
+        unread.append(step)
+        most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
+        while len(unread) > most_unread:  # [Note: one step late]
+            done = unread.popleft()
+            record = done.record(config)
+            stop.agreed = stop.agreed or done.num_wishes > 0
+            yield record
+        if stop.agreed:
+            break
+    for step in unread:
+        yield step.record(config)
+
+
+def validated_steps(config: Config) -> set[int]:
+    """Return the 0-based steps that a validation follows: every so many, and the last one."""
+    if config.data.validation_split is None and config.data.validation_samples is None:
+        return set()
+    num_steps = config.train.warmup_steps + config.train.steps
+    every = config.train.validate_every or num_steps
+    return {num_steps - 1, *range(every - 1, num_steps, every)}
+
+
+def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: str) -> Tensor:
+    """Return the loss; the model's output is freed when this function returns, before backward."""
+    microbatch = microbatch.to(world.device)
+    return loss_sum(strategy.model(**microbatch.inputs), microbatch.labels, task)
+
+
+class _Step:
+    """The meters of one step, and its numbers until somebody reads them."""
+
+    def __init__(
+        self, world: World, index: int, *, reading_memory: bool, trace: StepTrace | None = None
+    ):
+        self.lr = 0.0
+        self.traced = False
+        self.peak: Peak | None = None
+        self._trace = trace
+        self._backend: dict[str, VerbSeconds] = {}
+        self._world = world
+        self.sums = torch.zeros(2, device=world.device)  # one message sums both over ranks
+        self.loss, self.wishes = self.sums.unbind()
+        self.num_wishes = 0.0  # number of ranks that were asked to stop
+        self.grad_norm = self.loss
+        self.validation_loss: float | None = None
+        self._index = index
+        self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
+        self._wire = WireMeter(world.backend)
+        self._allocations = AllocationMeter(world.timed_device)
+        # A trace is of the host's time, on a GPU too.
+        self.clock = StepClock(world.timed_device if trace is None else torch.device("cpu"))
+        progress.note_phase(index, progress.DATA)
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that the clock knows too."""
+        self.clock.enter(phase)
+        progress.note_phase(self._index, phase)
+
+    def read_memory(self, moment: str, strategy: Strategy) -> None:
+        """Read the bytes held now, if this is the step that [Note: reading memory] names.
+
+        A trace asks after backward alone, where the engine is about to wait for its reductions anyway.
+        """
+        traces = self._trace is not None and moment == "after_backward"
+        if self._memory is None and not traces:
+            return
+        phase = self.clock.enter(None)
+        states = strategy.model_states()
+        if self._memory is not None:
+            self._memory[moment] = bytes_by_kind(states)
+        if self._trace is not None:
+            self._trace.note_model_states(states)
+        self.clock.enter(phase)
+
+    def end(self, num_tokens: int, moves: list[TimedMove], *, bytes_known: bool) -> None:
+        self._num_tokens = num_tokens
+        self._peak_bytes = self._allocations.peak_bytes() if bytes_known else None
+        if self._peak_bytes is not None:
+            self._peak_bytes += held_shared_bytes()
+        self._allocated_bytes = self._allocations.allocated_bytes() if bytes_known else None
+        self._wire_bytes = self._wire.sent_bytes()
+        self._traffic = take_traffic()
+        self._moves = moves
+        if self._trace is not None:
+            self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
+            self.peak = self._trace.peak(self._index) if bytes_known else None
+            self._backend = self._trace.backend()
+
+    def record(self, config: Config) -> StepRecord:
+        """Return the step's record; this waits for the device to finish the step."""
+        seconds, phase_seconds = self.clock.read()
+        verbs, waited_seconds = sum_up_moves(self._moves)
+        loss, self.num_wishes = self._world.read(self.sums)
+        return StepRecord(
+            step=self._index,
+            warmup=self._index < config.train.warmup_steps,
+            samples_seen=(self._index + 1) * config.data.global_batch_size,
+            loss=loss,
+            grad_norm=self._world.read(self.grad_norm.view(1))[0],
+            validation_loss=self.validation_loss,
+            lr=self.lr,
+            num_tokens=self._num_tokens,
+            step_seconds=seconds,
+            phase_seconds=phase_seconds,
+            memory_bytes=self._memory,
+            peak_bytes=self._peak_bytes,
+            allocated_bytes=self._allocated_bytes,
+            traffic=self._traffic,
+            wire_bytes=self._wire_bytes,
+            verbs=verbs,
+            waited_seconds=waited_seconds,
+            peak=self.peak,
+            backend=self._backend,
+            traced=self.traced,
+        )
