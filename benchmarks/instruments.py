@@ -1,8 +1,8 @@
 """python -m benchmarks.instruments [ENGINE ...]: what measuring costs a step, as a share of it.
 
 What is always on is counted in a real step and timed alone, in a loop, so that a busy machine does not hide it: moves
-that are timed (measure/verb_seconds.py), their sum at the end of a step, allocations that are counted (allocator.cpp). A
-traced step is timed beside plain ones, in turn; it counts in no time of a run.
+that are timed (measure/verb_seconds.py), their sum at the end of a step, allocations that are counted
+(allocator.cpp). A traced step is timed beside plain ones, in turn; it counts in no time of a run.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def checksum_terms(number: int) -> list[float]:
 
 
 def checksums_were_equal(sums: Sequence[float]) -> bool:
-    """Tell from the sums over ranks of `terms_of` whether all ranks had the same number."""
+    """Tell from the sums over ranks of `checksum_terms` whether all ranks had the same number."""
     ranks, high, high_squares, low, low_squares = map(int, sums)
     return ranks * high_squares == high * high and ranks * low_squares == low * low
 

@@ -5,10 +5,10 @@ Every rank owns one arena, mapped by all its neighbours:
     | parameters at rest ...                          | slot 0 | slot 1 |
       offered: neighbours copy straight out of them     gradients on their way, one reduction a slot
 
-The sender writes on its board where the data lie (offers.py) and rings the reader's bell (wake_up.py). The reader of a slot
-says on its own board that it has read it, and only then does the sender write the slot again. What is *offered* may be
-read any number of times without an answer; it is overwritten only when both sides have said that they are done with
-this step's offers. A rank that writes to its board never waits for readers, so any number of units may be offered.
+The sender writes on its board where the data lie (offers.py) and rings the reader's bell (wake_up.py). The reader of a
+slot says on its own board that it has read it, and only then does the sender write the slot again. What is *offered*
+may be read any number of times without an answer; it is overwritten only when both sides have said that they are done
+with this step's offers. A rank that writes to its board never waits for readers, so any number of units may be offered.
 
 Loopback TCP would copy everything twice through the kernel and wake a thread for each message, on cores that are
 busy computing. With two ranks on two cores TCP costs a fifth of the step, shared memory a twentieth.

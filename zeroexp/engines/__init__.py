@@ -1,1 +1,1 @@
-"""The training loop sees a parallel engine only as `base.Strategy`; each engine has its own file."""
+"""The engines behind one interface: ours, built from the config (build.py), and PyTorch's own."""

@@ -1,1 +1,9 @@
-"""interface"""
+"""What every engine shares, hand-written or native: the interface, and the state that it gives and takes.
+
+strategy.py        the nine members that the training loop sees, and the types of what they return
+canonical.py       optimizer state and tensors as ranges of flattened tensors, and back
+values.py          the first weights of a model on meta, asked for in ranges
+buffers.py         a module's buffers, equal on all ranks
+python_values.py   optimizer state that is in no tensor
+elementwise.py     the trial whether an optimizer updates each element by itself
+"""

@@ -31,7 +31,7 @@ from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order, most_beside_pools
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Size of each number that ranks sum before a step, see tally.py: the sum of squares, and one for each parameter.
+# Size of each number that ranks sum before a step (gradient_norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
 FROZEN = "frozen"  # the kind of chunks that get no gradient
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)

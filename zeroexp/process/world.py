@@ -68,7 +68,7 @@ def rank_info_from_environment(env: Mapping[str, str]) -> RankInfo:
 
 
 def environment_of_rank(place: RankInfo) -> dict[str, str]:
-    """Return the variables from which `place_from_environment` reads this place; a launcher sets them for its ranks."""
+    """Return the variables that `rank_info_from_environment` reads; a launcher sets them for its ranks."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),

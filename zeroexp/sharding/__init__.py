@@ -25,13 +25,8 @@ The drawing shows what each of two ranks holds after backward (# held, . not hel
     rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
                  O ....####              O ....####              O ....####
 
-Read the files with a star first: they are the algorithm. Imports run in the order of this list.
+Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imports run in the order of this list.
 
-    stage.py *      says where tensors rest and which move joins two placements: the table above      pure
-    chunk.py *          says which rank owns which elements of parameters that lie side by side           pure
-    owners.py           decides which rank owns which parameter, where parameters stay whole              pure
-    layout.py *         cuts units into chunks and pads them; by parameter, tensor or buffer              pure
-    bucket.py           decides which gradients are reduced together                                      pure
     dtypes.py           names the dtypes of parameters, gradients and masters
     options.py          settles what the caller leaves open: bucket size, prefetch depth, when to reduce
     grouping.py         decides which parameters of a module move together
