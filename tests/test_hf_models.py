@@ -337,6 +337,8 @@ def test_saved_buffers_are_loaded_trained_with_saved_and_exported(here, ranks):
     """The bias by which DeepSeek-V3, GLM-4.5 and Ernie choose experts, and running statistics."""
     configs = [from_folder_with_buffers(kind) for kind in BUFFERED]
     (runs := Path.cwd() / "runs").mkdir()
+    for config in configs:  # ranks began in another folder
+        config.model.weights = str(Path(config.model.weights or "").resolve())
     answers = ranks(train_and_go_on, configs, runs, world_size=RANKS)
     for kind, *told in zip(BUFFERED, *answers, strict=True):
         plain = of_folder(kind)

@@ -124,8 +124,9 @@ def test_peaks_and_wire_are_known_on_the_cpu(local, tmp_path):
     summary = read_summary(job.folder)
     assert summary is not None and summary.memory.build_peak is not None
     parameters = memory["at_rest"]["parameters"]
-    # The parameters and the buckets of DDP; a few small tensors are freed late.
-    assert 0 <= summary.memory.build_peak.fullest - 2 * parameters < 4096
+    # The parameters and the buckets of DDP. A few small tensors are freed late, and so may be the copy in which a rank
+    # is sent the first weights, by a thread of gloo's.
+    assert 0 <= summary.memory.build_peak.fullest - 2 * parameters < parameters + 4096
     gradients = memory["after_backward"]["gradients"]
     # An all-reduce among two ranks sends the gradients once; gloo's headers, the loss and the barrier are small.
     assert last.wire_bytes is not None

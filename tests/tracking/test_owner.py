@@ -145,7 +145,7 @@ def test_of_another_host_nothing_is_known(tmp_path: Path) -> None:
 
 KEEP = """
 from time import sleep
-from zeroexp import locks
+from zeroexp.process import locks
 with locks.temporary_folder() as folder:
     (folder / "file").touch()
     print(folder, flush=True)
