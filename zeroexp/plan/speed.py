@@ -133,9 +133,8 @@ class Calibration:
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
     models = _cpuinfo("model name") or [platform.machine()]
-    word = os.environ.get(
-        "ONEDNN_MAX_CPU_ISA"
-    )  # leaves out instructions, so that it is another machine
+    # Without some of its instructions a machine is another one.
+    word = os.environ.get("ONEDNN_MAX_CPU_ISA")
     return f"{models[0]}, {os.cpu_count()} cores" + (f", ONEDNN_MAX_CPU_ISA={word}" if word else "")
 
 

@@ -15,9 +15,8 @@ class Dtypes:
     """The strategy's table names these three dtypes."""
 
     compute: torch.dtype  # dtype of parameters and of the gradients autograd makes
-    reduce: (
-        torch.dtype
-    )  # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
+    # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
+    reduce: torch.dtype
     master: torch.dtype  # dtype of the weights the optimizer updates
 
 

@@ -59,9 +59,8 @@ class ChunkTensors:
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
     empty: Tensor = field(init=False)  # the empty tensor that freed parameters show
-    span_of: dict[int, int] = field(
-        init=False
-    )  # index of the owned span, by member: a rank owns one at most
+    # Index of the owned span, by member: a rank owns one at most.
+    span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.empty = self.piece.new_empty(0)

@@ -114,9 +114,8 @@ def _problem_with(state: object, units: Sequence[Unit]) -> str | None:
 def refuse_weights_alone(state: CanonicalState, optimizer: Optimizer, wire: Collectives) -> None:
     """Raise ValueError on all ranks for a state without moments where the optimizer has some, which would be lost."""
     has_moments = any(moments_of(own) for own in optimizer.state.values())
-    has_moments = (
-        not wire.same_everywhere(int(has_moments)) or has_moments
-    )  # a rank may own nothing
+    # A rank may own nothing: then others tell.
+    has_moments = not wire.same_everywhere(int(has_moments)) or has_moments
     if has_moments and not any(entry.keys() - {WEIGHT, BUFFER} for entry in state.values()):
         raise ValueError(
             "strategy.load_state_dict: the state holds weights and no moments, and the optimizer, which has taken "
