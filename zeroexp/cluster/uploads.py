@@ -25,9 +25,7 @@ from zeroexp.tracking.store import StoreBusy
 
 SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
 STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
-END_SECONDS = (
-    30.0  # the same, at the end of a sweep, where writes of others to the store count as work too
-)
+END_SECONDS = 30.0  # the same, at the end of a sweep, where writes of others count as work too
 RETRY_SECONDS = 0.5  # between two tries of what a busy store did not take
 WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
@@ -105,9 +103,7 @@ class _Worker:
 
     def __init__(self, written_at: Callable[[], int]) -> None:
         self.error: Exception | None = None
-        self.busy: StoreBusy | None = (
-            None  # why the action that is tried again failed the last time
-        )
+        self.busy: StoreBusy | None = None  # why an action that is tried again failed last
         self._written_at = written_at
         self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_open, self._stands_still = 0, False

@@ -35,9 +35,8 @@ from zeroexp.measure.verb_seconds import meter
 PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 GRACE_LOOKS = 600  # looks after the error was found, to release peers that find it later
-MOST_IN_CHAIN = (
-    64  # ranks that wait one for the other; a longer chain ends with the process group's time-out
-)
+# Ranks that wait one for the other; a longer chain ends with the process group's time-out.
+MOST_IN_CHAIN = 64
 NUM_REMEMBERED = 256  # sent messages that are remembered: far more than may be in flight
 
 

@@ -164,7 +164,8 @@ def drop_records(
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     write_through(beside, "".join(f"{dumps(row)}\n" for row in kept))
     beside.replace(path)
-    return {row["step"]: row["written_at"] for row in rows if row not in kept}
+    repeated = [row for row in rows if from_step is not None and row["step"] >= from_step]
+    return {row["step"]: row["written_at"] for row in repeated}
 
 
 def write_engine(folder: Path, settings: dict[str, Any]) -> None:

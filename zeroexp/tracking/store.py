@@ -37,7 +37,7 @@ METRICS_PER_CALL = 500
 PARAMS_PER_CALL = 100  # a server's limit
 UI_PORT = 5000
 BUSY_SECONDS = (
-    5.0  # for a lock that another program holds on a sqlite file; MLflow itself waits for 20
+    5.0  # for a sqlite file's lock that another program holds; MLflow itself waits for 20
 )
 # MLflow's own limits are minutes: 7 retries of 120 s. Whatever a store does not accept now is sent later.
 CLIENT_DEFAULTS = {
