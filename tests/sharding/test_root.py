@@ -166,3 +166,29 @@ def test_whoever_reads_a_parameter_finds_it_gathered_again(ranks, transport):
     (seen, _), _ = ranks(train, Language, norm_of_weights, transport)
     assert [norm for norm, _ in seen] == pytest.approx(looked_at, rel=1e-5)
     assert all(num_bytes > 0 for _, num_bytes in seen)
+
+
+@torch.jit.script
+def scripted_penalty(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+def penalty_of_freed(world: World) -> tuple[list[int], float]:
+    """Shape of a freed parameter, and what a function in C++, which no guard sees, makes of it."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    Sharded(
+        model,
+        blocks=["0", "1"],
+        stage=STAGES["zero3"],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+    )
+    weight = model[0].weight
+    return list(weight.shape), scripted_penalty(weight).item()
+
+
+def test_code_that_no_guard_sees_makes_nan_of_a_freed_parameter(ranks):
+    """And no sum of nothing, which is 0."""
+    for shape, penalty in ranks(penalty_of_freed):
+        assert shape == [WIDTH, WIDTH] and penalty != penalty

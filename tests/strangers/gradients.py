@@ -973,6 +973,39 @@ def a_function_of_ones_own_takes_weights_in_the_context(lab: Lab) -> None:
     lab.train(t, loss, num_microbatches=2)
 
 
+class Adjoint(torch.autograd.Function):
+    """As torchdiffeq's `odeint_adjoint`: weights are arguments for their gradients' sake, and a module computes."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module, ctx.weights = module, weights
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.module(x)
+        return None, *torch.autograd.grad(output, (x, *ctx.weights), gradient)
+
+
+@scenario(EVERY_WAY)
+def a_function_of_ones_own_is_given_freed_weights(lab: Lab) -> None:
+    """Their gradients have the shapes of weights, which are not there when they are given."""
+
+    class ByAdjoint(Net):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = Adjoint.apply(layer, x, *layer.parameters())  # pyright: ignore[reportAssignmentType]
+            return x
+
+    lab.train(lab.wrap(ByAdjoint()), num_microbatches=2)
+
+
 @scenario(EVERY_WAY)
 def sparse_gradients(lab: Lab) -> None:
     """They are reduced as dense ones."""

@@ -11,9 +11,10 @@ is `GuardedParameter`, whose `__torch_function__` sees every use from Python bef
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
 for example, clip nothing.
 
-[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. saved.py handles what they saved. The
-memory of a freed parameter has no elements, so a kernel that is given one raises a shape error. That of one that rests
-whole has the weights of the step before until `publish` has ended, for which `step` waits.
+[Note: uses from C++] Autograd's kernels do not pass through `__torch_function__`. saved.py handles what they saved. A
+freed parameter has its shape and one element, nan, in all places: a kernel that is given one makes nan of all it
+computes, and one that writes into it raises. A parameter that rests whole has the weights of the step before until
+`publish` has ended, for which `step` waits.
 """
 
 from __future__ import annotations
@@ -70,18 +71,11 @@ class GuardedParameter(nn.Parameter):
                     _before_use(parameter, func)
             elif func in functions.OF_SHAPE and _guard_of(args[0]).freed:
                 return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
-            elif func in functions.LIKE and _guard_of(args[0]).freed:
-                return func(_like(args[0]), *args[1:], **kwargs)
             elif func in functions.CONVERSIONS and _guard_of(args[0]).freed:
-                return _unchanged(args[0], func(*args, **kwargs))
+                return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
             elif sets_itself:
                 return None
             return func(*args, **kwargs)
-
-    @property
-    def nbytes(self) -> int:  # torch calls no `__torch_function__` for nbytes
-        guard = _guard_of(self)
-        return guard.shape.numel() * self.itemsize if guard.freed else super().nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         guard = _guard_of(self)
@@ -122,7 +116,7 @@ def show_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def hide_values(parameter: nn.Parameter, nothing: Tensor) -> None:
-    """Free the parameter: it shows `nothing`, which has no elements. The version counter does not advance."""
+    """Free the parameter: it shows `nothing`, which has its shape. The version counter does not advance."""
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain
     parameter.data = nothing
@@ -196,16 +190,6 @@ def _freed(guard: Guard) -> RuntimeError:
         f"parameter {guard.name} is freed: its values are there only while the module runs with which it is gathered "
         "(its block, or the whole model; a part that is called alone has to be a block); read it inside `with "
         "strategy.gathered():`, save with strategy.state_dict()"
-    )
-
-
-def _like(parameter: GuardedParameter) -> Tensor:
-    """Return a tensor of the same shape and dtype that takes almost no memory."""
-    return torch.empty_strided(
-        _guard_of(parameter).shape,
-        [0] * len(_guard_of(parameter).shape),
-        dtype=parameter.dtype,
-        device=parameter.device,
     )
 
 

@@ -58,12 +58,14 @@ class ChunkTensors:
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
-    empty: Tensor = field(init=False)  # the empty tensor that freed parameters show
+    # What freed parameters show: one nan in the shape of each, for code in C++, which no guard sees.
+    nothing: list[Tensor] = field(init=False)
     # Index of the owned span, by member: a rank owns one at most.
     span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.empty = self.piece.new_empty(0)
+        nan = self.piece.new_full((), float("nan"))
+        self.nothing = [nan.expand(shape) for shape in self.shapes]
         self.span_of = {span.member: index for index, span in enumerate(self.owned)}
 
     @property
@@ -86,8 +88,8 @@ class ChunkTensors:
     def show(self, *, there: bool) -> None:
         """Point the parameters at the memory that holds their values, or at no memory where they are not there."""
         if self.pinned is None and not there:
-            for parameter in self.parameters:
-                guard.hide_values(parameter, self.empty)
+            for parameter, nothing in zip(self.parameters, self.nothing, strict=True):
+                guard.hide_values(parameter, nothing)
             return
         views = self.views if self.pinned is None else self.views_of(self.pinned)
         for parameter, view in zip(self.parameters, views, strict=True):

@@ -29,39 +29,17 @@ def _contiguous_stride(shape: torch.Size, dim: int | None = None) -> tuple[int, 
     return strides if dim is None else strides[dim]
 
 
-def _size(shape: torch.Size, dim: int | None = None) -> torch.Size | int:
-    return shape if dim is None else shape[dim]
-
-
-def _numel(shape: torch.Size) -> int:
-    return shape.numel()
-
-
-def _length(shape: torch.Size) -> int:
-    if not shape:
-        raise TypeError("len() of a 0-d tensor")
-    return shape[0]
-
-
-# Each of these answers from the shape alone, by the function beside it.
+# These answer by the shape that a freed parameter has when its values are there.
 OF_SHAPE: dict[Any, Callable[..., Any]] = {
-    _getter("shape"): lambda shape: shape,
-    _getter("ndim"): len,
-    Tensor.size: _size,
-    Tensor.dim: len,
-    Tensor.ndimension: len,
-    Tensor.numel: _numel,
-    Tensor.nelement: _numel,
-    torch.numel: _numel,
-    Tensor.__len__: _length,
     Tensor.stride: _contiguous_stride,
     Tensor.is_contiguous: lambda shape, memory_format=None: True,
 }
 
-# These make another tensor of the same shape, or of the same dtype and device.
-_TORCH_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like"
-_TENSOR_LIKE = "new_zeros new_ones new_empty new_full"
-LIKE = {getattr(torch, name) for name in _TORCH_LIKE.split()}
+# These read the shape alone, or make another tensor of the same shape, dtype or device.
+_TORCH_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like numel"
+_TENSOR_LIKE = "size dim ndimension numel nelement __len__ new_zeros new_ones new_empty new_full"
+LIKE = {_getter("shape"), _getter("ndim")}
+LIKE |= {getattr(torch, name) for name in _TORCH_LIKE.split()}
 LIKE |= {getattr(Tensor, name) for name in _TENSOR_LIKE.split()}
 
 # `model.to(...)` and its like call these on every parameter.

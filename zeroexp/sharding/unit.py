@@ -273,6 +273,13 @@ class Unit:
         for tensors in self.chunks:
             tensors.show(there=self.residence is Residence.READY)
 
+    def shown_otherwise(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of a freed unit that somebody has given other memory."""
+        for tensors in self.chunks:
+            for parameter, nothing in zip(tensors.parameters, tensors.nothing, strict=True):
+                if parameter.untyped_storage()._cdata != nothing.untyped_storage()._cdata:
+                    yield parameter
+
     def await_on_use(self, arrive: Callable[[], None] | None) -> None:
         """Let any use of a parameter call `arrive` first, which gathers it again; None: the values are there."""
         for parameter in self.parameters():

@@ -137,9 +137,8 @@ class ParameterWatch:
                     )
             for unit in self._units:
                 if unit.residence is Residence.FREED and not unit.is_pinned:
-                    for parameter in unit.parameters():
-                        if parameter.numel():
-                            raise _changed(self._names[parameter], "was given other values")
+                    for parameter in unit.shown_otherwise():
+                        raise _changed(self._names[parameter], "was given other values")
             for parameter, address in self._addresses:
                 if parameter.data_ptr() != address:
                     raise _changed(self._names[parameter], "was moved or converted")
