@@ -1,6 +1,6 @@
 """What every test may ask for: `ranks(function, *args, world_size=2)`, see tests/ranks.py, and `local`, a cluster.
 
-Also how a run goes: `make test` has two processes that share the tests; whoever stops a run is told what it missed.
+Also how a run goes: `make test` has three processes that share the tests; whoever stops a run is told what it missed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Run:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one server of MLflow is asked stays together, in one of two processes."""
+    """What one server of MLflow is asked stays together, in one of the processes."""
     items.sort(key=lambda item: "mlflow" not in getattr(item, "fixturenames", ()))
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

@@ -1,4 +1,7 @@
-"""The benchmark on a model of a millisecond: it measures what it says, and fails when a number got worse."""
+"""The benchmark on a model of a millisecond: it measures what it says, and fails when a number got worse.
+
+What measures runs in `make test-all`, where no other test takes its cores.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,13 @@ def rows(engines) -> list[dict]:
     return run.rows_of(COMPARISON, engines, None)
 
 
+@pytest.mark.slow
 def test_rows_have_the_promised_keys(rows):
     assert [row["engine"] for row in rows] == ["limit", "ddp", *ENGINES_TRIED]
     assert all(row.keys() >= KEYS and row["step_seconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire_are_what_theory_says(rows):
     """Two ranks: DDP and ZeRO-2 send each parameter once (2 P (N-1)/N = P); barriers and counts are the slack."""
     sent = {row["engine"]: row["wire_bytes"] for row in rows}
@@ -67,18 +72,21 @@ def test_bytes_on_the_wire_are_what_theory_says(rows):
     assert 1.5 * whole < sent["fsdp2"] < 2.05 * whole
 
 
+@pytest.mark.slow
 def test_form_of_ours_is_counted_and_met(rows):
     for row in rows:
         if row["engine"].endswith("_sockets"):
             assert row["wire_bytes"] == pytest.approx(row["form_bytes"], rel=0.03), row["engine"]
 
 
+@pytest.mark.slow
 def test_the_limit_does_the_work_of_one_share_and_is_the_reference(rows):
     assert rows[0]["engine"] == "limit"
     assert rows[0]["ratio_to_limit"] == 1
     assert rows[1]["ratio_to_ddp"] == 1
 
 
+@pytest.mark.slow
 def test_table_shows_every_engine_between_its_markers(rows, tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -98,6 +106,7 @@ def test_page_without_markers_is_refused(tmp_path):
         table.replace_in(page, "numbers")
 
 
+@pytest.mark.slow
 def test_check_finds_what_got_worse_and_nothing_else(rows):
     stored = check.ratios(rows)
     assert check.regressions(stored, stored) == []
@@ -112,6 +121,7 @@ def test_check_finds_what_got_worse_and_nothing_else(rows):
     assert "t/zero1_buffer: peak_bytes" in "\n".join(problems)
 
 
+@pytest.mark.slow
 def test_engines_that_die_are_left_out_and_the_others_go_on(rows, engines, monkeypatch):
     """Either rank, between two turns or with an order that it never reads."""
     assert len(rows) == len(engines), "measured before they die"
@@ -158,6 +168,7 @@ def test_what_runs_on_request_is_in_no_comparison_of_all_engines():
 # -- where time goes, and how it begins ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_those_an_engine_has():
     engines = ["limit", "zero2_buffer", "zero3_buffer_sockets"]
     rows = breakdown.measure(engines, "tiny", num_turns=1)
@@ -203,6 +214,7 @@ def costs(tmp_path_factory) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_way_saves_the_same_bytes(costs):
     ways = [(engine, way) for engine, ways in checkpoints.WAYS.items() for way in ways]
     operations = ("blocked", "save", "load")
@@ -217,6 +229,7 @@ def test_every_way_saves_the_same_bytes(costs):
         assert state < row["written_bytes"] < 1.2 * state, "once, with what says what it is"
 
 
+@pytest.mark.slow
 def test_a_save_costs_a_copy_of_a_share_or_of_all(costs):
     """A share that is written beside training, or the whole on rank 0; and a tensor of a tenth on its way there."""
     extra = {(r["engine"], r["saved_by"]): r for r in costs if r["operation"] == "save"}
@@ -225,6 +238,7 @@ def test_a_save_costs_a_copy_of_a_share_or_of_all(costs):
         assert copied <= row["peak_extra_bytes"] < copied + 0.2 * row["bytes"], way
 
 
+@pytest.mark.slow
 def test_table_of_checkpoints_has_a_line_for_each_way(costs):
     text = checkpoints.markdown(costs)
     assert [line for _, line in prose(text) if len(line) > LINE] == []
@@ -274,8 +288,8 @@ class TestShapedLink:
     [
         ("plain", 1),
         ("zero3_buffer", 8),
-        pytest.param("zero3_buffer", 1, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 8, marks=pytest.mark.slow),
+        ("zero3_buffer", 1),
+        ("fsdp2", 8),
     ],
 )
 @pytest.mark.slow
@@ -320,16 +334,18 @@ def test_accuracy_tells_bytes_that_differ_and_peaks():
     assert "* m: sent" in accuracy.bytes_told([accuracy.Compared("m", 1, 3, 4, ["m: sent"])])
 
 
+@pytest.mark.slow
 def test_accuracy_compares_a_real_run_number_by_number():
     (compared,) = accuracy.compare_bytes([("mlp_tiny", "zero3", "buffer", "fp32")])
     assert compared.num_rehearsed > 20 and compared.num_measured == 8
     assert compared.differ == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "row"),
     [
-        pytest.param("7M, 4 x 64", ("zero3", "buffer"), marks=pytest.mark.slow),
+        ("7M, 4 x 64", ("zero3", "buffer")),
         # The rank whose closed form is the largest is not the fullest.
         ("14M, 1 x 64", ("zero3", "parameter")),
     ],

@@ -20,9 +20,8 @@ import pytest
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
-# The commands of the other pages run in `make test-all`.
-QUICK = ["docs/slurm.md", "slurm/site.example/cluster/mysite.yaml"]
-PAGES = [*QUICK, "README.md", "CONTRIBUTING.md"]
+SITE = "slurm/site.example/cluster/mysite.yaml"
+PAGES = ["docs/slurm.md", SITE, "README.md", "CONTRIBUTING.md"]
 # tests/test_extending.py gives the commands of extending.md beside the files that it adds.
 OTHERS = {"slurm.md", "extending.md"}
 PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.name not in OTHERS)
@@ -89,12 +88,10 @@ def settings() -> list[tuple[str, str]]:
     ]
 
 
-def marked(page: str, command: str) -> object:
-    marks = [] if page in QUICK else [pytest.mark.slow]
-    return pytest.param(command, marks=marks, id=f"{Path(page).name}: {command}"[:90])
-
-
-CASES = [marked(page, command) for page, command in dict.fromkeys([*commands(), *settings()])]
+CASES = [
+    pytest.param(command, id=f"{Path(page).name}: {command}"[:90])
+    for page, command in dict.fromkeys([*commands(), *settings()])
+]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "slurm").symlink_to(ROOT / "slurm")
     shutil.copy(ROOT / "README.md", folder)
     (folder / "docs").mkdir()
-    example = (ROOT / QUICK[1]).read_text()
+    example = (ROOT / SITE).read_text()
     (make_site,) = re.findall(r"^#   (cp -r .*)$", example, re.MULTILINE)
     subprocess.run(["bash", "-c", make_site], cwd=folder, env=environment(folder), check=True)
     shutil.copy(folder / "site/cluster/juwels.yaml", folder / "site/cluster/mysite.yaml")
@@ -164,6 +161,7 @@ def as_a_dry_run(words: list[str]) -> list[str]:
     return [*kept, "cluster.dry_run=true", "cluster.rehearse_s=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", CASES)
 def test_a_command_of_a_page_is_taken(place: Path, command: str) -> None:
     if known := next((reason for word, reason in ELSEWHERE.items() if word in command), None):

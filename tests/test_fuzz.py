@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fuzz.agreed import agreed
 from tests.fuzz.words import single
 from tests.warm import Warm
@@ -13,6 +15,7 @@ from tests.warm import Warm
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_drawn_lines_are_refused_in_one_line_or_accepted_as_agreed():
     command = [sys.executable, "-m", "tests.fuzz", "--lines", "25", "--seed", "1"]
     fuzz = Warm(command, env=dict(os.environ), cwd=ROOT)

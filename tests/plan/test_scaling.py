@@ -45,6 +45,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [cells for cells in lines if cells[0] not in ("strategy", "---")]
 
 
+@pytest.mark.slow
 def test_a_row_is_what_the_plan_rehearses(monkeypatch, capsys):
     """Of two nodes; the plan's own network is the first one."""
     text = page(TINY)
