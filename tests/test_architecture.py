@@ -44,7 +44,7 @@ HYDRA = {"zeroexp.__main__", "zeroexp.commandline.mistakes", "hydra_plugins.zero
 DOORS = {
     "hydra": HYDRA,
     "omegaconf": HYDRA,
-    "submitit": {"zeroexp.cluster.submit"},
+    "submitit": {"zeroexp.cluster.batch"},
     "mlflow": {"zeroexp.tracking.mlflow", "zeroexp.tracking.store"},
     "transformers": {
         "zeroexp.data.conversations",

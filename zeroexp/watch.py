@@ -16,9 +16,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id, unfinished
+from zeroexp.cluster.follow import cancel, follow, refresh, unfinished
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.queue import HeldJobs, Queue, is_held
+from zeroexp.cluster.submit import is_held, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import ConfigError
@@ -97,11 +97,10 @@ def follow_all(jobs: list[Job], uploads: Uploads | None) -> None:
     numbered = {n: job for n, job in enumerate(jobs, start=1) if job in waiting}
     with Progress(len(jobs)) as progress, submitter_of(jobs) as held:
         follow(
-            numbered,
+            {**numbered, **held},
             progress,
             on_step=lambda job: uploads.look(job.folder) if uploads else None,
             on_end=lambda job: uploads.send(job.folder) if uploads else None,
-            held=HeldJobs(held, Queue()),
         )
 
 

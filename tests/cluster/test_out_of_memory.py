@@ -80,9 +80,8 @@ def test_the_kernel_kills_without_a_word(tmp_path: Path) -> None:
     # A server of its own, since it stays in the group.
     own = LocalCluster(Config().cluster, rank_main=HUNGRY)
     with limited_to(256 << 20) as group, own:
-        assert own._server is not None
         run(own, make_light_job(tmp_path / "ask_python"))  # what it imports counts outside
-        group.write_text(str(own._server._process.pid))
+        group.write_text(str(own.server))
         outcome = run(own, make_light_job(tmp_path / "fill_page_after_page"))
     assert outcome.status == "out_of_memory", outcome.cause
     assert outcome.cause is not None

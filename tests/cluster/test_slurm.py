@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,11 @@ from tests.cluster.minicluster import Minicluster, why_no_accounting, why_not
 from tests.test_rank import log_of, process_of
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.follow import cancel, follow, refresh, slurm_id
+from zeroexp.cluster.follow import cancel, cancel_unfinished, follow, follow_waited, refresh
 from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.queue import HeldJobs, Queue, cancel_unfinished, is_held
-from zeroexp.cluster.slurm import SlurmCluster
+from zeroexp.cluster.submit import is_held, slurm_id, submit_all
+from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, SlurmConfig, save
 from zeroexp.report.sweep_progress import Progress
@@ -256,7 +257,7 @@ def submit_with(folder: Path, scenario: Scenario, site: SlurmConfig) -> Job:
     main = scenario.rank_main
     if main != TRAINS:
         main = f"tests.cluster.{main}"
-    SlurmCluster(config, rank_main=main).submit(job)
+    submit_jobs([job], rank_main=main)
     return job
 
 
@@ -551,26 +552,22 @@ def test_points_that_slurm_takes_later_are_held(
 ) -> None:
     site = SlurmConfig(ranks_per_node=1, cpus_per_rank=1, sbatch={"exclude": CRASHED})
     config = ClusterConfig(kind="slurm", device="cpu", wait=wait, slurm=site)
-    main = "tests.cluster.light_ranks:note_place"
-    queue = Queue()
-    queue._clusters[repr(config)] = SlurmCluster(config, rank_main=main)
+    submits = partial(submit_all, rank_main="tests.cluster.light_ranks:note_place")
     jobs = {number: held_job(tmp_path / str(number), config) for number in (1, 2, 3)}
-    for job in jobs.values():
-        queue.submit(job)
+    submits(jobs.values())
     first, *others = jobs.values()
     assert slurm_id(first) and all(is_held(job) and not slurm_id(job) for job in others)
     assert "MaxSubmit" in others[0].state["reason"], others[0].state
     told = io.StringIO()
     with Progress(len(jobs), told) as progress:
-        queue.follow(jobs, progress, on_step=ignore, on_end=ignore)
+        follow_waited(jobs, progress, on_step=ignore, on_end=ignore, submit=submits)
     assert "2 points are held, since Slurm takes no more now: " in told.getvalue()
     if not wait:
         cancel_unfinished(jobs.values())
         assert [job.state["status"] for job in others] == ["pending", "pending"], "for watch"
         with Progress(len(jobs), told) as progress, submitter_of(list(jobs.values())) as held:
             assert list(held.values()) == others
-            later = HeldJobs(held, queue)
-            follow({1: first}, progress, on_step=ignore, on_end=ignore, held=later)
+            follow({1: first, **held}, progress, on_step=ignore, on_end=ignore, submit=submits)
     assert [job.state["status"] for job in jobs.values()] == ["done"] * 3
     assert not any(is_held(job) for job in jobs.values())
 

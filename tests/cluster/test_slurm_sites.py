@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.minicluster import Minicluster, why_not
-from zeroexp.cluster.follow import follow, refresh, slurm_id
+from zeroexp.cluster.follow import follow, refresh
 from zeroexp.cluster.heartbeat import START_SECONDS
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.queue import Queue
-from zeroexp.cluster.slurm import SlurmCluster
+from zeroexp.cluster.submit import slurm_id, submit_all
+from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.json_files import read_json
@@ -127,7 +127,7 @@ def submit(folder: Path, fault: Fault) -> Job:
         if fault.sbatch:
             m.setenv("PATH", f"{faulty_sbatch(folder, fault.sbatch)}:{os.environ['PATH']}")
         main = f"tests.cluster.light_ranks:{fault.main}"
-        SlurmCluster(job.config.cluster, rank_main=main).submit(job)
+        submit_jobs([job], rank_main=main)
     return job
 
 
@@ -200,12 +200,9 @@ def test_points_of_one_shape_may_be_one_job_array(cluster: Minicluster, tmp_path
     """Two points of one rank and one of two ranks are an array and a job."""
     faults = [Fault(world_size=size, site={"array": True}) for size in (1, 1, 2)]
     jobs = [make_job(tmp_path / f"run{number}", fault) for number, fault in enumerate(faults)]
-    queue, config = Queue(), jobs[0].config.cluster
-    main = "tests.cluster.light_ranks:note_place"
-    queue._clusters[repr(config)] = SlurmCluster(config, rank_main=main)
     for job in jobs:
         job.enter("pending")
-    queue.submit_all(jobs)
+    submit_all(jobs, rank_main="tests.cluster.light_ranks:note_place")
     ids = [str(slurm_id(job)) for job in jobs]
     assert ids[0].partition("_")[0] == ids[1].partition("_")[0] != ids[2]
     assert [each.partition("_")[2] for each in ids] == ["0", "1", ""]
@@ -224,8 +221,8 @@ def test_a_job_is_found_when_its_submitter_was_killed_before_it_noted_it(
     job.enter("pending")
     path = f"{faulty_sbatch(tmp_path, 'kill -9 $PPID')}:{os.environ['PATH']}"
     program = "import sys; from pathlib import Path; from zeroexp.cluster.job import Job; "
-    program += "from zeroexp.cluster.slurm import SlurmCluster; job = Job(Path(sys.argv[1])); "
-    program += "SlurmCluster(job.config.cluster, rank_main=sys.argv[2]).submit(job)"
+    program += "from zeroexp.cluster.submit import submit; "
+    program += "submit([Job(Path(sys.argv[1]))], rank_main=sys.argv[2])"
     words = [sys.executable, "-c", program, str(job.folder), "tests.cluster.light_ranks:note_place"]
     killed = subprocess.run(words, env={**os.environ, "PATH": path})
     assert (killed.returncode, slurm_id(job)) == (-signal.SIGKILL, None)

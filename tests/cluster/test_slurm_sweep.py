@@ -18,9 +18,8 @@ import yaml
 from tests.cluster.minicluster import Minicluster, why_not
 from tests.mlflow_server import MlflowServer
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.follow import slurm_id
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.submit import NO_GPUS
+from zeroexp.cluster.submit import NO_GPUS, slurm_id
 from zeroexp.tracking.files import read_json, read_records
 
 pytestmark = [

@@ -15,14 +15,15 @@ import pytest
 
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
+from zeroexp.cluster.batch import BatchFile, batch_file
+from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.queue import cancel_unfinished
-from zeroexp.cluster.slurm import JobShape, SlurmCluster
 from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
-from zeroexp.cluster.submit import _complaint, _sbatch
+from zeroexp.cluster.submit import _complaint
 from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.plan.machines import JobShape
 from zeroexp.process.world import device_index
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import write_json
@@ -156,7 +157,7 @@ def test_the_batch_file_asks_for_what_the_point_takes(tmp_path: Path) -> None:
     site = SlurmConfig(ranks_per_node=4, cpus_per_rank=3, memory_gb=1.5, partition="gpu")
     site.setup, site.sbatch = ["module load cuda"], {"reservation": "mine"}
     job = make_job(tmp_path / "run", ClusterConfig(device="cuda", timeout_s=90, slurm=site), 8)
-    text = SlurmCluster(job.config.cluster).script(job)
+    text = batch_file(job).text()
     for line in (
         *("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=3"),
         *("--mem=1536M", "--time=2", "--partition=gpu", "--reservation=mine", "--no-requeue"),
@@ -214,7 +215,7 @@ def test_without_hard_links_the_first_failure_still_counts(
 
 def test_of_one_name_only_as_many_as_may_run(tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", ClusterConfig(device="cpu", slurm=SlurmConfig(max_running=2)))
-    text = SlurmCluster(job.config.cluster).script(job)
+    text = batch_file(job).text()
     assert "--dependency=singleton\n" in text
     assert f"--job-name={tmp_path.name}-0\n" in text
     assert "--gpus-per-node" not in text
@@ -334,6 +335,5 @@ def test_an_sbatch_that_is_killed_is_said_to_be(monkeypatch, tmp_path):
     sbatch.write_text("#!/bin/sh\nkill -9 $$\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (tmp_path / "batch.sh").write_text("#!/bin/sh\ntrue\n")
-    job_id, words = _sbatch(tmp_path / "batch.sh", "name")
+    job_id, words = BatchFile(tmp_path, {}, [], "true").hand_over("name")
     assert job_id is None and _complaint(words).startswith("sbatch was killed, or ended without")

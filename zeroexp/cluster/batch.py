@@ -1,4 +1,4 @@
-"""The batch file of one job: what it asks Slurm for, the environment of its ranks, and its end.
+"""The batch file of a job: what it asks Slurm for, the environment of its ranks, and its end. submitit writes it.
 
     sbatch ──▶ batch file, on the first node ── srun ──▶ python -m zeroexp.cluster.task, on every node
                                              ◀─ end ──   then: is the job to start again?
@@ -14,70 +14,162 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.snapshot import take_snapshot
-from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER
+from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
 from zeroexp.config import plugins
 from zeroexp.config.keys import ClusterConfig
 from zeroexp.plan.machines import JobShape
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import working_folder_of
+from zeroexp.tracking.run import SLURM_FILE
 
-BATCH_FILE = "batch.sh"  # in the folder slurm of a run
-ASKS_FOR_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "tres-per-task"}
+ELEMENT = "batch.sh"  # of a run that is an element of a job array, in its folder slurm
+ASKS_FOR_GPUS = {"gres", "gpus", "gpus_per_node", "gpus_per_task", "tres_per_task"}
+# As many more ranks read the same files, so that cluster.start_s is given them once more.
+RANKS_THAT_START_TOGETHER = 256
+SUBMITITS_OWN = ("job_name", "nodes", "time", "wckey")  # has a value unless it is told None
 
 
-def batch_file(job: Job, config: ClusterConfig, name: str) -> str:
-    """Return the text that sbatch is given; `name` is the job's."""
-    shape = JobShape.of(job.config.world_size, config.slurm.ranks_per_node)
-    sections = {
-        "what the job takes": _directives(job, config, shape, name),
-        "what its ranks find": _export_lines(job, config),
-        "the site's own lines": _setup_lines(config.slurm.setup),
-        "the ranks": [_srun_lines(job, config)],
-        "the end": _end_lines(job) if max_requeues(config) else ["exit $code"],
+class BatchFile(SlurmExecutor):
+    """The batch file of one job in the folder of its logs. Both private members of submitit are called here, so that
+    pyproject.toml bounds its version.
+    """
+
+    def __init__(
+        self, folder: Path, asks: dict[str, Any], setup: list[str], command: str, **more: Any
+    ) -> None:
+        """asks: options of sbatch; setup: lines before the command, which srun starts unless `more` says no."""
+        super().__init__(folder)
+        self._command = command
+        told = {key: asks.get(key) for key in SUBMITITS_OWN}
+        self.update_parameters(setup=setup, additional_parameters=asks, **told, **more)
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1  # a machine without srun hears of it from sbatch, and can print the file
+
+    def text(self) -> str:
+        """What a dry run prints and an element of a job array runs; submitit shows its text to sbatch alone."""
+        return self._make_submission_file_text(self._command, "")
+
+    def hand_over(self, comment: str) -> tuple[str | None, str]:
+        """Submit the file; return the job's id, or None and sbatch's words.
+
+        With submitit's `submit` the tasks would wait for a file that is named after the id, and a submitter that is
+        killed before it knows the id would leave a job that fails.
+        """
+        self.update_parameters(comment=comment)
+        with _outside_of_jobs(), redirect_stderr(StringIO()):  # submitit prints what it also raises
+            try:
+                return self._submit_command(self._command).job_id, ""
+            except FileNotFoundError:
+                return None, "error: this machine has no sbatch"
+            except (FailedJobError, FailedSubmissionError) as error:
+                return None, str(error).strip()
+
+
+@contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """Hide from sbatch what an interactive job or step of Slurm has set in the environment.
+
+    sbatch hands its environment on to the job, where such variables would bind, size or name the ranks' step.
+    """
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    hidden = {
+        key: os.environ.pop(key)
+        for key in list(os.environ)
+        if key not in kept and key.startswith(("SLURM_", "SLURMD_", "PMI_", "PMIX_", "PMI2_"))
     }
-    lines = [line for title, part in sections.items() for line in (f"# {title}", *part, "")]
-    return "\n".join(["#!/bin/bash", *lines])
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
-def array_file(jobs: Sequence[Job], config: ClusterConfig, name: str) -> str:
-    """Return the text of a job array in which element i runs the batch file of the i-th of these jobs of one shape."""
-    shape = JobShape.of(jobs[0].config.world_size, config.slurm.ranks_per_node)
-    replaced = ("--output=", "--error=", "--dependency=")
-    asks = [
-        line
-        for line in _directives(jobs[0], config, shape, name)
-        if not line.removeprefix("#SBATCH ").startswith(replaced)
-    ]
+def batch_file(job: Job) -> BatchFile:
+    config, folder = job.config.cluster, job.folder.resolve()
+    python = config.slurm.python or shlex.quote(sys.executable)
+    return BatchFile(
+        folder / "slurm",
+        _asks(job, config, _name(job)),
+        [*_export_lines(job, config), *_site_lines(config.slurm.setup)],
+        f"{python} -u -m zeroexp.cluster.task {shlex.quote(str(folder))}",
+        srun_args=[
+            "--kill-on-bad-exit=1",
+            # srun no longer takes it from the job since Slurm 22.05: binding to cores would leave each rank one.
+            f"--cpus-per-task={config.slurm.cpus_per_rank}",
+            "--mpi=none",  # the ranks use none, whatever the site's default is
+            *config.slurm.srun,
+        ],
+        teardown=_end_lines(folder / "slurm") if max_requeues(config) else None,
+    )
+
+
+def array_file(jobs: Sequence[Job]) -> BatchFile:
+    """Return the batch file of a job array; its element i runs the ELEMENT of the i-th of these jobs of one shape."""
+    first, config = jobs[0].folder.resolve(), jobs[0].config.cluster
+    asks = _asks(jobs[0], config, first.parent.name)
+    asks = {key: value for key, value in asks.items() if key not in ("error", "dependency")}
     most = f"%{config.slurm.max_running}" if config.slurm.max_running else ""
-    asks += [f"#SBATCH --array=0-{len(jobs) - 1}{most}", "#SBATCH --output=/dev/null"]
-    lines = ["this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", "case $SLURM_ARRAY_TASK_ID in"]
-    for index, job in enumerate(jobs):
-        lines.append(f"    {index}) run={shlex.quote(str(job.folder.resolve() / 'slurm'))} ;;")
-    lines += [
-        "esac",
-        f'exec bash "$run/{BATCH_FILE}" >> "$run/${{this}}_batch.out" 2>> "$run/${{this}}_batch.err"',
+    asks |= {"array": f"0-{len(jobs) - 1}{most}", "output": "/dev/null"}
+    folders = [shlex.quote(str(job.folder.resolve() / "slurm")) for job in jobs]
+    lines = [
+        f"runs=({' '.join(folders)})",
+        "run=${runs[$SLURM_ARRAY_TASK_ID]}",
+        "logs=$run/${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}_batch",
     ]
-    return "\n".join(["#!/bin/bash", *asks, "", *lines, ""])
+    command = f'exec bash "$run/{ELEMENT}" >> "$logs.out" 2>> "$logs.err"'
+    return BatchFile(first / "slurm", asks, lines, command, use_srun=False, stderr_to_stdout=True)
+
+
+def duty_of(job: Job, rank_main: str) -> Duty:
+    """Return what the tasks of the job are told."""
+    config = job.config.cluster
+    return Duty(
+        rank_main,
+        config.device,
+        config.heartbeat_s,
+        config.start_s * (1 + job.config.world_size / RANKS_THAT_START_TOGETHER),
+        config.hang_s,
+        max_requeues(config),
+        sends_live(job.config.tracking),
+    )
 
 
 def max_requeues(config: ClusterConfig) -> int:
     return config.slurm.max_requeues if config.requeue else 0
 
 
-def _directives(job: Job, config: ClusterConfig, shape: JobShape, name: str) -> list[str]:
-    site, logs = config.slurm, job.folder.resolve() / "slurm"
-    asks: dict[str, Any] = {
-        "job-name": name,
+def _name(job: Job) -> str:
+    """Return the job's name; max_running limits the number of names, and Slurm runs one job of a name at a time."""
+    sweep, slots = job.folder.parent, job.config.cluster.slurm.max_running
+    num_submitted = len(list(sweep.glob(f"*/{SLURM_FILE}"))) if slots else 0
+    return f"{sweep.name}-{num_submitted % slots}" if slots else f"{sweep.name}-{job.name}"
+
+
+def _asks(job: Job, config: ClusterConfig, name: str) -> dict[str, Any]:
+    """Return the options of sbatch, `_` for `-`; the site's own come last, and null or false removes one of ours."""
+    site, shape = config.slurm, JobShape.of(job.config.world_size, config.slurm.ranks_per_node)
+    own = {key.replace("-", "_"): value for key, value in site.sbatch.items()}
+    gpus = config.device == "cuda" and not own.keys() & ASKS_FOR_GPUS
+    asks = {
+        "job_name": name,
         "nodes": shape.nodes,
-        "ntasks-per-node": shape.ranks_per_node,
-        "cpus-per-task": site.cpus_per_rank,
-        "gpus-per-node": shape.ranks_per_node if config.device == "cuda" else None,
+        "ntasks_per_node": shape.ranks_per_node,
+        "cpus_per_task": site.cpus_per_rank,
+        "gpus_per_node": shape.ranks_per_node if gpus else None,
         "mem": None if site.memory_gb is None else f"{math.ceil(site.memory_gb * 1024)}M",
         "time": math.ceil(config.timeout_s / 60),  # minutes
         "partition": site.partition,
@@ -86,23 +178,20 @@ def _directives(job: Job, config: ClusterConfig, shape: JobShape, name: str) -> 
         "constraint": site.constraint,
         "dependency": "singleton" if site.max_running else None,
         "signal": f"USR2@{site.save_s}",  # tasks ignore it if there is nothing to save
-        "requeue" if max_requeues(config) else "no-requeue": True,
-        "output": f"{logs}/%j_batch.out",
-        "error": f"{logs}/%j_batch.err",
-        "open-mode": "append",
+        "requeue" if max_requeues(config) else "no_requeue": True,
+        "output": f"{job.folder.resolve()}/slurm/%j_batch.out",
+        "error": f"{job.folder.resolve()}/slurm/%j_batch.err",
+        **own,
     }
-    own = {key.replace("_", "-"): value for key, value in site.sbatch.items()}
-    if own.keys() & ASKS_FOR_GPUS:
-        del asks["gpus-per-node"]
-    return [
-        f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
-        for key, value in {**asks, **own}.items()
-        if value is not None and value is not False
-    ]
+    return {key: value for key, value in asks.items() if value is not None and value is not False}
 
 
 def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
-    """Return shell lines that run once per attempt, on the first node, before srun."""
+    """Return shell lines that run once per attempt, on the first node, before srun.
+
+    They say where tasks and ranks meet too, and draw what only they know. The secret stands in no file: the environment
+    of a process is readable by its user alone.
+    """
     threads, folder = config.threads_per_rank, job.folder.resolve()
     if given_in := working_folder_of(folder):
         plugins.look_in(given_in)
@@ -115,42 +204,30 @@ def _export_lines(job: Job, config: ClusterConfig) -> list[str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": 1,
         "TOKENIZERS_PARALLELISM": "false",
+        **({RANGE: config.slurm.ports} if config.slurm.ports else {}),
     }
-    hosts = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST")"'
+    one_node = JobShape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
+    host = "127.0.0.1" if one_node else f"${{{HOSTS}%%[[:space:]]*}}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
-    number = f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))"
     lines = [
         "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
         *(f"export {key}={shlex.quote(str(value))}" for key, value in exports.items()),
-        f"export {HOSTS}={hosts}",
-        f"first_node=${{{HOSTS}%%[[:space:]]*}}",
-        number,
-        *_rendezvous_lines(job, config),
+        f'export {HOSTS}="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"',
+        f"export {attempt.NUMBER}=$(({attempt.newest(folder) + 1} + {restarts}))",
+        f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {HEARTBEAT_AT}={host}",
+        f"export ZEROEXP_RENDEZVOUS={SCHEME}${HEARTBEAT_AT}"
+        f"{shlex.quote(f'{folder}/slurm/rendezvous')}.${attempt.NUMBER}",
     ]
+    if one_node:
+        lines.append("export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}")
     if most := max_requeues(config):  # the last attempt is not requeued even if a node is lost
         more = f"[ {restarts} -lt {most} ]"
         lines.append(f"{more} || scontrol update JobId=$SLURM_JOB_ID Requeue=0")
     return lines
 
 
-def _rendezvous_lines(job: Job, config: ClusterConfig) -> list[str]:
-    """Return shell lines that say where tasks and ranks meet, and draw what only they know.
-
-    The secret stands in no file: the environment of a process is readable by its user alone.
-    """
-    file = shlex.quote(str(job.folder.resolve() / "slurm" / "rendezvous"))
-    one_node = JobShape.of(job.config.world_size, config.slurm.ranks_per_node).nodes == 1
-    host = "127.0.0.1" if one_node else "$first_node"
-    return [
-        f"export {SECRET}=$(od -vAn -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-        f"export {HEARTBEAT_AT}={host}",
-        f"export ZEROEXP_RENDEZVOUS={SCHEME}{host}{file}.${attempt.NUMBER}",
-        *([f"export {RANGE}={config.slurm.ports}"] if config.slurm.ports else []),
-        *(["export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}"] if one_node else []),
-    ]
-
-
-def _setup_lines(lines: list[str]) -> list[str]:
+def _site_lines(lines: list[str]) -> list[str]:
     """Return the site's lines; one that fails ends the job with a line that names it."""
     if not lines:
         return []
@@ -158,27 +235,13 @@ def _setup_lines(lines: list[str]) -> list[str]:
     return [f"trap 'echo \"{words}\" >&2; exit 1' ERR", *lines, "trap - ERR"]
 
 
-def _srun_lines(job: Job, config: ClusterConfig) -> str:
-    """Return the line that starts the ranks.
-
-    srun no longer takes the number of CPUs from the job since Slurm 22.05: without it, binding to cores gives each rank
-    one core, however many threads it has. The ranks use no MPI, whatever the site's default is.
-    """
-    folder, site = job.folder.resolve(), config.slurm
-    srun = ["srun", "--unbuffered", "--kill-on-bad-exit=1", f"--cpus-per-task={site.cpus_per_rank}"]
-    srun += ["--mpi=none", f"--output={folder}/slurm/%j_%t_log.out"]
-    srun += [f"--error={folder}/slurm/%j_%t_log.err", *site.srun]
-    python = site.python or shlex.quote(sys.executable)
-    return f"{shlex.join(srun)} {python} -u -m zeroexp.cluster.task {shlex.quote(str(folder))}; code=$?"
-
-
-def _end_lines(job: Job) -> list[str]:
+def _end_lines(slurm: Path) -> list[str]:
     """Return shell lines that start the job again if its ranks want it, see [Note: the end]."""
-    slurm = shlex.quote(str(job.folder.resolve() / "slurm"))
     preempted = "squeue --noheader --jobs=$SLURM_JOB_ID --Format=PreemptTime:20 | grep -q '[0-9]'"
     return [
-        f"asked={slurm}/{WANTS_ANOTHER}",
-        f"ended={slurm}/ended${attempt.NUMBER}",
+        "code=$?",
+        f"asked={shlex.quote(str(slurm))}/{WANTS_ANOTHER}",
+        f"ended={shlex.quote(str(slurm))}/ended${attempt.NUMBER}",
         "wait_to_be_killed() { while sleep 60; do :; done; }",
         'if [ -e "$asked" ]; then',
         '    rm "$asked"',

@@ -1,17 +1,20 @@
-"""Follow Slurm jobs until each has ended: Slurm tells their state, and the files of their folders their steps."""
+"""Follow Slurm jobs until each has ended, and submit those that are held; or cancel them.
+
+Slurm tells the state of the jobs, and the files of their folders their steps.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow_file import Complaints, Tail
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
-from zeroexp.cluster.submit import SUBMITTING, adopt, note
-from zeroexp.plan.machines import JobShape
+from zeroexp.cluster.submit import SUBMITTING, adopt, is_held, slurm_id, submit_all
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
@@ -20,12 +23,10 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to
 PAUSE_GROWTH = 1.1
 RETRY_SECONDS = 60.0  # between two submissions of a job that Slurm does not take yet
 SECONDS_BETWEEN_LOOKS = 0.2  # at the runs' files
+STOPPED = "the sweep was stopped"
 
-
-def slurm_id(job: Job) -> str | None:
-    """Return Slurm's id of the job; None if the run was never submitted to Slurm."""
-    submitted = read_json(job.folder / SLURM_FILE)
-    return submitted["job_id"] if submitted else None
+OnJob = Callable[[Job], None]
+Submit = Callable[[Iterable[Job]], None]
 
 
 def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
@@ -54,9 +55,7 @@ def refresh(jobs: Iterable[Job]) -> None:
 def _adopt_all(jobs: Iterable[Job]) -> None:
     """Note the ids of the jobs whose submitter was ended before it did. Raises SlurmSilent."""
     for job in jobs:
-        if (job.folder / SUBMITTING).exists() and (job_id := adopt(job.folder)):
-            shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
-            note(job.folder, job_id, shape.nodes, shape.ranks_per_node)
+        if (job.folder / SUBMITTING).exists() and adopt(job):
             job.enter("pending")
 
 
@@ -70,30 +69,88 @@ def cancel(jobs: Sequence[Job], reason: str) -> list[Job]:
     return list(open_jobs.values())
 
 
+def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
+    """End and return the unfinished jobs, except jobs in Slurm with cluster.wait=false, or if Slurm is silent.
+
+    One line then says how to end and follow the jobs that go on.
+    """
+    ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
+    stopped = [job for job in ours if job.state["status"] in UNFINISHED]
+    try:
+        in_slurm = cancel(stopped, STOPPED)
+    except SlurmSilent as error:
+        in_slurm = [job for job in stopped if slurm_id(job) or (job.folder / SUBMITTING).exists()]
+        _print_that_they_go_on(in_slurm, error)
+        stopped = [job for job in stopped if job not in in_slurm]
+    for job in stopped:
+        if job not in in_slurm:
+            job.enter("cancelled", STOPPED)
+    return stopped
+
+
+def _print_that_they_go_on(jobs: Sequence[Job], error: SlurmSilent) -> None:
+    ids = " ".join(job_id for job in jobs if (job_id := slurm_id(job)))
+    sweep = os.path.relpath(jobs[0].folder.parent)
+    print(
+        f"zeroexp: Slurm does not answer ({error}), so that {len(jobs)} jobs go on"
+        f"{f' ({ids})' if ids else ''}; once it does, "
+        f"`python -m zeroexp.watch {sweep} --cancel` ends them, and without --cancel follows them",
+        file=sys.stderr,
+    )
+
+
+def follow_waited(
+    jobs: Mapping[int, Job],
+    progress: Progress,
+    *,
+    on_step: OnJob,
+    on_end: OnJob,
+    submit: Submit = submit_all,
+) -> None:
+    """Follow those of a sweep's submitted jobs that it waits for (cluster.wait), and say what becomes of the others."""
+    waited: dict[int, Job] = {}
+    held = [job for job in jobs.values() if is_held(job)]
+    for number, job in jobs.items():
+        if job.config.cluster.wait or job.state["status"] != "pending":
+            waited[number] = job
+        elif job not in held:
+            progress.note(f"{job.name}: Slurm job {slurm_id(job)}")
+    if held:
+        reason = held[0].state["reason"]
+        progress.note(f"{len(held)} points are held, since Slurm takes no more now: {reason}")
+    follow(waited, progress, on_step=on_step, on_end=on_end, submit=submit)
+
+
 def follow(
     jobs: Mapping[int, Job],
     progress: Progress,
     *,
-    on_step: Callable[[Job], None],
-    on_end: Callable[[Job], None],
-    held: Held | None = None,
+    on_step: OnJob,
+    on_end: OnJob,
+    submit: Submit = submit_all,
 ) -> None:
     """Return when all jobs have ended. Keys are the points' numbers in `progress`; `on_end` is called once per run.
 
-    held: jobs that Slurm does not take yet. They are tried again whenever one has ended, and every RETRY_SECONDS.
+    Those that are held are submitted again whenever one has ended, and every RETRY_SECONDS.
     """
-    followed = [_Followed(number, job, progress, on_step) for number, job in jobs.items()]
+    rest, followed = dict(jobs), list[_Followed]()
     pause, silent, retry = FIRST_PAUSE_SECONDS, False, time.monotonic()
-    while followed or held:
+    while True:
+        held = [job for job in rest.values() if is_held(job)]
         if held and time.monotonic() >= retry:
-            taken = held.submit()
-            for number, job in taken.items():
-                if slurm_id(job) is not None:
-                    followed.append(_Followed(number, job, progress, on_step))
-                else:  # refused for good
-                    progress.end(number, job.state["status"], job.state["reason"], job.name)
-                    on_end(job)
+            submit(held)
             retry = time.monotonic() + RETRY_SECONDS
+        for number, job in list(rest.items()):
+            if is_held(job):
+                continue
+            del rest[number]
+            if job.state["status"] in UNFINISHED:
+                followed.append(_Followed(number, job, progress, on_step))
+            else:  # it was refused for good, or had ended before
+                progress.end(number, job.state["status"], job.state["reason"], job.name)
+                on_end(job)
+        if not (rest or followed):
+            return
         try:
             seen = slurm_state.look_up_jobs(each.job_id for each in followed)
         except SlurmSilent as error:
@@ -112,15 +169,6 @@ def follow(
                 retry = time.monotonic()
         _show_steps(followed, pause)
         pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
-
-
-class Held(Protocol):
-    """Jobs that Slurm would not take yet; false once there are none."""
-
-    def __bool__(self) -> bool: ...
-    def submit(self) -> Mapping[int, Job]:
-        """Submit as many as Slurm takes now and return those, by their numbers."""
-        ...
 
 
 class _Followed:

@@ -27,8 +27,8 @@ from typing import NoReturn
 
 import torch
 
-from zeroexp.cluster.exit_now import run_and_leave
 from zeroexp.cluster.job import Ending
+from zeroexp.cluster.rank_process import run_and_leave
 from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
 from zeroexp.process import locks, progress
 from zeroexp.process.world import RankInfo, environment_of_rank
@@ -37,14 +37,7 @@ from zeroexp.tracking import attempt, failure
 PACKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-
-@dataclass(frozen=True)
-class RankCode:
-    """The code that ranks run: that of `zeroexp.run.rank`, or a test's own."""
-
-    # The server calls prepare(folder), which imports all that `main` will import.
-    prepare: Callable[[Path], None]
-    main: Callable[..., None]  # called with (folder, *, device) in every rank
+Main = Callable[..., None]  # called with (folder, *, device) in every rank: zeroexp.run.rank.main
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,27 @@ class Request:
     hang_seconds: float | None
 
 
-def serve(control: socket.socket, code: RankCode) -> None:
-    """Answer requests until the other side closes the socket."""
+def serve(control: socket.socket, prepare: Callable[[Path], None], main: Main) -> None:
+    """Answer requests until the other side closes the socket. `prepare` imports all that `main` will import."""
     while packet := control.recv(PACKET_BYTES):
         request = Request(**json.loads(packet))
         try:
-            answer = {"ended": _run(request, control, code)}
+            answer = {"ended": _run(request, control, prepare, main)}
         except OSError as error:  # a disk may have no room for the reason of an end
-            answer = {"ended": "failed", "lost": f"its end can not be written down: {error}"}
+            answer = {"ended": "failed", "ServerLost": f"its end can not be written down: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
             control.send(json.dumps(answer).encode())
 
 
-def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
+def _run(
+    request: Request, control: socket.socket, prepare: Callable[[Path], None], main: Main
+) -> Ending:
     folder = Path(request.folder)
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.remove_older_failure(folder)
     try:
-        code.prepare(folder)
+        prepare(folder)
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
         failure.write_unranked(folder, type(error).__name__, str(error))
         return "failed"
@@ -86,57 +81,47 @@ def _run(request: Request, control: socket.socket, code: RankCode) -> Ending:
         failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
         return "failed"
     ranks: list[Rank] = []
+    # Its folder goes last, when the ranks have ended.
     with contextlib.ExitStack() as meeting:
         try:
-            _fork_ranks(
-                ranks, request, meeting, control.close, lambda: code.main(folder, device=device)
+            # Unlike a free port, nobody can take a file between its choice and its use.
+            where = meeting.enter_context(locks.temporary_folder())
+            for rank in range(request.world_size):
+                place = RankInfo(rank, request.world_size, local_rank=rank)
+                ranks.append(
+                    _fork_rank(place, f"file://{where}/ranks", folder, device, control, main)
+                )
+        except OSError as error:
+            cannot_start = error
+        else:
+            return supervise(
+                ranks, folder, control, Limits(request.timeout_seconds, request.hang_seconds)
             )
-            limits = Limits(request.timeout_seconds, request.hang_seconds)
-            return supervise(ranks, folder, control, limits)
-        except CannotStart as error:
-            told = str(error)
         finally:
             end_processes(ranks)
-    failure.write_unranked(folder, "CannotStart", told)  # now there is a file to be had for it
+    remedy = failure.REMEDIES.get(
+        cannot_start.errno or 0, "set TMPDIR to a folder that can be written"
+    )
+    told = f"rank {len(ranks)} of {request.world_size} can not be started"
+    message = f"{told}: {cannot_start.strerror or cannot_start}; {remedy}"
+    failure.write_unranked(folder, "CannotStart", message)  # now there is a file to be had for it
     return "failed"
 
 
-class CannotStart(Exception):
-    """The system gave no process, file or folder for a rank."""
-
-
-def _fork_ranks(
-    ranks: list[Rank],
-    request: Request,
-    meeting: contextlib.ExitStack,
-    in_child: Callable[[], None],
-    run: Callable[[], None],
-) -> None:
-    """Fork all ranks and put them into the list. They meet in a file in a folder that `meeting` removes.
-
-    Unlike a free port, nobody can take a file between its choice and its use. Raises CannotStart; the list then holds
-    those that were started.
-    """
+def _fork_rank(
+    place: RankInfo, rendezvous: str, folder: Path, device: str, control: socket.socket, main: Main
+) -> Rank:
+    """Fork a rank. Raises OSError where the system gives no process or file for it."""
     server = os.getpid()
-    try:
-        where = meeting.enter_context(locks.temporary_folder())
-        for rank in range(request.world_size):
-            place = RankInfo(rank, request.world_size, local_rank=rank)
-            descriptor, numbers = progress.create()
-            pid = os.fork()
-            if pid == 0:
-                in_child()
-                os.environ[progress.DESCRIPTOR] = str(descriptor)
-                _be_rank(server, place, f"file://{where}/ranks", run)
-            os.setpgid(pid, pid)  # the child does it too; the first call counts
-            os.close(descriptor)  # the next descriptor takes its number
-            ranks.append(Rank(rank, pid, os.pidfd_open(pid), numbers))
-    except OSError as error:
-        remedy = failure.REMEDIES.get(
-            error.errno or 0, "set TMPDIR to a folder that can be written"
-        )
-        told = f"rank {len(ranks)} of {request.world_size} can not be started"
-        raise CannotStart(f"{told}: {error.strerror or error}; {remedy}") from error
+    descriptor, numbers = progress.create()
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        os.environ[progress.DESCRIPTOR] = str(descriptor)
+        _be_rank(server, place, rendezvous, lambda: main(folder, device=device))
+    os.setpgid(pid, pid)  # the child does it too; the first call counts
+    os.close(descriptor)  # the next descriptor takes its number
+    return Rank(place.rank, pid, os.pidfd_open(pid), numbers)
 
 
 def _device_for_ranks(request: Request) -> str | None:
@@ -180,7 +165,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
     module = importlib.import_module(module_name)
-    serve(control, RankCode(module.prepare, getattr(module, function)))
+    serve(control, module.prepare, getattr(module, function))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from zeroexp.cluster.follow_file import Complaints, Tail
@@ -29,29 +28,23 @@ RANK_MAIN = "zeroexp.run.rank:main"
 class LocalCluster:
     """A context manager: entering starts the server, leaving (also by Ctrl-C) ends it with all its ranks."""
 
+    _process: subprocess.Popen[bytes]
+    _socket: socket.socket
+
     def __init__(self, config: ClusterConfig, *, rank_main: str = RANK_MAIN) -> None:
-        self._config = config
-        self._rank_main = rank_main
-        self._server: _Server | None = None
+        self._config, self._rank_main = config, rank_main
 
     def __enter__(self) -> LocalCluster:
-        self._server = _Server(self._config, self._rank_main)
+        self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._server is not None:
-            self._server.close()
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     @property
     def server(self) -> int:
         """The process whose children the ranks are."""
-        assert self._server is not None, "use `with LocalCluster(...)`"
-        return self._server.pid
+        return self._process.pid
 
     def run(
         self,
@@ -64,38 +57,72 @@ class LocalCluster:
 
         `on_record` gets each line of records.jsonl as it appears, `on_event` each message for the user.
         """
-        assert self._server is not None, "use `with LocalCluster(...)`"
         config = job.config
         records, complaints = Tail(job.folder / "records.jsonl", skip=True), Complaints(job.folder)
-        if not self._server.alive():
+        if self._process.poll() is not None:
             on_event("the process that starts ranks has died; starting another")
-            self._server.close()
-            self._server = _Server(self._config, self._rank_main)
-        self._server.send(
-            folder=str(job.folder.resolve()),
-            world_size=config.world_size,
-            device=config.cluster.device,
-            timeout_seconds=config.cluster.timeout_s,
-            hang_seconds=config.cluster.hang_s,
-        )
+            self._close()
+            self._start()
+        request = {
+            "folder": str(job.folder.resolve()),
+            "world_size": config.world_size,
+            "device": config.cluster.device,
+            "timeout_seconds": config.cluster.timeout_s,
+            "hang_seconds": config.cluster.hang_s,
+        }
+        self._socket.send(json.dumps(request).encode())
         answer: dict[str, Any] | None = None
-        preparing = _PreparationWatch(self._server.pid, config.cluster.hang_s)
+        preparing = _PreparationWatch(self.server, config.cluster.hang_s)
         while answer is None or "prepared" in answer:
-            answer = self._server.receive(POLL_SECONDS)
+            answer = self._receive(POLL_SECONDS)
             if answer:
                 preparing.over = True
             elif preparing.stands_still():
-                self._server.kill()
-                answer = dict[str, Any](ended="failed", hung=preparing.describe_hang())
+                self._process.kill()
+                answer = {"ended": "failed", "Hang": preparing.describe_hang()}
             for row in read_rows(records.new_lines()):
                 on_record(row)
             for line in complaints.new_complaints():
                 on_event(line)
-        if "lost" in answer:
-            failure.write_unranked(job.folder, "ServerLost", answer["lost"])
-        if "hung" in answer:
-            failure.write_unranked(job.folder, "Hang", answer["hung"])
+        for exception in ("ServerLost", "Hang"):
+            if exception in answer:
+                failure.write_unranked(job.folder, exception, answer[exception])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "zeroexp.cluster.forkserver", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, self._rank_main],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environment(self._config),
+            start_new_session=True,  # only this process handles Ctrl-C
+        )
+        theirs.close()
+
+    def _receive(self, timeout_seconds: float) -> dict[str, Any] | None:
+        """Return the server's answer, or None if there is none yet."""
+        ready, _, _ = select.select([self._socket], [], [], timeout_seconds)
+        if not ready:
+            return None
+        try:
+            packet = self._socket.recv(1 << 16)
+        except ConnectionResetError:  # it died before it read the request
+            packet = b""
+        if packet:
+            return json.loads(packet)
+        lost = f"the process that starts ranks ended with code {self._process.wait()}"
+        return {"ended": "failed", "ServerLost": lost}
+
+    def _close(self) -> None:
+        """Close the socket, upon which the server kills its ranks and ends."""
+        self._socket.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it still imports, and has no ranks yet
+            self._process.kill()
+            self._process.wait()
 
 
 class _PreparationWatch:
@@ -120,58 +147,6 @@ class _PreparationWatch:
             f"the process {self._pid} that prepares the ranks has done nothing for {self._most:.0f} s;"
             f" it waits ({kernel}), as for a disk that does not answer (cluster.hang_s)"
         )
-
-
-class _Server:
-    def __init__(self, config: ClusterConfig, rank_main: str) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "zeroexp.cluster.forkserver", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            [*command, rank_main],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=environment(config),
-            start_new_session=True,  # only this process handles Ctrl-C
-        )
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, **request: Any) -> None:
-        self._socket.send(json.dumps(request).encode())
-
-    def receive(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """Return the answer, or None if there is none yet."""
-        ready, _, _ = select.select([self._socket], [], [], timeout_seconds)
-        if not ready:
-            return None
-        try:
-            packet = self._socket.recv(1 << 16)
-        except ConnectionResetError:  # it died before it read the request
-            packet = b""
-        return json.loads(packet) if packet else self._died()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        """Close the socket, upon which the server kills its ranks and ends."""
-        self._socket.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it still imports, and has no ranks yet
-            self._process.kill()
-            self._process.wait()
-
-    def _died(self) -> dict[str, Any]:
-        code = self._process.wait()
-        return {"ended": "failed", "lost": f"the process that starts ranks ended with code {code}"}
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:

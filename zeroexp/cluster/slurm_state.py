@@ -20,6 +20,7 @@ from zeroexp.tracking.json_files import read_json
 from zeroexp.tracking.run import SLURM_FILE
 
 OF_ARRAY = re.compile(r"^(\d+)\|([^|]*)\|", re.MULTILINE)
+OF_THIS_USER = (f"--user={os.getuid()}", "--noheader", "--states=all")
 SRUN_WRITES = "slurm"  # a folder in the run's folder
 
 
@@ -59,21 +60,32 @@ def look_up_jobs(job_ids: Iterable[str]) -> dict[str, Sighting]:
 def cancel(job_ids: Iterable[str]) -> None:
     """Cancel jobs; those that have ended or are forgotten are passed over. Raises SlurmSilent."""
     if ids := list(job_ids):
-        asked = _run_slurm_command("scancel", *ids)
-        if asked.returncode:
-            raise SlurmSilent(asked.stderr.strip().partition("\n")[0])
+        _ask("scancel", *ids)
+
+
+def find_by_comment(comment: str) -> str | None:
+    """Return the id of the newest job with this comment; None if Slurm knows of none. Raises SlurmSilent."""
+    for line in _ask("squeue", *OF_THIS_USER, "--Format=ArrayJobID:|,Comment:|").splitlines():
+        job_id, _, rest = line.partition("|")
+        if rest.strip().rstrip("|") == comment:
+            return job_id.strip()
+    return None
 
 
 def ask_squeue(wanted: set[str]) -> dict[str, Sighting]:
     # This asks for all jobs of the user, since asking for a forgotten id alone would be an error.
-    user = f"--user={os.getuid()}"
-    shown = (
-        "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,Reason:|,NodeList:|,PreemptTime:|,RestartCnt:|"
+    fields = (
+        "ArrayJobID",
+        "ArrayTaskID",
+        "State",
+        "Reason",
+        "NodeList",
+        "PreemptTime",
+        "RestartCnt",
     )
-    asked = _run_slurm_command("squeue", user, "--noheader", "--array", "--states=all", shown)
-    if asked.returncode:
-        raise SlurmSilent(asked.stderr.strip())
-    return parse_job_lines(OF_ARRAY.sub(_with_element, asked.stdout), wanted)
+    shown = f"--Format={','.join(f'{field}:|' for field in fields)}"
+    lines = _ask("squeue", *OF_THIS_USER, "--array", shown)
+    return parse_job_lines(OF_ARRAY.sub(_with_element, lines), wanted)
 
 
 def _with_element(found: re.Match[str]) -> str:
@@ -83,25 +95,29 @@ def _with_element(found: re.Match[str]) -> str:
 
 
 def ask_sacct(wanted: set[str]) -> dict[str, Sighting]:
-    ids = f"--jobs={','.join(sorted(wanted))}"
-    shown = "--format=JobID,State,Reason,NodeList"
-    asked = _run_slurm_command("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
-    if "accounting storage is disabled" in asked.stderr:
-        return {}
-    if asked.returncode:
-        raise SlurmSilent(asked.stderr.strip())
-    return parse_job_lines(asked.stdout, wanted)
-
-
-def _run_slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
+    ids, shown = f"--jobs={','.join(sorted(wanted))}", "--format=JobID,State,Reason,NodeList"
     try:
-        return subprocess.run(
+        lines = _ask("sacct", ids, "--noheader", "--parsable", "--allocations", shown)
+    except SlurmSilent as error:
+        if "accounting storage is disabled" in str(error):
+            return {}
+        raise
+    return parse_job_lines(lines, wanted)
+
+
+def _ask(*command: str) -> str:
+    """Return what a command of Slurm prints. Raises SlurmSilent with its first words where it fails."""
+    try:
+        asked = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=60
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{command[0]} did not answer within {error.timeout:.0f} s") from error
     except FileNotFoundError as error:
         raise SlurmSilent(f"{command[0]} is not here; ask on a machine of the cluster") from error
+    if asked.returncode:
+        raise SlurmSilent(asked.stderr.strip().partition("\n")[0])
+    return asked.stdout
 
 
 def parse_job_lines(lines: str, wanted: set[str]) -> dict[str, Sighting]:
@@ -233,12 +249,10 @@ def _errors_of_batch_jobs(job: Job) -> list[Path]:
 def _down_among(nodes: str) -> str | None:
     """Return those of a lost job's nodes that are down now; None if all are up again, or Slurm does not answer."""
     try:
-        asked = _run_slurm_command(
-            "sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T"
-        )
+        lines = _ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T")
     except SlurmSilent:
         return None
-    states = [line.strip().split("|") for line in asked.stdout.splitlines()]
+    states = [line.strip().split("|") for line in lines.splitlines()]
     return ",".join(sorted({node for node, state in states if state.startswith("down")})) or None
 
 

@@ -1,31 +1,29 @@
-"""Hand a batch file to sbatch, through submitit, and find out which job it became, also when sbatch does not say.
+"""Hand runs to Slurm, and find out which jobs they became, also when sbatch does not say.
 
 sbatch may time out after Slurm has queued the job, and the submitter may be killed between sbatch and the note of the
 job's id. So each submission has a name of ours, which is the job's comment and is noted in the run's folder
 before sbatch starts. Whoever looks at the run later finds its job by that name (`adopt`).
+
+Only jobs of runs that save checkpoints are requeued: another run would start from the beginning unnoticed.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import shlex
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
-from io import StringIO
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 
-from submitit import SlurmExecutor
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-from zeroexp.cluster.batch import BATCH_FILE
-from zeroexp.cluster.slurm_state import SlurmSilent, _run_slurm_command
+from zeroexp.cluster.job import Job
+from zeroexp.cluster.local import RANK_MAIN
+from zeroexp.cluster.slurm_state import SlurmSilent, find_by_comment
+from zeroexp.cluster.task import DUTY
 from zeroexp.config.keys import ConfigError
+from zeroexp.plan.machines import JobShape
 from zeroexp.tracking.files import read_json, write_json
-from zeroexp.tracking.run import SLURM_FILE
+from zeroexp.tracking.run import HELD_FILE, SLURM_FILE
 
 SUBMITTING = "submitting.json"  # in the run's folder while its job's id is unknown
 LOOKS, SECONDS_BETWEEN_LOOKS = 5, 2.0  # for a job that sbatch may have queued
@@ -42,141 +40,129 @@ class Later(ConfigError):
     """Slurm takes no more jobs of this user now."""
 
 
-def submit(folder: Path, text: str) -> str:
-    """Submit the run of this folder by this batch file; return the job's id.
+def submit_all(jobs: Iterable[Job], *, rank_main: str = RANK_MAIN) -> None:
+    """Submit points, those of one shape as a job array where cluster.slurm.array asks for it.
+
+    A refused point counts as failed, and a dry run is printed and skipped. One that Slurm takes later, and those behind
+    it, are held: pending, with a file that says so.
+    """
+    groups, full = _in_arrays(jobs), None
+    while groups:
+        group = groups.pop(0)
+        if group[0].config.cluster.dry_run:
+            _print_files(group)
+            continue
+        try:
+            if full:
+                raise full
+            submit(group, rank_main=rank_main)
+        except Later as error:
+            if len(group) > 1:  # perhaps Slurm takes some of them
+                groups[:0] = [[job] for job in group]
+                continue
+            hold(group[0], str(error))
+            full = Later("points before it are held")
+        except ConfigError as error:
+            for job in group:
+                job.enter("failed", str(error))
+
+
+def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
+    """Submit one run as a job, or runs of one shape as a job array; their slurm.json then names their jobs.
 
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass Later if that will pass.
     """
-    name = f"{folder.name} zeroexp-{secrets.token_hex(8)}"
-    return _submit({folder: {"name": name}}, _written(folder / "slurm" / BATCH_FILE, text), name)
+    # submitit takes 0.06 s to import, and most sweeps need none of it.
+    from zeroexp.cluster.batch import ELEMENT, array_file, batch_file, duty_of
 
-
-def submit_array(texts: Mapping[Path, str], array_text: str) -> list[str]:
-    """Submit the runs of these folders, whose batch files are given, as a job array; return the jobs' ids.
-
-    Raises what `submit` raises; then none of them is submitted.
-    """
-    folders = list(texts)
-    for folder, text in texts.items():
-        _written(folder / "slurm" / BATCH_FILE, text)
-    name = f"{folders[0].parent.name} zeroexp-{secrets.token_hex(8)}"
-    notes = {folder: {"name": name, "element": index} for index, folder in enumerate(folders)}
-    array_id = _submit(notes, _written(folders[0] / "slurm" / "array.sh", array_text), name)
-    return [f"{array_id}_{index}" for index in range(len(folders))]
-
-
-def _written(file: Path, text: str) -> Path:
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def _submit(notes: Mapping[Path, dict[str, Any]], file: Path, name: str) -> str:
-    """Note in these folders what is about to be submitted, and submit it; return its id."""
-    for folder, content in notes.items():
-        write_json(folder / SUBMITTING, content)
-    job_id, words = _sbatch(file, name)
+    name = f"{jobs[0].folder.name} zeroexp-{secrets.token_hex(8)}"
+    for index, job in enumerate(jobs):
+        slurm = job.folder / "slurm"
+        slurm.mkdir(exist_ok=True)
+        write_json(job.folder / DUTY, asdict(duty_of(job, rank_main)))
+        element = {"element": index} if len(jobs) > 1 else {}
+        if element:
+            (slurm / ELEMENT).write_text(batch_file(job).text(), encoding="utf-8")
+        write_json(job.folder / SUBMITTING, {"name": name, **element})
+    file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0])
+    job_id, words = file.hand_over(name)
     if job_id is None and (not words or UNSURE.search(words)):
         job_id = _look_for(name)
+    for job in jobs:
+        if job_id is None:
+            (job.folder / SUBMITTING).unlink()
+        else:
+            _note(job, job_id)
     if job_id is None:
-        for folder in notes:
-            (folder / SUBMITTING).unlink()
         kind = Later if LATER.search(words) else ConfigError
         raise kind(f"cluster.slurm: {_complaint(words)}")
-    return job_id
 
 
-def note(folder: Path, job_id: str, nodes: int, ranks_per_node: int) -> None:
-    """Write the run's slurm.json."""
-    content = {"job_id": job_id, "nodes": nodes, "ranks_per_node": ranks_per_node}
-    write_json(folder / SLURM_FILE, content)
-    (folder / SUBMITTING).unlink(missing_ok=True)
+def adopt(job: Job) -> bool:
+    """Note the id of a job whose submitter did not live to note it; False if Slurm knows of none.
 
-
-def adopt(folder: Path) -> str | None:
-    """Return the id of a job that this folder's submitter did not live to note; None if Slurm knows of none."""
-    submitting = read_json(folder / SUBMITTING)
-    found = _find(submitting["name"]) if submitting else None
-    if submitting and found and "element" in submitting:
-        return f"{found}_{submitting['element']}"
-    return found
-
-
-class _Executor(SlurmExecutor):
-    """submitit's executor, which is given the whole batch file.
-
-    The file that submitit writes has no step after srun, and ours decides there whether the job starts again. What is
-    overridden and called here is private in submitit, so that pyproject.toml bounds its version from above.
+    Raises SlurmSilent.
     """
-
-    def __init__(self, folder: Path, text: str) -> None:
-        super().__init__(folder)
-        self._text = text
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 1  # a machine without srun hears of it from sbatch
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._text
-
-    def hand_over(self) -> str:
-        """Submit the batch file and return the job's id."""
-        return self._submit_command("").job_id
+    submitting = read_json(job.folder / SUBMITTING)
+    job_id = find_by_comment(submitting["name"]) if submitting else None
+    if job_id:
+        _note(job, job_id)
+    return job_id is not None
 
 
-@contextmanager
-def outside_of_jobs() -> Iterator[None]:
-    """Hide from sbatch what an interactive job or step of Slurm has set in the environment.
-
-    sbatch hands its environment on to the job, where such variables would bind, size or name the ranks' step.
-    """
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    hidden = {
-        key: os.environ.pop(key)
-        for key in list(os.environ)
-        if key not in kept and key.startswith(("SLURM_", "SLURMD_", "PMI_", "PMIX_", "PMI2_"))
-    }
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+def hold(job: Job, reason: str) -> None:
+    if not is_held(job):
+        write_json(job.folder / HELD_FILE, {"reason": reason})
+        job.enter("pending", reason)
 
 
-def _sbatch(file: Path, name: str) -> tuple[str | None, str]:
-    """Return the job's id, or None and sbatch's words."""
-    first, rest = file.read_text(encoding="utf-8").split("\n", 1)
-    text = f"{first}\n#SBATCH --comment={shlex.quote(name)}\n{rest}"
-    with outside_of_jobs(), redirect_stderr(StringIO()):  # submitit prints what it also raises
-        try:
-            return _Executor(file.parent, text).hand_over(), ""
-        except FileNotFoundError:
-            return None, "error: this machine has no sbatch"
-        except (FailedJobError, FailedSubmissionError) as error:
-            return None, str(error).strip()
+def is_held(job: Job) -> bool:
+    return (job.folder / HELD_FILE).exists() and job.state["status"] == "pending"
+
+
+def slurm_id(job: Job) -> str | None:
+    """Return Slurm's id of the job; None if the run was never submitted to Slurm."""
+    submitted = read_json(job.folder / SLURM_FILE)
+    return submitted["job_id"] if submitted else None
+
+
+def _in_arrays(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs in groups, each of which is submitted at once."""
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        config = job.config
+        shape = (repr(config.cluster), config.world_size)
+        groups.setdefault(shape if config.cluster.slurm.array else job, []).append(job)
+    return list(groups.values())
+
+
+def _print_files(jobs: Sequence[Job]) -> None:
+    from zeroexp.cluster.batch import array_file, batch_file
+
+    if len(jobs) > 1:
+        print(array_file(jobs).text())
+    for job in jobs:
+        print(batch_file(job).text())
+        job.enter("skipped", "cluster.dry_run=true")
+
+
+def _note(job: Job, job_id: str) -> None:
+    """Write the run's slurm.json; it is no longer being submitted, nor held."""
+    submitting = read_json(job.folder / SUBMITTING) or {}
+    if "element" in submitting:
+        job_id = f"{job_id}_{submitting['element']}"
+    shape = JobShape.of(job.config.world_size, job.config.cluster.slurm.ranks_per_node)
+    write_json(job.folder / SLURM_FILE, {"job_id": job_id, **asdict(shape)})
+    for name in (SUBMITTING, HELD_FILE):
+        (job.folder / name).unlink(missing_ok=True)
 
 
 def _look_for(name: str) -> str | None:
     for _ in range(LOOKS):
         with suppress(SlurmSilent):
-            if found := _find(name):
+            if found := find_by_comment(name):
                 return found
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    return None
-
-
-def _find(name: str) -> str | None:
-    """Ask squeue for the newest job of this name. Raises SlurmSilent."""
-    user = f"--user={os.getuid()}"
-    asked = _run_slurm_command(
-        "squeue", user, "--noheader", "--states=all", "--Format=ArrayJobID:|,Comment:|"
-    )
-    if asked.returncode:
-        raise SlurmSilent(asked.stderr.strip())
-    for line in asked.stdout.splitlines():
-        job_id, _, comment = line.partition("|")
-        if comment.strip().rstrip("|") == name:
-            return job_id.strip()
     return None
 
 

@@ -20,12 +20,12 @@ from zeroexp.check.sweep_points import Composed, Point, points_of
 from zeroexp.checkpoint.folders import pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points
-from zeroexp.cluster.follow import refresh, slurm_id, unfinished
+from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job, reason_of
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import Load
-from zeroexp.cluster.queue import Queue, cancel_unfinished
 from zeroexp.cluster.slurm_state import require_slurm
+from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import plugins
 from zeroexp.config.keys import (
@@ -64,7 +64,6 @@ class Sweep:
         self._num_damaged = 0  # runs of a rerun whose files do not let them go on
         self._uploads: Uploads | None = None
         self._clusters: dict[str, LocalCluster] = {}
-        self._queue = Queue()
         self._exits = ExitStack()
 
     def __enter__(self) -> Sweep:
@@ -85,20 +84,24 @@ class Sweep:
         if not batch:
             remedy = "a range, glob or choice on the command line is empty; add to it"
             raise ConfigError(f"no point to run: {remedy}")
-        points = [
-            [replace(point, hydra=files) for point in points_of(overrides, values)]
-            for overrides, values, files in batch
+        # world_size=all makes several points of one, a study leaves some out.
+        numbered = [
+            (number, replace(point, hydra=files))
+            for number, (overrides, values, files) in enumerate(batch)
+            for point in points_of(overrides, values)
         ]
-        self._refuse([point for one in points for point in one], batch[0][1]["study"]["name"])
-        planned = iter(plan_slurm_points([_tried(point) for one in points for point in one]))
-        points = [[next(planned) for _ in one] for one in points]
-        self._refuse_all_skipped([point for one in points for point in one])
-        jobs: list[list[Job]] = [[] for _ in points]
-        for repeat in range(max(point.config.repeats for one in points for point in one)):
-            for one, admitted in zip(points, jobs, strict=True):
-                admitted += [self._admit(p, repeat) for p in one if _repeats(p) > repeat]
-        begun = {job.folder for one in jobs for job in one}
-        self._execute([job for job in self._jobs if job.folder in begun])
+        numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
+        self._refuse(points, batch[0][1]["study"]["name"])
+        points = plan_slurm_points([_tried(point) for point in points])
+        self._refuse_all_skipped(points)
+        jobs: list[list[Job]] = [[] for _ in batch]
+        num_before = len(self._jobs)
+        for repeat in range(max(point.config.repeats for point in points)):
+            for number, point in zip(numbers, points, strict=True):
+                # A refused point is skipped once.
+                if repeat < (1 if point.refusal else point.config.repeats):
+                    jobs[number].append(self._admit(point, repeat))
+        self._execute(self._jobs[num_before:])
         return [_final_loss(one) for one in jobs]
 
     def rerun(self, folder: Path) -> None:
@@ -177,9 +180,7 @@ class Sweep:
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
             if not point.refusal:
-                check_inputs(point.config)
-                _check_model(point.config)
-                _check_data(point.config)
+                _check_what_is_read(point.config)
 
     def _refuse_all_skipped(self, points: Sequence[Point]) -> None:
         if not self._jobs and all(point.refusal for point in points):
@@ -210,26 +211,25 @@ class Sweep:
 
     def _execute(self, jobs: Sequence[Job]) -> None:
         """Queue Slurm's points first, so that they run beside those of this machine."""
-        open_jobs = {n: job for n, job in enumerate(jobs, start=1) if not _ended(job)}
-        queued = {n: job for n, job in open_jobs.items() if job.config.cluster.kind == "slurm"}
+        queued = {
+            number: job
+            for number, job in enumerate(jobs, start=1)
+            if job.state["status"] != "skipped" and job.config.cluster.kind == "slurm"
+        }
         try:
-            self._queue.submit_all(queued.values())
+            submit_all(queued.values())
             with Progress(len(jobs)) as progress:
                 for number, job in enumerate(jobs, start=1):
                     if number not in queued:
                         self._run_one(number, job, progress)
-                self._follow(queued, progress)
+                for job in queued.values():
+                    if job.config.cluster.wait and job.state["status"] != "skipped":
+                        self._open_uploads(job)
+                follow_waited(queued, progress, on_step=self._look, on_end=self._send)
         finally:
-            stopped = cancel_unfinished(jobs)
-            for job in stopped:
-                if self._uploads and (job.folder / LINK).exists():
+            for job in cancel_unfinished(jobs):
+                if (job.folder / LINK).exists():
                     self._send(job)
-
-    def _follow(self, queued: dict[int, Job], progress: Progress) -> None:
-        for job in queued.values():
-            if job.config.cluster.wait and job.state["status"] != "skipped":
-                self._open_uploads(job)
-        self._queue.follow(queued, progress, on_step=self._look, on_end=self._send)
 
     def _run_one(self, number: int, job: Job, progress: Progress) -> None:
         if job.state["status"] == "skipped":
@@ -317,11 +317,14 @@ class Sweep:
         return verdict.holds and not diverged
 
 
-def _check_model(config: Config) -> None:
-    # torch and transformers take seconds to import, and a command line with a wrong word needs neither.
+def _check_what_is_read(config: Config) -> None:
+    check_inputs(config)
+    # torch, transformers and datasets take seconds to import, and a line with a wrong word needs none of them.
+    from zeroexp.check.try_data import check_data
     from zeroexp.check.try_model import check_model
 
     check_model(config)
+    check_data(config)
 
 
 def _tried(point: Point) -> Point:
@@ -337,18 +340,6 @@ def _tried(point: Point) -> Point:
     return point
 
 
-def _repeats(point: Point) -> int:
-    """Return how often the point runs; a refused one is skipped once."""
-    return 1 if point.refusal else point.config.repeats
-
-
-def _check_data(config: Config) -> None:
-    # The same holds for numpy, and for datasets where the text is not packed yet.
-    from zeroexp.check.try_data import check_data
-
-    check_data(config)
-
-
 def _set_aside(job: Job) -> None:
     """Make room for another attempt at the run."""
     if lost := job.set_aside():
@@ -357,10 +348,6 @@ def _set_aside(job: Job) -> None:
     job.enter("pending")
     if job.config.resume:
         pin(Path(job.config.resume), job.folder)
-
-
-def _ended(job: Job) -> bool:
-    return job.state["status"] not in UNFINISHED
 
 
 def _sweep_folder(point: Point) -> Path:
