@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pytest import MonkeyPatch
@@ -20,11 +23,30 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 @cache
 def composed(*overrides: str) -> Config:
     """The config of `python -m zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
+    return from_mapping(Config, _values(*overrides))
+
+
+@cache
+def _values(*overrides: str) -> dict[str, Any]:
     store_schema()
     with initialize_config_dir(str(CONF), **BEHAVIOUR):
         values = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(values, dict)
-    return from_mapping(Config, {str(key): value for key, value in values.items()})
+    return {str(key): value for key, value in values.items()}
+
+
+def values_of(*words: str) -> dict[str, Any]:
+    """What Hydra composes of the words that choose options, into which the others are put as they are."""
+    options = [word for word in words if (CONF / word.partition("=")[0]).is_dir()]
+    values = deepcopy(_values(*options))
+    others = [word for word in words if word not in options]
+    for word in OverridesParser.create().parse_overrides(others):
+        *path, last = word.key_or_group.split(".")
+        at = values
+        for key in path:
+            at = at[key]
+        at[last] = word.value()
+    return values
 
 
 def compose_once(patch: MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.composing import compose_once, composed
+from tests.composing import compose_once, composed, values_of
 from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import rules_batch
 from zeroexp.check.readable import check_inputs
+from zeroexp.cluster.sweep import Sweep
+from zeroexp.commandline.mistakes import explain
 from zeroexp.config.keys import ConfigError
 from zeroexp.models import find_weights
 from zeroexp.process.writable import require_writable
@@ -24,13 +26,79 @@ from zeroexp.process.writable import require_writable
 WRONG = {
     # words and keys that do not exist
     "strategy=zero4": ("strategy=zero4:", "use one of ddp, zero1"),
-    "model=smal": ("model=smal:", "did you mean small?"),
-    "study=comparison": ("study=comparison:", "compare"),
     "train.stepz=3": ("train.stepz=3:", "did you mean train.steps"),
     "stratgey=zero3": ("stratgey=zero3:", "did you mean strategy"),
-    "+train.stepz=3": ("train.stepz=3:", "unknown key"),
     "model.hf_config.layers=3": ("model.hf_config.layers=3:", "use +model.hf_config.layers=3"),
     "strategy.implementation=bufer": ("strategy.implementation=bufer:", "did you mean buffer?"),
+    # values of the wrong kind or size
+    "train.steps=many": ("train.steps=many:", "use a whole number"),
+    "train.activation_checkpointing=maybe": (
+        "train.activation_checkpointing=maybe:",
+        "use true or false",
+    ),
+    "train=3": ("train=3:", "set one of its keys"),
+    "optimizer.lr=0": ("optimizer.lr=0", "use more than 0"),
+    "optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
+    "optimizer.max_grad_norm=0": ("optimizer.max_grad_norm=0", "use more than 0"),
+    "world_size=0": ("world_size=0:", "use 1 or more"),
+    "data.path=/no/such/text": ("data.path=/no/such/text:", "use one that exists"),
+    # right by themselves, without a meaning together
+    "data.global_batch_size=12 world_size=5": ("data.global_batch_size=12:", "use 10 or 15"),
+    "data.file=a.csv": ("data.file=a.csv: unknown key", "use data.path (with data=hf)"),
+    "data.column=a": ("data.column=a: unknown key", "use data.text_column"),
+    "data=hf": ("data.path=null:", "name a file"),
+    # a sweep ends as a whole where one of its words is wrong
+    "-m strategy=ddp,zero4": ("strategy=zero4:", "use one of"),
+    "-m strategy.implementation=buffer,bufer": ("strategy.implementation=bufer:", "buffer?"),
+    "-m world_size=2,0": ("world_size=0:", "use 1 or more"),
+    # a typo beside swept words is told, not the commas
+    "strategy=ddp,zero1 train.stepz=3": ("train.stepz=3:", "did you mean train.steps"),
+    "-m world_size=1,2 optimzer.lr=3": ("optimzer.lr=3:", "use optimizer.lr"),
+    "-m strategy=ddp,zero1 optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
+    "-m strategy=ddp,zero1 model=tinyy": ("model=tinyy:", "did you mean tiny?"),
+    # words that Hydra, the file system or torch would answer with a traceback
+    "-m train.steps=range(5,5)": ("no point to run:", "is empty"),
+    "-m model=glob(zz*)": ("no point to run:", "is empty"),
+    f"resume={'x' * 300}": ("resume=xxxx", "File name too long"),
+    "model=null": ("model=null:", "use one of gpt2_tiny"),
+    "strategy=null": ("strategy=null:", "use one of ddp"),
+    "hydra.sweeper.max_batch_size=0": ("hydra.sweeper.max_batch_size=0:", "at least 1"),
+    "--resolve": ("--resolve:", "--cfg job --resolve"),
+    "--experimental-rerun x": ("--experimental-rerun:", "--rerun outputs/<sweep>"),
+    "--shell-completion": ("--shell-completion:", "use one of install=bash"),
+    "--nope": ("--nope:", "use one of"),
+    "--cfg nope": ("--cfg nope:", "use one of job"),
+    "study=compare,buckets": ("study=compare,buckets:", "one command for each"),
+    # what other projects call it
+    "lr=0.1": ("lr=0.1:", "use optimizer.lr"),
+    "train.epochs=3": ("train.epochs=3:", "use train.steps"),
+    "batch_size=8": ("batch_size=8:", "data.global_batch_size"),
+    "gpus=2": ("gpus=2:", "use world_size"),
+    # numbers that no comparison refuses, and settings that would do nothing
+    "cluster=slurm cluster.slurm.partition=": ("cluster.slurm.partition=:", "or null"),
+    "hydra.run.dir=elsewhere": ("hydra.run.dir=elsewhere:", "use outputs="),
+    "hydra.sweep.dir=elsewhere": ("hydra.sweep.dir=elsewhere:", "use outputs="),
+    "hydra.mode=RUN": ("hydra.mode=RUN:", "leave it out"),
+    # numbers beyond what the system, torch or patience allow
+    "cluster=slurm cluster.slurm.memory_gb=-3": ("cluster.slurm.memory_gb=-3.0:", "more than 0"),
+    # models that can not be built
+    "model.hf_config.hidden_size=63": ("model.hf_config of model.name=small:", "63"),
+    "strategy=3": ("strategy=3:", "use one of ddp"),
+    "-m model=tiny,3": ("model=tiny,3:", "use one of"),
+    # a study whose every point is excluded
+    "study=compare strategy=zero1_allreduce": ("study=compare:", "study.include"),
+    # --rerun
+    "--rerun": ("--rerun", "one folder"),
+    "--rerun no/such/folder": ("--rerun", "outputs/<sweep>"),
+}
+
+# The same of what no part of Hydra judges: the words are put into a composed config, and handed to the sweep as Hydra
+# does. WRONG has one of each kind too.
+WRONG_VALUES = {
+    # words and keys that do not exist
+    "model=smal": ("model=smal:", "did you mean small?"),
+    "study=comparison": ("study=comparison:", "compare"),
+    "+train.stepz=3": ("train.stepz=3:", "unknown key"),
     "strategy.implementation=deepspeed": ("strategy.implementation=deepspeed:", "use torch"),
     "strategy.unit=layer": ("strategy.unit=layer:", "model, block, module"),
     "strategy.keep=first": ("strategy.keep=first:", "none, last, all"),
@@ -44,13 +112,8 @@ WRONG = {
     "cluster.device=gpu": ("cluster.device=gpu:", "use cuda"),
     "cluster.kind=pbs": ("cluster.kind=pbs:", "use one of local, slurm"),
     # values of the wrong kind or size
-    "train.steps=many": ("train.steps=many:", "use a whole number"),
     "train.steps=-3": ("train.steps=-3:", "use at least 1"),
     "train.warmup_steps=-1": ("train.warmup_steps=-1:", "use at least 0"),
-    "train.activation_checkpointing=maybe": (
-        "train.activation_checkpointing=maybe:",
-        "use true or false",
-    ),
     "train.activation_checkpointing=true train.recompute_every=0": (
         "train.recompute_every=0:",
         "use at least 1",
@@ -69,12 +132,7 @@ WRONG = {
         "train.recompute_except=",
         "use strategy.unit=block",
     ),
-    "train=3": ("train=3:", "set one of its keys"),
-    "optimizer.lr=0": ("optimizer.lr=0", "use more than 0"),
-    "optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
     "optimizer.betas=[0.9]": ("optimizer.betas=[0.9]:", "use [0.9, 0.95]"),
-    "optimizer.max_grad_norm=0": ("optimizer.max_grad_norm=0", "use more than 0"),
-    "world_size=0": ("world_size=0:", "use 1 or more"),
     "world_size=two": ("world_size=two:", "use 1 or more"),
     "cluster.requeue=true": ("cluster.requeue=true:", "no effect on this machine"),
     "cluster=slurm cluster.device=cpu cluster.requeue=true": (
@@ -90,7 +148,6 @@ WRONG = {
     "strategy=zero2 strategy.bucket_mb=large": ("strategy.bucket_mb=large", "auto"),
     "strategy=zero2 strategy.bucket_mb=true": ("strategy.bucket_mb=", "auto"),
     "model.weights=./nowhere": ("model.weights=./nowhere:", "use one that exists"),
-    "data.path=/no/such/text": ("data.path=/no/such/text:", "use one that exists"),
     "tracking.uri=file:./mlruns": ("tracking.uri=file:./mlruns ", "sqlite:///"),
     "strategy=[": ("strategy=[:", "write key=value"),
     "strategy": ("strategy:", "write key=value"),
@@ -118,7 +175,6 @@ WRONG = {
         "strategy.gradients.dtype=bfloat16:",
         "use the precision group",
     ),
-    "data.global_batch_size=12 world_size=5": ("data.global_batch_size=12:", "use 10 or 15"),
     "data.global_batch_size=1": ("data.global_batch_size=1:", "use 2"),
     "model=mlp_1b": ("model=mlp_1b:", "use data=vectors"),
     "model=mlp_tiny data=synthetic": ("model=mlp_tiny:", "use data=vectors"),
@@ -144,9 +200,6 @@ WRONG = {
     "data=synthetic data.split=test": ("data.split=test:", "leave it null"),
     "data=csv": ("data=csv: unknown option", "use data=hf data.path=... with a csv file"),
     "data=imdb": ("data=imdb: unknown option", "use data=hf data.path=... with its id on the hub"),
-    "data.file=a.csv": ("data.file=a.csv: unknown key", "use data.path (with data=hf)"),
-    "data.column=a": ("data.column=a: unknown key", "use data.text_column"),
-    "data=hf": ("data.path=null:", "name a file"),
     "data=yelp_causal data.labels=[1,2]": ("data.labels=[1, 2]:", "leave it null"),
     "data=yelp_causal data.label_column=stars": ("data.label_column=stars:", "leave it null"),
     "data=yelp model=smollm2_360m_yelp data.labels=[bad,good]": (
@@ -199,35 +252,14 @@ WRONG = {
     ),
     "optimizer.momentum=0.9": ("optimizer.momentum=0.9:", "use optimizer=sgd"),
     "tracking=files tracking.uri=sqlite:///x.db": ("tracking.uri=sqlite:///x.db:", "mlflow"),
-    # a sweep ends as a whole where one of its words is wrong
-    "-m strategy=ddp,zero4": ("strategy=zero4:", "use one of"),
-    "-m strategy.implementation=buffer,bufer": ("strategy.implementation=bufer:", "buffer?"),
-    "-m world_size=2,0": ("world_size=0:", "use 1 or more"),
-    # a typo beside swept words is told, not the commas
-    "strategy=ddp,zero1 train.stepz=3": ("train.stepz=3:", "did you mean train.steps"),
-    "-m world_size=1,2 optimzer.lr=3": ("optimzer.lr=3:", "use optimizer.lr"),
-    "-m strategy=ddp,zero1 optimizer.lr=fast": ("optimizer.lr=fast:", "use a number"),
-    "-m strategy=ddp,zero1 model=tinyy": ("model=tinyy:", "did you mean tiny?"),
     # words that Hydra, the file system or torch would answer with a traceback
     "world_size=[1,2]": ("world_size=[1, 2]:", "use 1 or more"),
-    "-m train.steps=range(5,5)": ("no point to run:", "is empty"),
-    "-m model=glob(zz*)": ("no point to run:", "is empty"),
     "study.name=a/b": ("study.name=a/b:", "use letters"),
     "study.name=..": ("study.name=..:", "use letters"),
     "study.name=": ("study.name=:", "use letters"),
     f"study.name={'x' * 300}": ("study.name=xxxx", "at most 100"),
-    f"resume={'x' * 300}": ("resume=xxxx", "File name too long"),
     "outputs=": ("outputs=:", "use outputs=outputs"),
-    "model=null": ("model=null:", "use one of gpt2_tiny"),
-    "strategy=null": ("strategy=null:", "use one of ddp"),
     "train.steps=???": ("train.steps=???:", "give it one"),
-    "hydra.sweeper.max_batch_size=0": ("hydra.sweeper.max_batch_size=0:", "at least 1"),
-    "--resolve": ("--resolve:", "--cfg job --resolve"),
-    "--experimental-rerun x": ("--experimental-rerun:", "--rerun outputs/<sweep>"),
-    "--shell-completion": ("--shell-completion:", "use one of install=bash"),
-    "--nope": ("--nope:", "use one of"),
-    "--cfg nope": ("--cfg nope:", "use one of job"),
-    "study=compare,buckets": ("study=compare,buckets:", "one command for each"),
     # what other projects call it
     "strategy=fsdp": ("strategy=fsdp:", "use strategy=zero3 strategy.implementation=torch"),
     "strategy=hsdp": ("strategy=hsdp:", "no hybrid sharding"),
@@ -236,10 +268,6 @@ WRONG = {
     "strategy.implementation=fsdp2": ("strategy.implementation=fsdp2:", "strategy=zero3"),
     "optimizer=adam": ("optimizer=adam:", "use optimizer=adamw"),
     "precision=fp16": ("precision=fp16:", "precision=bf16_master"),
-    "lr=0.1": ("lr=0.1:", "use optimizer.lr"),
-    "train.epochs=3": ("train.epochs=3:", "use train.steps"),
-    "batch_size=8": ("batch_size=8:", "data.global_batch_size"),
-    "gpus=2": ("gpus=2:", "use world_size"),
     # numbers that no comparison refuses, and settings that would do nothing
     "optimizer.lr=nan": ("optimizer.lr=nan:", "use a finite one"),
     "optimizer.weight_decay=inf": ("optimizer.weight_decay=inf:", "use a finite one"),
@@ -261,7 +289,6 @@ WRONG = {
     "cluster.wait=false": ("cluster.wait=false:", "use cluster=slurm"),
     "optimizer.warmup_steps=1000": ("optimizer.warmup_steps=1000:", "use at most 23"),
     "cluster.slurm.partition=gpu": ("cluster.slurm.partition=gpu:", "use cluster=slurm"),
-    "cluster=slurm cluster.slurm.partition=": ("cluster.slurm.partition=:", "or null"),
     "cluster=slurm cluster.slurm.account=../x": ("cluster.slurm.account=../x:", "the site's"),
     "cluster=slurm cluster.slurm.constraint=$HOME": ("cluster.slurm.constraint=$HOME:", "null"),
     "cluster=slurm +cluster.slurm.sbatch.a={b:1}": ("cluster.slurm.sbatch.a=", "reservation=mine"),
@@ -288,9 +315,6 @@ WRONG = {
     "+model.hf_config.attention_dropout=0.1": ("model.hf_config.attention_dropout=0.1:", "leave"),
     "+model.hf_config.use_cache=false": ("model.hf_config.use_cache=False:", "leave it out"),
     "+model.hf_config.torch_dtype=bfloat16": ("model.hf_config.torch_dtype=", "set precision"),
-    "hydra.run.dir=elsewhere": ("hydra.run.dir=elsewhere:", "use outputs="),
-    "hydra.sweep.dir=elsewhere": ("hydra.sweep.dir=elsewhere:", "use outputs="),
-    "hydra.mode=RUN": ("hydra.mode=RUN:", "leave it out"),
     "outputs='~/runs'": ("outputs=~/runs:", "use outputs=$HOME/"),
     "outputs=~/runs": ("outputs=~/runs:", "in quotes"),
     # numbers beyond what the system, torch or patience allow
@@ -302,7 +326,6 @@ WRONG = {
     "train.seed=99999999999999999999": ("train.seed=", "use at most 4294967295"),
     "world_size=2048 data.global_batch_size=2048": ("world_size=2048:", "use at most 1024"),
     "world_size=100000000": ("world_size=100000000:", "use at most 16777216"),
-    "cluster=slurm cluster.slurm.memory_gb=-3": ("cluster.slurm.memory_gb=-3.0:", "more than 0"),
     "model.hf_config.num_hidden_layers=100000": (
         "model.hf_config.num_hidden_layers=100000:",
         "use at most 1000",
@@ -310,7 +333,6 @@ WRONG = {
     "model.hf_config.hidden_size=99999999999": ("model.hf_config.hidden_size=", "too large"),
     # models that can not be built
     "model.hf_config.hidden_size=many": ("model.hf_config of model.name=small:", "hidden_size"),
-    "model.hf_config.hidden_size=63": ("model.hf_config of model.name=small:", "63"),
     "model.hf_config.num_attention_heads=0": ("model.hf_config of model.name=small:", ""),
     "model.hf_config.num_hidden_layers=0": ("model.hf_config.num_hidden_layers=0:", "above 0"),
     "+model.hf_config.rms_norm_eps=tiny": ("model.hf_config of model.name=small:", "rms_norm_eps"),
@@ -331,8 +353,6 @@ WRONG = {
         "at most",
     ),
     "model.hf_config.max_position_embeddings=many": ("model.hf_config", "max_position"),
-    "strategy=3": ("strategy=3:", "use one of ddp"),
-    "-m model=tiny,3": ("model=tiny,3:", "use one of"),
     "+model.hf_config.layers=3": ("model.hf_config.layers:", "has no such key"),
     "model=mlp_tiny data=vectors model.mlp.width=wide": ("model.mlp.width=wide:", "above 0"),
     "model=mlp_tiny data=vectors model.mlp.depth=0": ("model.mlp.depth=0:", "above 0"),
@@ -340,11 +360,6 @@ WRONG = {
     "model=moe_tiny model.moe.num_heads=3": ("model.moe.num_heads=3:", "use one that does"),
     "model=moe_tiny model.moe.num_experts=0": ("model.moe.num_experts=0:", "above 0"),
     "model=moe_tiny +model.moe.experts=3": ("model.moe.experts:", "no such key"),
-    # a study whose every point is excluded
-    "study=compare strategy=zero1_allreduce": ("study=compare:", "study.include"),
-    # --rerun
-    "--rerun": ("--rerun", "one folder"),
-    "--rerun no/such/folder": ("--rerun", "outputs/<sweep>"),
 }
 
 
@@ -366,6 +381,20 @@ def test_mistake_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch, capsy
     for part in WRONG[line]:
         assert part in told[0]
     assert told[0].startswith(f"zeroexp: {WRONG[line][0]}")
+    assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
+
+
+@pytest.mark.parametrize("line", WRONG_VALUES)
+def test_a_wrong_value_is_one_line_and_nothing_runs(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = line.split()
+    with Sweep([]) as sweep, pytest.raises(zeroexp.MISTAKES) as caught:
+        sweep.run([(words, values_of(*words), {})])
+    told = explain(caught.value)
+    assert "\n" not in told and told.startswith(WRONG_VALUES[line][0])
+    for part in WRONG_VALUES[line]:
+        assert part in told
     assert not list(tmp_path.glob("**/state.json")), "a run folder was made"
 
 
