@@ -72,11 +72,11 @@ def test_run_again_it_goes_on_bit_for_bit(reference, interrupted):
 
 def test_a_sweep_of_others_goes_on_from_one_checkpoint(reference, interrupted, tmp_path):
     """The next samples are the same, so that losses differ by the order of summation alone."""
-    words = ["strategy=zero1,zero3", "strategy.implementation=parameter,torch", "world_size=3"]
+    words = ["strategy=zero1", "strategy.implementation=parameter,torch", "world_size=3"]
     resume = [f"resume={only_job(interrupted).folder}", f"train.steps={STEPS + 2}"]
     result = zeroexp(tmp_path, "-m", *LONG, *words, *resume)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(jobs(tmp_path)) == 4
+    assert len(jobs(tmp_path)) == 2
     pins = list((only_job(interrupted).folder / "checkpoint").glob(".pin.*"))
     assert {Path(pin.read_text()) for pin in pins} == {
         job.folder for job in jobs(tmp_path).values()

@@ -167,7 +167,7 @@ def matrix(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     include = "include: [{strategy: [zero1_allreduce, zero3]}]"
     stages = "hydra: {sweeper: {params: {strategy: 'zero1_allreduce,zero2,zero3'}}}"
     study = write_study(folder, f"loss_agreement: 1e-5, {include}", stages)
-    words = [*study, "-m", "strategy.implementation=buffer,torch", "world_size=all", *QUICK]
+    words = [*study, "-m", "strategy.implementation=buffer,torch", "world_size=all", *LIGHT]
     command = [sys.executable, "-m", "zeroexp", *words]  # from its first import on
     return folder, subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True

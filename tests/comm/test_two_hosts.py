@@ -56,7 +56,8 @@ TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3
 @pytest.mark.parametrize(
     ("num_on_first", "expected", "overlap", "families"),
     [
-        pytest.param(2, TWO_HOSTS, True, FAMILIES, id="two_hosts-True"),
+        pytest.param(2, TWO_HOSTS, True, FAMILIES[1:2], id="two_hosts-tensor"),
+        pytest.param(2, TWO_HOSTS, True, FAMILIES, id="two_hosts-True", marks=pytest.mark.slow),
         pytest.param(2, TWO_HOSTS, False, FAMILIES, id="two_hosts-False", marks=pytest.mark.slow),
         # What a layout moves is of no matter for how many reductions are under way.
         pytest.param(3, ONE_HOST, False, FAMILIES[:1], id="one_host-False"),

@@ -28,7 +28,7 @@ from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
 
-RANKS, STEPS, MICROBATCHES = 2, 3, 2
+RANKS, STEPS, MICROBATCHES = 2, 2, 2
 
 # One of each family, one that is not tied, and one with another head.
 SHIPPED = [

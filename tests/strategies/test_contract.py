@@ -1,6 +1,8 @@
 """What every engine promises to the loop, ours and native alike: it trains like the oracle, and its state goes on.
 
-Which engine equals the oracle bit for bit, and which within a tolerance, stands in tests/engines.py.
+Which engine equals the oracle bit for bit, and which within a tolerance, stands in tests/engines.py. Of ours, what a
+setting changes is compared by pairs of settings in tests/strategies/test_parity.py, and here of one engine, as a config
+builds it; that a state goes on, in files and at other world sizes, in tests/checkpoint.
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engines import ENGINES, OURS, check
+from tests.engines import ENGINES, NATIVE, OURS, check
 from tests.oracle import (
     Make,
-    Outcome,
     Recipe,
     assembled,
     assert_same,
@@ -31,20 +32,29 @@ from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process.world import World
 
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+NATIVE_AND_ONE_OF_OURS = {**NATIVE, "zero3_buffer": OURS["zero3_buffer"]}
+native_and_one = pytest.mark.parametrize(
+    "engine", NATIVE_AND_ONE_OF_OURS.values(), ids=NATIVE_AND_ONE_OF_OURS
+)
 
 
-@every_engine
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_trains_like_the_oracle(ranks, engine, world_size):
-    check(ranks, engine, Recipe(world_size=world_size))
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        *((2, name) for name in ENGINES),
+        *((size, name) for size in (1, 3) for name in NATIVE_AND_ONE_OF_OURS),
+    ],
+)
+def test_trains_like_the_oracle(ranks, name, world_size):
+    check(ranks, ENGINES[name], Recipe(world_size=world_size))
 
 
-@every_engine
+@native_and_one
 def test_one_microbatch(ranks, engine):
     check(ranks, engine, Recipe(accumulation=1))
 
 
-@every_engine
+@native_and_one
 def test_clipping(ranks, engine):
     """The first steps' norms are about 1, so that this threshold scales every gradient."""
     recipe = Recipe(max_grad_norm=0.1)
@@ -52,7 +62,7 @@ def test_clipping(ranks, engine):
     check(ranks, engine, recipe)
 
 
-@every_engine
+@native_and_one
 def test_a_threshold_that_is_not_reached_changes_nothing(ranks, engine):
     answers = [
         outcome_of(ranks(train_on_ranks, Recipe(max_grad_norm=bound), engine.make))
@@ -61,12 +71,12 @@ def test_a_threshold_that_is_not_reached_changes_nothing(ranks, engine):
     assert_same(*answers)
 
 
-@every_engine
+@native_and_one
 def test_checkpointing(ranks, engine):
     check(ranks, engine, Recipe(checkpointing=True))
 
 
-@every_engine
+@native_and_one
 def test_a_block_that_runs_twice(ranks, engine):
     """FSDP2 reduces between its two backwards, and so sums in another order."""
     if engine in (ENGINES["fsdp2"], ENGINES["fsdp2_no_reshard"]):
@@ -81,77 +91,30 @@ def test_rows_kept_apart_change_no_bit(ranks, engine):
     assert_same(*[outcome_of(ranks(train_on_ranks, each, engine.make)) for each in recipes])
 
 
-@every_engine
+@native_and_one
 def test_fused_adamw(ranks, engine):
     check(ranks, engine, Recipe(fused=True))
 
 
-@every_engine
+@native_and_one
 def test_sgd(ranks, engine):
     check(ranks, engine, Recipe(optimizer="sgd"))
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, p) for name, engine in ENGINES.items() for p in engine.precisions if p != "fp32"],
+    [
+        (name, p)
+        for name, engine in NATIVE_AND_ONE_OF_OURS.items()
+        for p in engine.precisions
+        if p != "fp32"
+    ],
 )
 def test_precision(ranks, name, precision):
     check(ranks, ENGINES[name], Recipe(precision=precision))
 
 
 # -- its state --------------------------------------------------------------------------------------
-
-
-def resumed(world: World, recipe: Recipe, make: Make, state: CanonicalState, step: int):
-    """Load, then train from `step` on."""
-    strategy = build_on_rank(world, recipe, make)
-    strategy.load_state_dict(state)
-    loaded = pieces_of(strategy)
-    outcome = run_steps(strategy, world, recipe, range(step, recipe.steps))
-    return outcome, pieces_of(strategy), loaded
-
-
-@every_engine
-def test_its_state_goes_on_where_it_was(ranks, engine):
-    """Two steps, save, load into a fresh engine, one step more: bit for bit three steps.
-
-    On three ranks, through files, in tests/checkpoint/test_goes_on.py.
-    """
-    recipe = Recipe()
-    whole = outcome_of(ranks(train_on_ranks, recipe, engine.make))
-    answers = ranks(train_on_ranks, replace(recipe, steps=2), engine.make)
-    saved = merge([state for _, state in answers])
-    answers = ranks(resumed, recipe, engine.make, saved, 2)
-    loaded = assembled([loaded for *_, loaded in answers])
-    torch.testing.assert_close(loaded, assembled([saved]), rtol=0, atol=0)
-    last = outcome_of([(outcome, state) for outcome, state, _ in answers])
-    assert_same(last, Outcome(whole.losses[2:], whole.norms[2:], whole.state))
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("ddp", "zero3_buffer"),
-        ("zero3_buffer", "fsdp2"),
-        ("fsdp2", "zero2_parameter"),
-        ("zero2_parameter", "ddp_zero_redundancy"),
-        ("ddp_zero_redundancy", "zero3_tensor"),
-        ("zero3_tensor", "fsdp2_no_reshard"),
-    ],
-)
-def test_state_moves_to_another_engine_and_world_size(ranks, source, target):
-    """Two steps on two ranks, then in the target's hands on three: loaded bit for bit what was saved."""
-    recipe = Recipe(steps=2)
-    answers = ranks(train_on_ranks, recipe, ENGINES[source].make)
-    saved = merge([state for _, state in answers])
-    recipe = replace(recipe, world_size=3)
-    answers = ranks(resumed, recipe, ENGINES[target].make, saved, 2, world_size=3)
-    loaded = assembled([loaded for *_, loaded in answers])
-    for name, tensors in assembled([saved]).items():
-        for key, expected in tensors.items():
-            torch.testing.assert_close(
-                loaded[name][key], expected, rtol=0, atol=0, msg=f"{name}.{key}"
-            )
 
 
 def load_too_little(world: World, recipe: Recipe, make: Make, state: CanonicalState) -> str:

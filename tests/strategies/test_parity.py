@@ -172,9 +172,12 @@ MODELS = ["llama", "gpt2", "mixtral", "moe_one_rank", "moe_all_ranks", "moe_by_t
     [*((model, 2) for model in MODELS), ("moe_one_rank", 3), ("moe_by_turns", 3)],
 )
 def test_real_architectures_equal_the_oracle(ranks, model, world_size):
-    """Tied LLaMA, GPT-2 and Mixtral of transformers, and experts that are not even called; one row per stage."""
+    """Tied LLaMA, GPT-2 and Mixtral of transformers, and experts that are not even called: under ZeRO-3 and two stages
+    more, in turns; tests/strategies/test_shipped_models.py has others.
+    """
     plain = {name: values[0] for name, values in AXES.items()}
     families, units = ["buffer", "tensor", "parameter"], ["block", "module"]
+    turn = MODELS.index(model) + world_size
     rows = [
         {
             **plain,
@@ -185,13 +188,14 @@ def test_real_architectures_equal_the_oracle(ranks, model, world_size):
             "model": model,
         }
         for index, stage in enumerate(STAGES)
+        if stage == "zero3" or (index + turn) % 2
     ]
     check(ranks, rows)
 
 
 def test_gradients_of_many_bfloat16_microbatches_add_up_in_float32(ranks):
     """`precision=bf16_master` says so. Sums of bfloat16 keep three digits: 8e-3 off here, and the norm with them."""
-    recipe = Recipe(accumulation=64, steps=1, precision="bf16_master", optimizer="sgd")
+    recipe = Recipe(accumulation=16, steps=1, precision="bf16_master", optimizer="sgd")
     ways = [(stage, None) for stage in STAGES] + [("zero2", "microbatch"), ("zero3", "microbatch")]
     runs = [(recipe, Ours(stage, Options(reduce_each=each))) for stage, each in ways]
     answers = ranks(train_rows, runs)

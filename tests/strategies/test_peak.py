@@ -63,7 +63,7 @@ def peak_and_states(world: World, engine: str) -> tuple[int, int]:
     strategy = build_engine(engine, model_config(MODEL), precision="fp32", world=world)
     assert isinstance(strategy, Sharded)
     states = 0
-    for number in range(3):
+    for number in range(2):
         meter = AllocationMeter(CPU)
         with strategy.microbatch(last=True):
             strategy.backward(loss_of(strategy.model))
