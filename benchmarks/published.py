@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
-from zeroexp.plan.closed_forms import OptimizerForm
-from zeroexp.plan.form_of_config import ClosedForm, transient_bytes_of
+from zeroexp.plan.closed_forms import ITEMSIZE, OptimizerForm
+from zeroexp.plan.form_of_config import ClosedForm
 
 RATIOS = ("vs baseline", "fullest vs baseline", "times", "saving")  # columns without a unit
 MIB, GIB, GB = 2**20, 2**30, 10**9
@@ -132,7 +132,9 @@ def one_moment(form: ClosedForm, baseline: ClosedForm) -> float:
 
 
 def cast(form: ClosedForm, _: ClosedForm) -> float:
-    return transient_bytes_of(form, "step", 0).get("cast to master", 0)
+    """Reduced gradients in the master's dtype, which an optimizer's step needs where they are in another one."""
+    reduce, master = form.precision.reduce, form.precision.master
+    return form.held_elements(0).owned * ITEMSIZE[master] if reduce != master else 0
 
 
 def with_cast(form: ClosedForm, baseline: ClosedForm) -> float:

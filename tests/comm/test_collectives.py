@@ -21,7 +21,7 @@ from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
-from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm, UnitForm
+from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier, current, leave_process_group
 
@@ -166,7 +166,7 @@ def check(
     """(bytes counted, bytes the closed form says)"""
     stage, kind = FORMS[name]
     form = ShardedForm(
-        [UnitForm(chunks_of(case, world.size))],
+        [chunks_of(case, world.size)],
         STAGES[stage],
         world.size,
         ScheduleForm(transport=transport),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from zeroexp.cut.stage import STAGES
+from zeroexp.cut.stage import STAGES, Move
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import (
@@ -24,7 +24,6 @@ from zeroexp.plan.closed_forms import (
     PrecisionForm,
     ScheduleForm,
     ShardedForm,
-    UnitForm,
 )
 from zeroexp.process.world import World, barrier, fake_world
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
@@ -100,17 +99,39 @@ def engine(world: World, stage: str, options: Options, precision: PrecisionForm,
 def form_of(
     strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
 ) -> ShardedForm:
-    """Built as a planner builds it, from the names and layouts of the units."""
-    names = [unit.name for unit in strategy.units]
-    private = private_units(names, schedule.keep)
-    units = [
-        UnitForm(tuple(tensors.chunk for tensors in unit.chunks), unit.name in private)
-        for unit in strategy.units
-    ]
+    """Built as a planner builds it, from the names and layouts of the units.
+
+    What a pool still holds is not gathered again. So under keep=last the gathers are those of a step that is counted.
+    """
+    units = [tuple(tensors.chunk for tensors in unit.chunks) for unit in strategy.units]
     world_size = strategy.wire.world.size
-    return ShardedForm(
-        units, stage_for_world(STAGES[stage], world_size), world_size, schedule, **forms
-    )
+    row = stage_for_world(STAGES[stage], world_size)
+    if row.gather is Move.ALL_GATHER:
+        private = private_units([unit.name for unit in strategy.units], schedule.keep)
+        sharing = [i for i, unit in enumerate(strategy.units) if unit.name not in private]
+        num = len(strategy.pools)
+        forms["pools"] = [sharing[i::num] for i in range(num)]
+        if schedule.keep == "last":
+            counts = gathers_of_a_step(strategy, schedule.accumulation)
+            names = [unit[0].members[0].name if unit else "" for unit in units]
+            forms["gathers"] = [counts[name] for name in names]
+    return ShardedForm(units, row, world_size, schedule, **forms)
+
+
+def gathers_of_a_step(strategy: Sharded, accumulation: int) -> Counter[str]:
+    """The gathers of each parameter in the second step; the first one finds their order."""
+    counts, all_gather = Counter[str](), strategy.wire.all_gather
+
+    def counting(parts, kind, *args, **kwargs):
+        if kind == "gather":
+            counts.update(member.name for part in parts for member in part.chunk.members)
+        return all_gather(parts, kind, *args, **kwargs)
+
+    run_step(strategy, accumulation)
+    strategy.wire.all_gather = counting
+    run_step(strategy, accumulation)
+    del strategy.wire.all_gather
+    return counts
 
 
 def run_step(
@@ -156,7 +177,6 @@ def situations(draw):
     schedule = ScheduleForm(
         accumulation=draw(st.integers(1, 3)),
         keep=options.keep,
-        num_pools=1 + (options.prefetch if options.overlap else 0),
         reduce_each=options.reduce_each,
         bucket_bytes=options.bucket_mb and int(options.bucket_mb * MIB),
         transport=options.transport,
@@ -203,7 +223,7 @@ def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
             options = Options(
                 unit=unit, keep=keep, prefetch=prefetch, transport="gloo", reduce_each="step"
             )
-            schedule = ScheduleForm(accumulation, keep, num_pools=1 + prefetch)
+            schedule = ScheduleForm(accumulation, keep)
             strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
             form = form_of(strategy, "zero3", options, schedule)
             for _ in range(2):
@@ -219,7 +239,7 @@ def test_the_steps_between_two_that_drain_send_as_much_as_others(keep):
         for prefetch in range(NUM_BLOCKS + 1):
             options = Options(keep=keep, prefetch=prefetch, transport="gloo", reduce_each="step")
             strategy = engine(world, "zero3", options, PRECISIONS[0], "sgd")
-            form = form_of(strategy, "zero3", options, ScheduleForm(2, keep, 1 + prefetch))
+            form = form_of(strategy, "zero3", options, ScheduleForm(2, keep))
             run_step(strategy, 2)
             run_step(strategy, 2, drain=True)
             sent = Counter[str]()

@@ -81,16 +81,16 @@ def test_a_study_is_planned_point_by_point(planned):
 
 
 def test_what_does_not_fit_is_told_what_to_change(planned):
-    """DDP holds 4 P = 100 GiB and more; ZeRO-2 2 P / 8 and one P of gradients at most; on 64 ranks ZeRO-3 fits 10."""
+    """DDP holds 4 P = 100 GiB; ZeRO-2 P and 3 P / 8; ZeRO-3 4 P / 8, and on 16 ranks half of that."""
     line = "model=llama_7b world_size=8 strategy=ddp,zero3 cluster.device=cuda"
     _, out, _ = planned(f"{line} cluster.device_memory_gib=48 --json")
     ddp, zero3 = json.loads(out)
-    assert ddp["fits"] == "no" and zero3["fits"] == "yes"
+    assert ddp["fits"] == "no" and zero3["fits"] == "tight"
     assert ddp["remedies"][0] == "strategy=zero2"
     _, out, _ = planned(f"{line} cluster.device_memory_gib=10")
     assert max(map(len, out.splitlines())) <= 80
     told = " ".join(out.split())
-    assert "zero3-buffer-n8 does not fit 10 GiB; it would with world_size=32" in told
+    assert "zero3-buffer-n8 does not fit 10 GiB; its model states would with world_size=16" in told
 
 
 # Command line -> the start of the line that refuses it, and a part of its remedy.
@@ -180,21 +180,6 @@ def test_fit_finds_the_fewest_ranks_and_the_largest_batch(planned):
 
 
 @pytest.mark.slow
-def test_fit_finds_fewer_ranks_than_the_upper_bound_of_the_closed_forms(planned):
-    line = "model=mlp_tiny data=vectors data.seq_len=1 strategy=zero3 cluster.device=cuda"
-    line += " cluster.device_memory_gib=0.00065"
-    _, out, _ = planned(f"{line} world_size=2 --fit")
-    (answer,) = (text for text in out.splitlines() if text.startswith("mlp_tiny"))
-    ranks = int(answer.split()[3])
-    found = {}
-    for size in (ranks, ranks // 2):
-        _, out, _ = planned(f"{line} world_size={size} --rehearse --csv")
-        (found[size],) = csv.DictReader(io.StringIO(out))
-    assert (found[ranks]["fits"], found[ranks // 2]["fits"]) == ("yes", "no")
-    assert float(found[ranks]["peak_bytes"]) > 0.00065 * GIB
-
-
-@pytest.mark.slow
 def test_fit_tells_what_it_skips(planned):
     line = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 strategy.implementation=torch"
     line += " strategy=zero3,zero1_allreduce"
@@ -203,17 +188,22 @@ def test_fit_tells_what_it_skips(planned):
     assert "skipped zero1_allreduce-torch-n2" in out and "use zero1" in " ".join(out.split())
 
 
-def test_explain_names_the_terms_and_what_levers_change(planned):
-    line = "model=llama_7b cluster.device=cuda world_size=64 strategy=zero3"
+def test_explain_names_what_makes_the_peak_and_what_levers_change(planned):
+    line = "model=tiny data.seq_len=16 cluster.device=cuda world_size=4 strategy=zero3"
     _, out, _ = planned(f"{line} --explain")
     assert max(map(len, out.splitlines())) <= 80
-    # Two pools of one block each, 202,383,360 elements and the padding to whole pages.
-    (pools,) = (text for text in out.splitlines() if text.endswith("  pools"))
-    assert float(pools.split()[0].replace(",", "")) == pytest.approx(2 * 772.0, abs=1.5)
-    assert "model.layers.0 and 31 like it" in out
-    # A third pool of one block's size, and one gather of a block's 772 MiB x 63 / 64 less.
-    (lever,) = (text for text in out.splitlines() if text.endswith("strategy.prefetch=2"))
-    assert lever.split()[:2] == ["+772.5", "-760.4"]
+    (entry,) = json.loads(planned(f"{line} --rehearse --json")[1])
+    peak = max(entry["rehearsed"]["ranks"], key=lambda rank: rank["num_bytes"])
+    told = f"rank {peak['rank']} holds {peak['num_bytes'] / 2**20:.1f} MiB at most, in {peak['phase']}:"
+    assert told in " ".join(out.split())
+    kinds = [text.split()[1] for text in out.splitlines() if text.startswith("     ")]
+    assert {*peak["by_kind"], "parameters", "optimizer"} <= {*kinds}
+    assert "model.layers.0 and 1 like it" in out
+    # What is kept for backward is gathered again there.
+    (lever,) = (text for text in out.splitlines() if text.endswith("strategy.keep=none"))
+    (other,) = json.loads(planned(f"{line} strategy.keep=none --json")[1])
+    sent = (other["sent"]["fullest"] - entry["sent"]["fullest"]) / 2**20
+    assert sent > 0 and float(lever.split()[1]) == pytest.approx(sent, abs=0.051)
     code, _, err = planned(f"{line},zero2 --explain")
     assert code == 2 and err.startswith("zeroexp: --explain: one point, not 2;")
 
@@ -223,7 +213,7 @@ def test_explain_tells_milliseconds_of_what_was_rehearsed(planned):
     """Each lever is the difference of two plans; what only a rehearsal knows is among them."""
     point = "model=mlp_tiny data=vectors data.seq_len=16 world_size=2 cluster.device=cuda"
     _, out, _ = planned(f"{point} strategy=zero3 --explain")
-    assert "nothing was rehearsed; add --rehearse" in " ".join(out.split())
+    assert "no lever was rehearsed; add --rehearse" in " ".join(out.split())
     assert all(line.split()[2] == "-" for line in lever_lines(out))
     _, out, _ = planned(f"{point} strategy=zero3 --explain --rehearse")
     found = {line.split()[3]: line.split()[:3] for line in lever_lines(out)}
@@ -279,18 +269,18 @@ def test_every_lever_is_accepted_and_changes_what_it_says(settings, planned):
         assert code == 0, err
         (entry,) = json.loads(out)
         assert "skipped" not in entry, entry
-        return entry["peak"]["fullest"] / 2**20, entry["sent"]["fullest"] / 2**20
+        return entry["total"]["fullest"] / 2**20, entry["sent"]["fullest"] / 2**20
 
     _, out, _ = planned(f"{line} --explain")
     now, levers = numbers(line), lever_lines(out)
     replanned = [one for one in levers if one.count("=") > 1 or " strategy=" in one]
     assert any(" strategy=zero1 " in f"{lever} " for lever in replanned)
     for lever in replanned:
-        peak, sent, _, *changed = lever.split()
+        states, sent, _, *changed = lever.split()
         keys = {word.partition("=")[0] for word in changed}
         kept = [word for word in line.split() if word.partition("=")[0] not in keys]
         then = numbers(" ".join([*kept, *changed]))
-        told = tuple(float(number.replace(",", "")) for number in (peak, sent))
+        told = tuple(float(number.replace(",", "")) for number in (states, sent))
         assert told == pytest.approx([t - n for t, n in zip(then, now, strict=True)], abs=0.051)
 
 
@@ -338,10 +328,16 @@ def test_json_and_csv_tell_the_batch_that_is_planned(planned):
         assert err == "data.global_batch_size=12 is not divisible by 8 ranks: planned with 8\n"
 
 
-def test_two_numbers_tell_a_tight_point(planned):
-    """ZeRO-3 of 7B on 64 ranks holds 3.7 GiB at a named moment and 7 at its peak."""
-    line = "model=llama_7b world_size=64 strategy=zero3 cluster.device=cuda --csv"
-    for limit, verdict in (("3", "no"), ("5", "tight"), ("8", "yes")):
-        _, out, _ = planned(f"{line} cluster.device_memory_gib={limit}")
+def test_a_point_is_tight_until_a_rehearsal_finds_its_peak(planned):
+    """ZeRO-3 of `tiny` on four ranks: model states of 1.7 MiB, and a peak of 4.2 with its activations."""
+    line = "model=tiny world_size=4 strategy=zero3 cluster.device=cuda --csv"
+    for limit, words, verdict in (
+        ("0.001", "", "no"),
+        ("0.003", "", "tight"),
+        ("1", "", "tight"),
+        ("0.003", "--rehearse", "no"),
+        ("1", "--rehearse", "yes"),
+    ):
+        _, out, _ = planned(f"{line} cluster.device_memory_gib={limit} {words}")
         (row,) = csv.DictReader(io.StringIO(out))
         assert row["fits"] == verdict

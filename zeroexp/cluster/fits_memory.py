@@ -1,7 +1,7 @@
 """What a point will hold and cost is shown before it is submitted to Slurm, and what can not fit is not submitted.
 
 A rehearsal (plan/peak.py) tells the peak and the seconds of a step, and takes seconds itself. So none begins when a
-sweep has spent cluster.rehearse_s on them: closed forms plan the later points, without activations and seconds.
+sweep has spent cluster.rehearse_s on them: of the later points closed forms tell model states, and no seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroexp.tracking.out_of_memory import gib
 # torch and transformers take seconds to import, and only Slurm's points are judged.
 if TYPE_CHECKING:
     from zeroexp.plan.machines import Machines
-    from zeroexp.plan.outcome import Outcome
+    from zeroexp.plan.outcome import Outcome, RehearsedPeaks
 
 Hours = tuple[float, float, float]  # least, expected, most
 
@@ -87,10 +87,11 @@ def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
 def _told(config: Config, outcome: Outcome, machines: Machines) -> str:
     allowed = machines.shape.nodes * config.repeats * config.cluster.timeout_s / 3600
     parts = [
-        f"model states {gib(outcome.total.fullest)}, peak {_peak(outcome)}",
+        f"model states {gib(outcome.total.fullest)}",
         f"timeout_s allows {allowed:,.3g} node-hours",
     ]
     if outcome.rehearsed:
+        parts[0] += f", peak {_peak(outcome.rehearsed)}"
         parts.insert(1, _hours_told(_node_hours(config, outcome, machines)))
     if outcome.not_rehearsed:
         parts.append(f"not rehearsed: {outcome.not_rehearsed}")
@@ -99,10 +100,8 @@ def _told(config: Config, outcome: Outcome, machines: Machines) -> str:
     return "; ".join(parts)
 
 
-def _peak(outcome: Outcome) -> str:
-    if outcome.rehearsed is None:
-        return f"{gib(outcome.peak.fullest)} without activations"
-    return f"{gib(outcome.rehearsed.fullest.num_bytes)} with activations"
+def _peak(rehearsed: RehearsedPeaks) -> str:
+    return f"{gib(rehearsed.fullest.num_bytes)} with activations"
 
 
 def _node_hours(config: Config, outcome: Outcome, machines: Machines) -> Hours:
@@ -131,7 +130,7 @@ def _refusal(config: Config, outcome: Outcome) -> str:
         f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
     )
     needed = (
-        f"a rank holds {_peak(outcome)}"
+        f"a rank holds {_peak(outcome.rehearsed)}"
         if outcome.rehearsed
         else f"model states take {gib(outcome.total.fullest)} of a rank"
     )

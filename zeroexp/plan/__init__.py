@@ -2,9 +2,9 @@
 
 __main__.py, plan_points.py   the command, and the points of its line
 form_of_config.py             the closed form of a configured point
-closed_forms.py               bytes that our engine sends and holds
+closed_forms.py               bytes that rest with our engine, and that it sends
 torch_closed_forms.py         the same for torch's engines
-transient.py                  what exists for a moment beside the model states
+count_gathers.py              how often a step gathers each unit, by the real engine
 machines.py                   the machines that a point is planned for
 outcome.py, remedy.py         what all ranks hold and send; what to change where that does not fit
 rehearse.py, storages.py      what the real model, engine and loop hold on tensors without memory

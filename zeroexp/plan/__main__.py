@@ -11,8 +11,8 @@ The words are those of a run, lists and studies too:
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
             largest micro-batch and the longest sequence; and the points that no other beats in memory and time
 --figure F  with --fit: a picture of memory against time, into the file F (.svg)
---explain   one point down to its units and tensors: what makes its peak, and what each setting would change; with
-            --rehearse in milliseconds too, and with the levers that only a rehearsal knows
+--explain   one point down to its units and tensors: what makes its peak, by a rehearsal, and what each setting would
+            change of model states and traffic; with --rehearse of the peak and the milliseconds
 
 cluster.device=auto means the device of a run here, or GPUs if there are more ranks than this machine could run.
 Exit codes: 0 planned (points that mean nothing are skipped with their reason); 2 refused in one line.
@@ -31,7 +31,7 @@ from zeroexp.commandline.mistakes import MISTAKES, explain
 from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.explain_plan import explain as explain_point
-from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.plan_points import Plans, rehearse_planned
 from zeroexp.plan.plan_table import as_csv, as_json, render
 from zeroexp.process import locks, safe_output, signals
 
@@ -128,9 +128,12 @@ def _explain(plans: Plans) -> str:
             f"--explain: one point, not {len(plans.planned)}; give each word one value"
         )
     (each,) = defined
-    assert each.outcome is not None
+    outcome = each.outcome if plans.rehearses else rehearse_planned(each)
+    assert outcome is not None
     config, model = each.point.config, plans.model_of(each)
-    return explain_point(config, model, each.device, each.outcome, plans.named)
+    return explain_point(
+        config, model, each.device, outcome, plans.named, rehearses=plans.rehearses
+    )
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

@@ -1,17 +1,18 @@
-"""Closed forms of what a step sends and what a rank holds, from layout, stage row and schedule.
+"""Closed forms of what rests on a rank and what a step sends, from layout and stage row.
 
     form = ShardedForm(units, stage, world_size=8)
     form.traffic(rank=3)                          what `Collectives` counts in one step, by kind
     form.held_bytes("after_backward", rank=3)     what `Strategy.model_states` returns at that moment, by kind
 
 The arithmetic uses no torch. For evenly cut chunks and the plain schedule (nothing kept, one microbatch) the bytes are
-those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_allreduce.
+those of the table in README.md times (N-1)/N: 2P, or 3P for zero3 and zero1_allreduce. What exists for a moment beside
+these, and so the peak, is known by a rehearsal alone (rehearse.py).
 
 [Note: repeated blocks] The blocks of a model are cut alike. So sums over chunks and units run over the different ones
 and multiply; a thousand ranks of 7B take a tenth of a second.
 
 [Note: one step] The forms describe a step in the middle of a run: it gathers ahead as much for the next step as the
-step before gathered for it. How often it gathers each unit is counted in gather_counts.py.
+step before gathered for it.
 """
 
 from __future__ import annotations
@@ -25,31 +26,18 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.paging import aligned
 from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import Chunk
+from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.gather_counts import Use, gathers_of_step, listed_order, most_beside_pools
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Size of each number that ranks sum before a step (gradient_norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
-FROZEN = "frozen"  # the kind of chunks that get no gradient
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 
 
+Unit = tuple[Chunk, ...]
 Cut = tuple[str, tuple[int, ...], tuple[int, ...]]  # all of a chunk but its parameters' names
-
-
-@dataclass(frozen=True)
-class UnitForm:
-    """The chunks of one unit. A `private` unit has its own memory while it is gathered, see pool_assignment.py."""
-
-    chunks: tuple[Chunk, ...]
-    private: bool = False
-
-    @property
-    def trainable(self) -> tuple[Chunk, ...]:
-        return tuple(chunk for chunk in self.chunks if chunk.kind != FROZEN)
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,6 @@ class ScheduleForm:
 
     accumulation: int = 1  # microbatches in a step
     keep: str = "last"  # none | last | all
-    num_pools: int = 2  # 1 + number of units gathered ahead
     reduce_each: str = "step"  # microbatch | step
     bucket_bytes: int | None = None  # the most bytes of one reduction; None: a whole unit
     transport: str = "gloo"  # direct (ranks of one host) | mixed (of several) | gloo | native
@@ -96,7 +83,7 @@ class HeldElements(NamedTuple):
 class UnitsOfOneShape(NamedTuple):
     """Units of one shape that are gathered equally often, see [Note: repeated blocks]."""
 
-    unit: UnitForm  # the first of them
+    chunks: Unit  # of the first of them
     num_units: int
     num_gathers: int  # of each, in one step
     buckets: tuple[Bucket, ...]
@@ -107,16 +94,18 @@ class ShardedForm:
     """The traffic and memory of one model, stage and world size.
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
-    uses: of units in one microbatch; None: units run in the order in which they are listed.
+    gathers: of each unit in one step, as count_gathers.py counts them; None: one for each forward and backward of a
+    unit that is freed between them, else one for both. pools: of each, the units that take turns in it.
     """
 
-    units: Sequence[UnitForm]
+    units: Sequence[Unit]
     stage: Stage
     world_size: int
     schedule: ScheduleForm = ScheduleForm()
     precision: PrecisionForm = PrecisionForm()
     optimizer: OptimizerForm = OptimizerForm()
-    uses: Sequence[Use] | None = None
+    gathers: Sequence[int] | None = None
+    pools: Sequence[Sequence[int]] = ()
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -124,10 +113,10 @@ class ShardedForm:
         """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         traffic = Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
-        for unit, num_units, num_gathers, buckets in self.units_by_shape:
-            gathered = self._gather_bytes(unit.chunks, rank, compute) if num_gathers else 0
+        for chunks, num_units, num_gathers, buckets in self.units_by_shape:
+            gathered = self._gather_bytes(chunks, rank, compute) if num_gathers else 0
             _add(traffic, "gather", num_units * num_gathers, gathered)
-            if not unit.trainable:
+            if not trainable(chunks):
                 continue
             for bucket in buckets:
                 num_bytes = self._reduction_bytes(
@@ -135,9 +124,8 @@ class ShardedForm:
                 )
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
             if self.stage.publish is Move.ALL_GATHER:
-                _add(
-                    traffic, "publish", num_units, self._gather_bytes(unit.trainable, rank, compute)
-                )
+                published = self._gather_bytes(trainable(chunks), rank, compute)
+                _add(traffic, "publish", num_units, published)
         if self.world_size > 1:
             compared = self.schedule.facts.is_collective
             num_checks = NUM_CHECKS if compared and self.stage.gather is Move.ALL_GATHER else 0
@@ -188,41 +176,35 @@ class ShardedForm:
         return self.schedule.accumulation if self.schedule.reduce_each == "microbatch" else 1
 
     @cached_property
-    def _num_gathers(self) -> list[int]:
+    def _num_gathers(self) -> Sequence[int]:
         """Gathers of each unit in one step."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
-        keep, accumulation = self.schedule.keep, self.schedule.accumulation
-        counts = gathers_of_step(
-            self._uses, self._units_of_pools, keep=keep, accumulation=accumulation
-        )
-        return [counts[index] if unit.chunks else 0 for index, unit in enumerate(self.units)]
+        if self.gathers is not None:
+            return self.gathers
+        uses = [1 if self._is_kept(index) else 2 for index in range(len(self.units))]
+        return [
+            self.schedule.accumulation * num if unit else 0
+            for num, unit in zip(uses, self.units, strict=True)
+        ]
 
-    @cached_property
-    def _uses(self) -> Sequence[Use]:
-        return listed_order(len(self.units)) if self.uses is None else self.uses
-
-    @property
-    def _units_of_pools(self) -> list[list[int]]:
-        """For each pool, the indices of the units that take turns in it."""
-        sharing = [index for index, unit in enumerate(self.units) if not unit.private]
-        return [sharing[i :: self.schedule.num_pools] for i in range(self.schedule.num_pools)]
+    def _is_kept(self, index: int) -> bool:
+        """Tell whether a unit stays gathered between forward and backward; the first one is the root."""
+        return self.schedule.keep == "all" or (self.schedule.keep == "last" and index == 0)
 
     # -- what is alike -----------------------------------------------------------------------------
 
     @cached_property
     def units_by_shape(self) -> list[UnitsOfOneShape]:
         """All units, those of one shape together."""
-        same: dict[tuple[int, tuple[Cut, ...]], list[UnitForm]] = {}
+        same: dict[tuple[int, tuple[Cut, ...]], list[Unit]] = {}
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
-            key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit.chunks)
+            key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
             same.setdefault(key, []).append(unit)
         reduce, most = ITEMSIZE[self.precision.reduce], self.schedule.bucket_bytes
         return [
-            UnitsOfOneShape(
-                units[0], len(units), num, cut_in_buckets(units[0].trainable, reduce, most)
-            )
-            for (num, _), units in same.items()
+            UnitsOfOneShape(u[0], len(u), num, cut_in_buckets(trainable(u[0]), reduce, most))
+            for (num, _), u in same.items()
         ]
 
     @cached_property
@@ -230,7 +212,7 @@ class ShardedForm:
         """The different chunks and how many there are of each."""
         same: dict[Cut, list[Chunk]] = {}
         for unit in self.units:
-            for chunk in unit.chunks:
+            for chunk in unit:
                 same.setdefault(_cut_without_names(chunk), []).append(chunk)
         return [(chunks[0], len(chunks)) for chunks in same.values()]
 
@@ -251,7 +233,7 @@ class ShardedForm:
             "gradients": self._gradient_bytes(moment, held.owned),
             "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
             "master": master * held.owned if has_master else 0,
-            "buffers": sum(self.buffer_bytes(moment, rank).values()),
+            "buffers": self._buffer_bytes(moment, rank),
         }
 
     def held_elements(self, rank: int) -> HeldElements:
@@ -298,76 +280,56 @@ class ShardedForm:
         """Bytes of one element of a parameter at rest."""
         return ITEMSIZE[self.precision.compute]
 
-    @property
-    def gradient_itemsize(self) -> int:
-        """Bytes of one element of a gradient that autograd leaves: in the wider of the two dtypes it adds them up."""
-        return max(ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce])
-
     @cached_property
-    def num_trainable(self) -> int:
+    def _num_trainable(self) -> int:
         """Elements of all trainable parameters."""
         return sum(
             num * chunk.unpadded_numel for chunk, num in self._chunks if chunk.kind != FROZEN
         )
 
     def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
-        whole = self.num_trainable
-        reduce = ITEMSIZE[self.precision.reduce]
+        whole = self._num_trainable
+        compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
             return 0
         if moment == "after_forward" and self.schedule.reduce_each == "step":
-            return whole * self.gradient_itemsize  # autograd accumulates them
+            return whole * max(compute, reduce)  # autograd adds them up in the wider dtype
         if self.stage.gradients is Placement.SHARD:
             return owned_numel * reduce
         return whole * reduce  # the sum of what rests partial lies in it
 
-    def buffer_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return what makes up the kind `buffers` at a moment: pools, units kept gathered, memory shared with peers."""
-        kept = self.kept_bytes if moment == "after_forward" else 0
-        pools, staging = self._pool_bytes(rank), self._staging_bytes(rank)
-        return {"pools": pools, "kept units": kept, "shared slots": staging}
+    def _buffer_bytes(self, moment: str, rank: int) -> int:
+        """Return the bytes of units that are kept gathered, of memory shared with peers, and of pools."""
+        kept = self._kept_bytes if moment == "after_forward" else 0
+        return kept + self._staging_bytes(rank) + self._pool_bytes(rank)
+
+    @cached_property
+    def _kept_bytes(self) -> int:
+        """Bytes of the units that stay gathered between forward and backward."""
+        if self.stage.gather is not Move.ALL_GATHER:
+            return 0
+        return sum(map(self._gathered_bytes, filter(self._is_kept, range(len(self.units)))))
+
+    def _gathered_bytes(self, index: int) -> int:
+        """Return the bytes of a unit while it is gathered."""
+        itemsize = ITEMSIZE[self.precision.compute]
+        return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index])
 
     def _pool_bytes(self, rank: int) -> int:
-        """Return the bytes of all pools; each pool is as large as its largest unit."""
-        if self.stage.gather is not Move.ALL_GATHER:
-            return 0
-        return sum(
-            max((self._pool_bytes_of_unit(i, rank) for i in pool), default=0)
-            for pool in self._units_of_pools
-        )
-
-    def _pool_bytes_of_unit(self, index: int, rank: int) -> int:
-        """Return the bytes a unit takes of its pool. On one host a rank's own section is mapped and takes none."""
-        if not self.schedule.facts.shares_memory or self.world_size == 1:
-            return self._gathered_bytes[index]
-        return mapped_bytes(self.units[index].chunks, rank, ITEMSIZE[self.precision.compute])
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes that stay gathered outside of pools between forward and backward."""
-        if self.stage.gather is not Move.ALL_GATHER or self.schedule.keep == "none":
-            return 0
-        return sum(
-            self._gathered_bytes if self.schedule.keep == "all" else self._gathered_bytes[:1]
-        )
-
-    @cached_property
-    def most_beside_pools(self) -> int:
-        """The most bytes of units that lie gathered outside of pools at once.
-
-        They are those that are kept, those inside of which others run, and those that find their pool in use.
-        """
-        if self.stage.gather is not Move.ALL_GATHER:
-            return 0
-        return most_beside_pools(
-            self._uses, self._units_of_pools, self._gathered_bytes, keep=self.schedule.keep
-        )
+        """Return the bytes of all pools; on one host a rank's own section is mapped and takes none."""
+        if self.schedule.facts.shares_memory and self.world_size > 1:
+            itemsize = ITEMSIZE[self.precision.compute]
+            return sum(
+                max((mapped_bytes(self.units[i], rank, itemsize) for i in pool), default=0)
+                for pool in self.pools
+            )
+        return sum(max(map(self._gathered_bytes, pool), default=0) for pool in self.pools)
 
     def _staging_bytes(self, rank: int) -> int:
         if not self.schedule.facts.shares_memory or self.world_size == 1:
             return 0
         if rank not in self._staging_bytes_by_rank:
-            units = [alike.unit.trainable for alike in self.units_by_shape]
+            units = [trainable(alike.chunks) for alike in self.units_by_shape]
             schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
             slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
             self._staging_bytes_by_rank[rank] = num_slots(schedule.transport) * slot
@@ -377,11 +339,9 @@ class ShardedForm:
     def _staging_bytes_by_rank(self) -> dict[int, int]:
         return {}
 
-    @cached_property
-    def _gathered_bytes(self) -> list[int]:
-        """Bytes of each unit while it is gathered."""
-        itemsize = ITEMSIZE[self.precision.compute]
-        return [sum(aligned(c.padded_numel * itemsize) for c in unit.chunks) for unit in self.units]
+
+def trainable(unit: Unit) -> Unit:
+    return tuple(chunk for chunk in unit if chunk.kind != FROZEN)
 
 
 def _cut_without_names(chunk: Chunk) -> Cut:

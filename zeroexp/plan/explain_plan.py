@@ -1,7 +1,8 @@
 """`--explain`: one point broken down to units and tensors, what makes its peak, and what each lever would buy.
 
-A lever is another value of one setting. Each is planned, so that its price in traffic stands beside what it saves. If
-the point was rehearsed, so is each lever: its peak then has activations, and it has a price in milliseconds.
+The point is rehearsed, which tells its peak. A lever is another value of one setting. Each is planned, so that its
+price in traffic stands beside the model states that it saves; with `--rehearse` each is rehearsed too: then it has a
+peak and a price in milliseconds, and levers that change nothing else are among them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from zeroexp.config.keys import Config, PrecisionConfig, resolve
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES
 from zeroexp.models.module import BuiltModel
+from zeroexp.plan.form_of_config import ClosedForm
+from zeroexp.plan.machines import Machines
 from zeroexp.plan.outcome import Outcome, RehearsedPeaks
 from zeroexp.plan.remedy import complete_words, plan_point_with_form, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
@@ -26,34 +29,13 @@ PRECISIONS = {
 }
 NUM_LARGEST = 3
 
-MEANS = {
-    "parameters": "weights at rest",
-    "gradients": "gradients where they rest",
-    "optimizer": "the optimizer's moments",
-    "master": "weights of the master's dtype",
-    "pools": "memory in which units take turns while they are gathered; each is as large as its largest unit",
-    "kept units": "units gathered outside of pools: those that are kept, or inside of which others run",
-    "shared slots": "memory in which the ranks of one host read each other's gradients",
-    "unreduced gradients": "gradients that backward adds up until the last microbatch",
-    "unit's gradients": "the largest unit's gradients before they are reduced",
-    "cast to reduce": "those gradients in the dtype that travels",
-    "messages": "the largest reduction's messages, as many as are in flight",
-    "gradients in flight": "gradients that a reduction in flight still reads",
-    "gather messages": "messages of several chunks that are gathered at once, as many as are in flight",
-    "pages": "what weights leave unused of the pages that the ranks of one host share",
-    "cast to master": "all reduced gradients of this rank in the master's dtype, for the step",
-    "hidden buckets": "DDP's buckets, a copy of all gradients that no tensor list shows",
-    "largest gradient": "the gradient that backward has just made",
-    "gathered units": "units that FSDP2 has gathered",
-}
-
 
 @dataclass(frozen=True)
 class Lever:
     words: str  # what to add to the command line
-    peak_bytes: float  # more than now; less where negative; with activations where it was rehearsed
+    num_bytes: float  # more than now, at the peak where it was rehearsed, else of model states; less where negative
     sent_bytes: float
-    seconds: float | None = None  # of a step; None: nothing was rehearsed
+    seconds: float | None = None  # of a step; None: it was not rehearsed
 
 
 def explain(
@@ -62,38 +44,43 @@ def explain(
     device: str,
     outcome: Outcome,
     named: Collection[str] = (),
+    *,
+    rehearses: bool = False,
 ) -> str:
-    """Return the breakdown of one point as text. `named` are the keys that its line sets."""
-    largest = list(outcome.peak_terms.items())[:NUM_LARGEST]
+    """Return the breakdown of one point as text.
+
+    named: the keys that its line sets. rehearses: whether levers are rehearsed too.
+    """
+    kinds = {kind: spread.fullest for kind, spread in outcome.by_kind.items() if spread.fullest}
+    levers = compute_levers(config, model, device, outcome, named, rehearses=rehearses)
     lines = [
-        f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, without activations.",
+        f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured.",
         "",
-        f"The fullest rank holds {_mib(outcome.peak.fullest)} MiB at most, in {outcome.peak_phase}:",
-        *[f"{_mib(num_bytes):>14}  {term}" for term, num_bytes in outcome.peak_terms.items()],
+        f"The fullest rank holds {_mib(outcome.total.fullest)} MiB of model states at once; of each kind at most:",
+        *[f"{_mib(num_bytes):>14}  {kind}" for kind, num_bytes in kinds.items()],
         "",
-        "The largest terms:",
-        *[f"  {term}: {MEANS.get(term, term)}." for term, _ in largest],
+        *_rehearsed_lines(outcome),
         "",
-        *(_rehearsed_lines(outcome.rehearsed) if outcome.rehearsed else []),
         *_unit_lines(config, model),
         "",
-        *_lever_lines(compute_levers(config, model, device, outcome, named), outcome),
+        *_lever_lines(levers, outcome, rehearses=rehearses),
     ]
     return "\n".join(
         part for line in lines for part in (wrap(line, WIDTH) if len(line) > WIDTH else [line])
     )
 
 
-def _rehearsed_lines(rehearsed: RehearsedPeaks) -> list[str]:
-    """Return what is held at the rehearsed peak, by kind, and its largest storages."""
-    peak = rehearsed.fullest
+def _rehearsed_lines(outcome: Outcome) -> list[str]:
+    """Return what is held at the peak, by kind, and its largest storages; or why there is no peak."""
+    if outcome.rehearsed is None:
+        return [f"Its peak is not rehearsed: {outcome.not_rehearsed}."]
+    peak = outcome.rehearsed.fullest
     return [
         f"Rehearsed, with activations: rank {peak.rank} holds {_mib(peak.num_bytes)} MiB at most, in {peak.phase}:",
         *[f"{_mib(num_bytes):>14}  {kind}" for kind, num_bytes in peak.by_kind.items()],
         "",
         "The largest storages there, and the operation that made each:",
         *[f"{_mib(size):>14}  {kind}, {made}" for size, kind, made in peak.largest[:NUM_LARGEST]],
-        "",
     ]
 
 
@@ -103,37 +90,35 @@ def compute_levers(
     device: str,
     outcome: Outcome,
     named: Collection[str] = (),
+    *,
+    rehearses: bool = False,
 ) -> list[Lever]:
     """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
     found: list[Lever] = []
-    changes = (
-        _changed_configs(config) if outcome.rehearsed is None else _all_changed_configs(config)
-    )
+    now = outcome.rehearsed if rehearses else None
+    changes = _changed_configs(config) if now is None else _all_changed_configs(config)
     for changing, changed in changes:
-        other = _plan_alike(changed, model, device, outcome)
-        if other is None:
+        planned = plan_point_with_form(changed, model, device)
+        if planned is None:
             continue
+        other = planned[2]
         words = complete_words(changing, config, changed, device, named)
         sent = other.sent.fullest - outcome.sent.fullest
-        if other.rehearsed is None or outcome.rehearsed is None:
-            found.append(Lever(words, other.peak.fullest - outcome.peak.fullest, sent))
-            continue
-        now, then = outcome.rehearsed, other.rehearsed
-        peak = then.fullest.num_bytes - now.fullest.num_bytes
-        found.append(Lever(words, peak, sent, then.step_seconds[1] - now.step_seconds[1]))
-    return sorted(found, key=lambda lever: lever.peak_bytes)
+        if now is None:
+            found.append(Lever(words, other.total.fullest - outcome.total.fullest, sent))
+        elif then := _rehearsed(changed, planned):
+            peak = then.fullest.num_bytes - now.fullest.num_bytes
+            found.append(Lever(words, peak, sent, then.step_seconds[1] - now.step_seconds[1]))
+    return sorted(found, key=lambda lever: lever.num_bytes)
 
 
-def _plan_alike(config: Config, model: BuiltModel, device: str, outcome: Outcome) -> Outcome | None:
-    """Plan a lever as the point was, with a rehearsal or without; None if it is not defined that way."""
-    found = plan_point_with_form(config, model, device)
-    if found is None or outcome.rehearsed is None:
-        return None if found is None else found[2]
+def _rehearsed(
+    config: Config, planned: tuple[Machines, ClosedForm, Outcome]
+) -> RehearsedPeaks | None:
     # The training loop takes a second to import.
     from zeroexp.plan.peak import with_rehearsal
 
-    other = with_rehearsal(config, *found)
-    return other if other.rehearsed else None
+    return with_rehearsal(config, *planned).rehearsed
 
 
 def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
@@ -163,7 +148,7 @@ def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _all_changed_configs(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield also the levers that no closed form knows, since they change activations and products."""
+    """Yield also the levers that change activations and products alone."""
     yield from _changed_configs(config)
     recomputes = not config.train.activation_checkpointing
     train = replace(config.train, activation_checkpointing=recomputes)
@@ -218,18 +203,21 @@ def _unit_lines(config: Config, model: BuiltModel) -> list[str]:
     return lines
 
 
-def _lever_lines(rows: Sequence[Lever], outcome: Outcome) -> list[str]:
+def _lever_lines(rows: Sequence[Lever], outcome: Outcome, *, rehearses: bool) -> list[str]:
+    rehearsed = outcome.rehearsed if rehearses else None
     told = "MiB of the fullest rank, and ms of a step"
-    lines = [f"What each lever would change, in {told}:", _basis(outcome), ""]
-    lines.append(f"{'peak':>12} {'sent/step':>12} {'ms':>10}  lever")
+    lines = [f"What each lever would change, in {told}:", _basis(outcome, rehearses), ""]
+    lines.append(
+        f"{'states' if rehearsed is None else 'peak':>12} {'sent/step':>12} {'ms':>10}  lever"
+    )
     for lever in rows:
-        peak, sent = (
-            f"{num_bytes / MIB:+z,.1f}" for num_bytes in (lever.peak_bytes, lever.sent_bytes)
+        held, sent = (
+            f"{num_bytes / MIB:+z,.1f}" for num_bytes in (lever.num_bytes, lever.sent_bytes)
         )
         ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+z,.1f}"
-        if any(cell.strip("+-0.,") for cell in (peak, sent, ms)):
+        if any(cell.strip("+-0.,") for cell in (held, sent, ms)):
             lines += wrap(
-                f"{peak:>12} {sent:>12} {ms:>10}  {lever.words}",
+                f"{held:>12} {sent:>12} {ms:>10}  {lever.words}",
                 WIDTH,
                 subsequent_indent=" " * 39,
                 break_on_hyphens=False,
@@ -237,11 +225,13 @@ def _lever_lines(rows: Sequence[Lever], outcome: Outcome) -> list[str]:
     return lines
 
 
-def _basis(outcome: Outcome) -> str:
+def _basis(outcome: Outcome, rehearses: bool) -> str:
     """Return what the numbers of levers rest on, or why there are no milliseconds."""
-    if outcome.rehearsed is None:
-        reason = outcome.not_rehearsed or "nothing was rehearsed; add --rehearse"
-        return f"without activations, by closed forms. ms is - since {reason}."
+    if not rehearses or outcome.rehearsed is None:
+        reason = "no lever was rehearsed; add --rehearse"
+        if rehearses:
+            reason = str(outcome.not_rehearsed)
+        return f"model states and what is sent, by closed forms. ms is - since {reason}."
     peak, seconds = outcome.rehearsed.fullest.num_bytes, outcome.rehearsed.step_seconds[1]
     return (
         f"rehearsed, with activations: now {_mib(peak)} MiB and {1e3 * seconds:,.1f} ms, predicted "

@@ -2,8 +2,8 @@
 and of the points of the line those that no other beats in memory and time (frontier.py).
 
 Each answer is rehearsed (peak.py), so that activations, logits and temporaries count. The closed forms tell where to
-begin: a number of ranks at which model states do not fit is not rehearsed. What can not be rehearsed is answered by
-the closed forms alone, and the line says so.
+begin: a number of ranks at which model states do not fit is not rehearsed. What can not be rehearsed is answered for
+model states alone, and the line says so.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _answer(plans: Plans, each: Planned, unit: int) -> tuple[str, str]:
     assert each.outcome is not None
     limit = int((each.outcome.memory_gib or 0.0) * GIB)
     none = f"  not up to {most_ranks(each.device)}"
-    size = smallest_world(config, model, each.device, states_alone=True)
+    size = smallest_world(config, model, each.device)
     try:
         while size is not None and size <= most_ranks(each.device):
             at = with_world(config, size)
@@ -120,10 +120,11 @@ def _answer(plans: Plans, each: Planned, unit: int) -> tuple[str, str]:
                 return cells + _largest_cells(at, model, each.device, limit), ""
             size *= 2
     except ConfigError as refusal:
-        note = f"Without activations: {refusal}."
-        size = smallest_world(config, model, each.device)
+        note = f"Model states alone: {refusal}."
         outcome = plan_point(with_world(config, size), model, each.device) if size else None
-        return (_cells(size, outcome.peak.fullest, limit, unit) if size and outcome else none), note
+        return (
+            _cells(size, outcome.total.fullest, limit, unit) if size and outcome else none
+        ), note
     return none, ""
 
 

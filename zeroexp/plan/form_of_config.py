@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import nn
 
@@ -20,11 +21,9 @@ from zeroexp.plan.closed_forms import (
     PrecisionForm,
     ScheduleForm,
     ShardedForm,
-    UnitForm,
 )
+from zeroexp.plan.count_gathers import gathers_of_step
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
-from zeroexp.plan.transient import transient_bytes
-from zeroexp.plan.unit_order import uses_of
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.options import settle_options
 from zeroexp.sharding.pool_assignment import private_units
@@ -59,13 +58,6 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
     return form(config, model)
 
 
-def transient_bytes_of(form: ClosedForm, phase: str, rank: int) -> dict[str, int]:
-    """Return an upper bound of the bytes that exist for a moment in a phase, by name of the term."""
-    if isinstance(form, ShardedForm):
-        return transient_bytes(form, phase, rank)
-    return form.transient_bytes(phase, rank)
-
-
 def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
     if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
@@ -82,13 +74,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         rounding=TRANSPORTS[transport].rounding,
     )
     refuse_layout(options.family, specs, layout, world_size)
-    names = [group.name for group in groups]
-    private = private_units(names, options.keep)
-    units = [UnitForm(cut, g.name in private) for g, cut in zip(groups, layout, strict=True)]
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
-        num_pools=1 + settled.prefetch,
         reduce_each=settled.reduce_each,
         bucket_bytes=settled.bucket_bytes,
         transport=transport,
@@ -96,9 +84,16 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))
-    gathers = stage.gather is Move.ALL_GATHER
-    uses = uses_of(config, model, options.unit, names) if gathers else None
-    return ShardedForm(units, stage, world_size, schedule, precision, _optimizer(config), uses)
+    form = ShardedForm(layout, stage, world_size, schedule, precision, _optimizer(config))
+    if stage.gather is not Move.ALL_GATHER:
+        return form
+    strategy.unit, strategy.keep, strategy.prefetch = options.unit, options.keep, settled.prefetch
+    gathers = gathers_of_step(config, model, layout, schedule.accumulation)
+    private = private_units([group.name for group in groups], options.keep)
+    sharing = [index for index, group in enumerate(groups) if group.name not in private]
+    num_pools = 1 + settled.prefetch
+    pools = [sharing[index::num_pools] for index in range(num_pools)]
+    return replace(form, gathers=gathers, pools=pools)
 
 
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:

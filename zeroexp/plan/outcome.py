@@ -1,4 +1,4 @@
-"""This file plans one point: bytes of every rank by kind, what makes the peak, traffic by kind and by link."""
+"""One planned point: the bytes of every rank by kind, its traffic by kind and by link, and its rehearsed peaks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
 from zeroexp.plan.closed_forms import HeldElements
-from zeroexp.plan.form_of_config import ClosedForm, transient_bytes_of
+from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.machines import Machines
-from zeroexp.plan.transient import PHASES
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,10 @@ class RehearsedPeaks:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One planned point. Bytes are those of one rank; a Spread has all ranks."""
+    """One planned point. Bytes are those of one rank; a Spread has all ranks.
+
+    Closed forms tell what rests and what is sent. The peak and the seconds are a rehearsal's.
+    """
 
     name: str
     strategy: str
@@ -65,9 +67,6 @@ class Outcome:
     by_kind: dict[str, Spread]  # the most at any named moment, as a run's summary counts it
     total: Spread  # the most of all kinds together at one moment
     owned: Spread  # elements that each rank's optimizer updates
-    peak: Spread  # with what exists for a moment; activations are not in it
-    peak_phase: str  # the phase in which the fullest rank reaches it
-    peak_terms: dict[str, int]  # what makes it there, largest first
     padding_bytes: Spread  # padding of parameters at rest
     sent: Spread  # bytes of one step
     sent_by_kind: dict[str, int]  # of the rank that sends most
@@ -75,30 +74,30 @@ class Outcome:
     sent_between: float
     label: str | None = None  # what the engine is, where its name tells less
     memory_gib: float | None = None  # cluster.device_memory_gib less cluster.reserved_gib
-    rehearsed: RehearsedPeaks | None = None  # with activations, where that was asked for
+    rehearsed: RehearsedPeaks | None = None  # where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
     remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits, with activations where they were rehearsed; None where no limit is set."""
+        """Whether the peak fits, or where nothing was rehearsed model states; None where no limit is set."""
         if self.memory_gib is None:
             return None
-        peak = self.rehearsed.fullest.most_bytes if self.rehearsed else self.peak.fullest
-        return peak <= self.memory_gib * 2**30
+        most = self.rehearsed.fullest.most_bytes if self.rehearsed else self.total.fullest
+        return most <= self.memory_gib * 2**30
 
     @property
     def verdict(self) -> str | None:
-        """yes; tight: model states fit, but perhaps not with transients; no: they do not; None without a limit.
+        """yes: the peak fits; tight: model states do, but perhaps not the peak; no; None without a limit.
 
-        A rehearsed point is tight where it fits unless gloo lets go late.
+        A point is yes only by a rehearsal, and tight after one where it fits unless gloo lets go late.
         """
         if self.memory_gib is None:
             return None
         needed = self.rehearsed.fullest.num_bytes if self.rehearsed else self.total.fullest
         if needed > self.memory_gib * 2**30:
             return "no"
-        return "yes" if self.fits else "tight"
+        return "yes" if self.fits and self.rehearsed else "tight"
 
     @property
     def skew(self) -> float:
@@ -117,20 +116,13 @@ class PlannedRank:
 
     by_kind: dict[str, int]
     total_bytes: int
-    peak_phase: str
-    peak_terms: dict[str, int]
     sent: dict[str, int]
     held_elements: HeldElements
     bytes_at: dict[str, int]  # moment -> bytes of all kinds
 
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.peak_terms.values())
-
 
 def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:
     ranks = planned_ranks(form)
-    fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])
     return Outcome(
@@ -143,9 +135,6 @@ def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) 
         by_kind={kind: spread([rank.by_kind[kind] for rank in ranks]) for kind in KINDS},
         total=spread([rank.total_bytes for rank in ranks]),
         owned=spread([rank.held_elements.owned for rank in ranks]),
-        peak=spread([rank.peak_bytes for rank in ranks]),
-        peak_phase=fullest.peak_phase,
-        peak_terms=fullest.peak_terms,
         padding_bytes=spread(
             [rank.held_elements.padding * form.parameter_itemsize for rank in ranks]
         ),
@@ -179,30 +168,13 @@ def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
 
 def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
     held = [form.held_bytes(moment, rank) for moment in MOMENTS]
-    terms = {phase: peak_terms(form, phase, rank) for phase in PHASES}
-    phase = max(PHASES, key=lambda phase: sum(terms[phase].values()))
     return PlannedRank(
         by_kind={kind: max(kinds[kind] for kinds in held) for kind in KINDS},
         total_bytes=max(sum(kinds.values()) for kinds in held),
-        peak_phase=phase,
-        peak_terms=dict(sorted(terms[phase].items(), key=lambda term: -term[1])),
         sent=form.traffic(rank).bytes_by_kind,
         held_elements=form.held_elements(rank),
         bytes_at={m: sum(kinds.values()) for m, kinds in zip(MOMENTS, held, strict=True)},
     )
-
-
-def peak_terms(form: ClosedForm, phase: str, rank: int) -> dict[str, int]:
-    """Return what `rank` holds at most in one of PHASES, by term; terms that are zero are left out.
-
-    Model states are those after backward, when all gradients exist; backward also has what exists for a moment.
-    """
-    terms = form.held_bytes("after_backward", rank)
-    del terms["buffers"]
-    for more in (form.buffer_bytes("after_backward", rank), transient_bytes_of(form, phase, rank)):
-        for term, num_bytes in more.items():
-            terms[term] = terms.get(term, 0) + num_bytes
-    return {term: num_bytes for term, num_bytes in terms.items() if num_bytes}
 
 
 def _label(config: Config) -> str | None:

@@ -106,14 +106,14 @@ def rehearse_fullest_rank(
 def _telling_ranks(form: ClosedForm, outcome: Outcome) -> list[int]:
     """Return the first rank, the last, and the one whose closed form is the largest.
 
-    The third is not always the fullest: closed forms do not know activations, beside which other ranks may hold more.
+    The third is not always the fullest: closed forms know what rests, beside which other ranks may hold more.
     """
     ranks = {0, _fullest_rank(outcome), outcome.world_size - 1}
     return one_rank_of_each_class(form, ranks)
 
 
 def _fullest_rank(outcome: Outcome) -> int:
-    per_rank = outcome.peak.per_rank
+    per_rank = outcome.total.per_rank
     return per_rank.index(max(per_rank))
 
 

@@ -49,7 +49,7 @@ class Plans:
 
         rehearses: whether each point is rehearsed too.
         """
-        self._rehearses = rehearses
+        self.rehearses = rehearses
         self.named = _keys_of(words)  # the keys that the line or its study sets
         self._keeps_batch = BATCH in self.named
         self.planned: list[Planned] = []
@@ -115,7 +115,7 @@ class Plans:
         except UndefinedCombination as error:
             return replace(planned, point=replace(point, refusal=str(error)))
         outcome = outcome_of(point.name, point.config, form, planned.machines)
-        if self._rehearses:
+        if self.rehearses:
             outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
         if outcome.fits is False and outcome.rehearsed is None:
             outcome = replace(outcome, remedies=remedies(point.config, model, device, self.named))

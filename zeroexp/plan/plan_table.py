@@ -27,10 +27,10 @@ KIND_NAMES = {
 
 
 MEANINGS = (
-    "total: the most held at one named moment; mean: over ranks. peak: with what exists for a moment (gathered units, "
-    "gradients on their way, casts); activations come on top. fits: tight where model states fit, but perhaps not the "
-    "peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. sent: per step, "
-    "of the rank that sends most; inside, between: nodes, the mean over ranks."
+    "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
+    "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
+    "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
+    "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
 LATE = "late: what gloo's threads may hold beside the peak on busy cores; fits is tight where there is no room for it. "
 # Kinds at a rehearsed peak, and the names of their columns.
@@ -54,7 +54,7 @@ class Column:
 def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
     outcomes = [each.outcome for each in planned if each.outcome]
-    unit, size = unit_of([o.peak.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
+    unit, size = unit_of([o.total.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
     point, caption = point_columns(planned)
     memory = [*point, *_memory_columns(outcomes, size)]
     traffic = [*point, *_traffic_columns(outcomes, size)]
@@ -116,7 +116,7 @@ def _row(planned: Planned) -> dict[str, object]:
     if outcome is None:
         return row
     row |= _batch(planned)
-    for kind, spread in {**outcome.by_kind, "total": outcome.total, "peak": outcome.peak}.items():
+    for kind, spread in {**outcome.by_kind, "total": outcome.total}.items():
         row |= {f"{kind}_bytes": spread.fullest, f"{kind}_bytes_mean": spread.mean}
     row |= {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks}
     row |= {"padding_bytes": outcome.padding_bytes.fullest, "place": outcome.place}
@@ -167,7 +167,6 @@ def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
         *kinds,
         Column("total", lambda o: amount(o.total.fullest, size)),
         Column("mean", lambda o: amount(o.total.mean, size)),
-        Column("peak", lambda o: amount(o.peak.fullest, size)),
     ]
     if any(o.fits is not None for o in outcomes):
         columns.append(Column("fits", lambda o: o.verdict or ""))
@@ -316,7 +315,7 @@ def _remedy(outcome: Outcome) -> str:
         return "--fit finds what does"
     if not outcome.remedies:
         return "no stage and no number of ranks helps: use a smaller model or unit"
-    return f"it would with {', or with '.join(outcome.remedies)}"
+    return f"its model states would with {', or with '.join(outcome.remedies)}"
 
 
 def unit_of(amounts: Sequence[float]) -> tuple[str, int]:

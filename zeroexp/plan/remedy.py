@@ -1,4 +1,4 @@
-"""A remedy makes a point fit: a later stage, or more ranks. Each remedy is planned before it is given."""
+"""A remedy makes model states fit: a later stage, or more ranks. Each remedy is planned before it is given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_RANKS, MOST_CPU_RANKS = 4096, 64
 def remedies(
     config: Config, model: BuiltModel, device: str, named: Collection[str] = ()
 ) -> list[str]:
-    """Return the words after which the point fits: the earliest stage, and the fewest ranks (doubled each time)."""
+    """Return the words after which model states fit: the earliest stage, and the fewest ranks (doubled each time)."""
     found: list[str] = []
     staged = ((f"strategy={stage}", with_stage(config, stage)) for stage in _later(config))
     for words, changed in staged:
@@ -46,18 +46,11 @@ def most_ranks(device: str) -> int:
     return MOST_RANKS if device == "cuda" else MOST_CPU_RANKS
 
 
-def smallest_world(
-    config: Config, model: BuiltModel, device: str, *, above: int = 0, states_alone: bool = False
-) -> int | None:
-    """Return the least power of two, or double of `above`, at which the point fits; None up to `most_ranks`.
-
-    states_alone: it is enough that model states fit. The peak of closed forms is an upper bound, which a rehearsal
-    often finds lower.
-    """
+def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int = 0) -> int | None:
+    """Return the least power of two, or double of `above`, at which model states fit; None up to `most_ranks`."""
     size = 2 * above or 1
     while size <= most_ranks(device):
-        outcome = plan_point(with_world(config, size), model, device)
-        if outcome and (outcome.fits or (states_alone and outcome.verdict == "tight")):
+        if _fits(with_world(config, size), model, device):
             return size
         size *= 2
     return None

@@ -68,27 +68,13 @@ class DdpForm:
             "gradients": self._gradient_bytes if self._has_gradients(moment) else 0,
             "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
             "master": 0,
-            "buffers": sum(self.buffer_bytes(moment, rank).values()),
+            "buffers": self._bucket_bytes(moment),
         }
 
-    def buffer_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return the C++ buckets, unless the gradients that exist are views of them."""
+    def _bucket_bytes(self, moment: str) -> int:
+        """Return the bytes of the C++ buckets, or 0 where the gradients that exist are views of them."""
         are_views = self.gradient_as_bucket_view and moment in ("after_backward", "after_step")
-        return {"hidden buckets": 0 if are_views else self._gradient_bytes}
-
-    def transient_bytes(self, phase: str, rank: int) -> dict[str, int]:
-        """Return the gradient that backward has just made, and the buckets while gradients are no views of them.
-
-        The first gradients of a step lie beside the buckets unless they are reduced at once.
-        """
-        views, accumulates = self.gradient_as_bucket_view, self.accumulation > 1
-        if phase != "backward" or not (views or accumulates):
-            return {}
-        largest = max((p.numel for group in self.groups for p in group), default=0)
-        return {
-            "largest gradient": self.parameter_itemsize * largest,
-            "hidden buckets": self._gradient_bytes if views and accumulates else 0,
-        }
+        return 0 if are_views else self._gradient_bytes
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
@@ -180,27 +166,14 @@ class FsdpForm:
             "gradients": master * self._shard(self._trainable) if has_gradients else 0,
             "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
             "master": 0,  # the shards are the master weights
-            "buffers": sum(self.buffer_bytes(moment, rank).values()),
+            "buffers": self._gathered_bytes if moment == "after_forward" else 0,
         }
 
-    def buffer_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return what is gathered between forward and backward: the root, and without reshard all blocks."""
-        if moment != "after_forward":
-            return {"gathered units": 0}
+    @property
+    def _gathered_bytes(self) -> int:
+        """Bytes gathered between forward and backward: those of the root, and without reshard of all blocks."""
         gathered = self.units[0] if self.reshards else self._all
-        return {"gathered units": self._whole_bytes(gathered)}
-
-    def transient_bytes(self, phase: str, rank: int) -> dict[str, int]:
-        """Return what backward holds for a moment: two gathered blocks, the gradients of one, and their message."""
-        if phase != "backward":
-            return {}
-        blocks = self.units[1:] or self.units
-        whole = max(self._whole_bytes(unit) for unit in blocks)
-        reduce = ITEMSIZE[self.precision.reduce]
-        message = max(self.world_size * self._shard(unit) for unit in blocks) * reduce
-        root = self._whole_bytes(self.units[0])
-        gathered = root + 2 * whole if self.reshards else self._whole_bytes(self._all)
-        return {"gathered units": gathered, "unit's gradients": whole, "messages": message}
+        return self.world_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
@@ -244,9 +217,6 @@ class FsdpForm:
     def _shard(self, unit: Sequence[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
         return sum(-(-_length(p) // self.world_size) * _rest(p) for p in unit)
-
-    def _whole_bytes(self, unit: Sequence[ParameterShape]) -> int:
-        return self.world_size * self._shard(unit) * ITEMSIZE[self.precision.compute]
 
 
 def _length(parameter: ParameterShape) -> int:

@@ -1,4 +1,4 @@
-"""Closed forms follow the order in which a model really uses its units: they, a rehearsal and two ranks agree.
+"""Closed forms count the gathers that a model really causes: they, a rehearsal and two ranks agree.
 
 Every point compares the bytes and calls of one step, by kind, and the bytes held at every named moment.
 """
@@ -19,16 +19,13 @@ from zeroexp.config.keys import Config
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.checkpointing import checkpoint_blocks
-from zeroexp.models.module import build_model
-from zeroexp.plan.alike_blocks import leave_out_alike
+from zeroexp.models.module import BuiltModel, build_model
+from zeroexp.plan import count_gathers
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.extrapolate_depth import with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.gather_counts import Event, Use, gathers_of_step, listed_order
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared, rehearse
-from zeroexp.plan.unit_order import _run, uses_of
 from zeroexp.process.world import World, barrier
-from zeroexp.sharding.grouping import group_parameters
 from zeroexp.training.loop import Data, train
 
 NUM_RANKS = 2
@@ -134,26 +131,31 @@ def test_modules_of_recomputed_blocks_are_gathered_a_third_time(ranks, keep, pre
     check(ranks, by_module("tiny", keep, prefetch, 2, words), transport)
 
 
-# -- the order -------------------------------------------------------------------------------------
+# -- how often -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_one_block_tells_of_all_between_the_first_and_the_last(model, recomputes):
-    config = with_depth(config_of(model, f"train.activation_checkpointing={recomputes}"), 6)
+    words = f"train.activation_checkpointing={recomputes}"
+    config = with_depth(by_module(model, "last", 1, 2, words), 7)
     config.model.freeze = ["*ln_1*" if model == "gpt2_tiny" else "*norm*"]
-    assert _run(config, "module", leaves_out=True) == _run(config, "module", leaves_out=False)
+    whole, shallow = build_on_meta(config), build_on_meta(config)
+    ran = count_gathers.leave_out_alike(shallow, 2)
+    assert (len(whole.blocks), len(shallow.blocks), len(ran)) == (7, 5, 7)
+    expected = count_gathers._run(config, whole)
+    assert [count_gathers._repeated(c, ran) for c in count_gathers._run(config, shallow)] == [
+        *expected
+    ]
 
 
 def test_blocks_that_differ_all_run():
-    config = with_depth(config_of("tiny"), 6)
+    """Of six blocks the first three are frozen, and all below them: they have no backward."""
+    config = with_depth(config_of("tiny", "strategy.keep=none", accumulation=3), 6)
     config.model.freeze = ["*embed*", "*layers.[0-2].*"]
-    model = build_on_meta(config)
-    names = [group.name for group in group_parameters(model.module, model.blocks, "block")]
-    uses = uses_of(config, model, "block", names)
-    assert names[1:] == [f"model.layers.{i}" for i in range(6)]
-    begun = [unit for event, unit in uses if event is Event.MAKE_READY]
-    assert begun == [0, 1, 2, 3, 4, 5, 6, 0, 6, 5, 4]  # 1 to 3 are frozen, and so is all below
+    form = form_of(config, build_on_meta(config), "gloo")
+    assert isinstance(form, ShardedForm)
+    assert form.gathers == [3 * num for num in (2, 1, 1, 1, 2, 2, 2)]
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -165,39 +167,13 @@ def test_a_block_of_another_kind_runs_too(differs):
     blocks = [f"blocks.{i}" for i in range(5)]
     if differs:
         model.get_submodule("blocks.3").runs_backwards = True
-    assert leave_out_alike(model, blocks) == ([] if differs else blocks[1:4])
+    ran = count_gathers.leave_out_alike(BuiltModel(model, [*blocks]), 1)
+    assert [*ran.values()] == ([] if differs else [blocks[i] for i in (0, 1, 1, 1, 2)])
     assert len(model["blocks"]) == (5 if differs else 3)
 
 
-def test_a_model_that_asks_for_values_runs_as_it_is_listed():
-    config = config_of("moe_tiny")
-    model = build_on_meta(config)
-    names = [group.name for group in group_parameters(model.module, model.blocks, "module")]
-    assert uses_of(config, model, "module", names) == listed_order(len(names))
-
-
-# -- how often -------------------------------------------------------------------------------------
-
-
-def passes(*units: int) -> list[Use]:
-    """The uses of a microbatch in which units run in this order and back."""
-    forward = [Use(event, u) for u in units for event in (Event.MAKE_READY, Event.AFTER_FORWARD)]
-    events = (Event.MAKE_READY, Event.AFTER_BACKWARD)
-    return [*forward, *(Use(event, u) for u in reversed(units) for event in events)]
-
-
-def test_what_a_pool_still_holds_needs_no_gather():
-    """Of units 1, 2, 3 in one pool 3 is still there for its backward, and 1 for the next microbatch."""
-    counts = gathers_of_step(passes(1, 2, 3), [[1, 2, 3]], keep="last", accumulation=3)
-    assert counts == {1: 2 + 1 + 1, 2: 6, 3: 3}
-    counts = gathers_of_step(passes(3, 1, 2), [[1, 2, 3]], keep="last", accumulation=3)
-    assert counts == {3: 2 + 1 + 1, 1: 6, 2: 3}
-
-
-def test_a_unit_that_finds_its_pool_in_use_keeps_nothing_there():
-    """2 runs inside 1, in the same pool: it has its own memory, which it gives back after each use."""
-    inside = [*passes(2)[:2]]
-    uses = [Use(Event.MAKE_READY, 1), *inside, Use(Event.AFTER_FORWARD, 1)]
-    uses += [Use(Event.MAKE_READY, 1), *passes(2)[2:], Use(Event.AFTER_BACKWARD, 1)]
-    assert gathers_of_step(uses, [[1, 2]], keep="last", accumulation=1) == {1: 1, 2: 2}
-    assert gathers_of_step(uses, [[1], [2]], keep="last", accumulation=1) == {1: 1, 2: 1}
+def test_a_model_that_asks_for_values_is_gathered_as_a_plain_one():
+    config = config_of("moe_tiny", accumulation=3)
+    form = form_of(config, build_on_meta(config), "gloo")
+    assert isinstance(form, ShardedForm) and form.gathers is None
+    assert form.traffic(0).calls_by_kind["gather"] == 3 * (1 + 2 * (len(form.units) - 1))
