@@ -40,7 +40,7 @@ def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
     """Return the uploads to the store of a sweep's runs; None where MLflow tracks no run of it."""
     for job in jobs:
         tracking = job.config.tracking
-        if tracking.mlflow and job.state["status"] != "skipped":
+        if tracking.mlflow and job.status != "skipped":
             return Uploads(tracking, job.folder.parents[1], job.folder.parent.name)
     return None
 
@@ -50,7 +50,7 @@ def sync(jobs: Sequence[Job], uploads: Uploads | None) -> bool:
     if uploads is None:
         return True
     for job in jobs:
-        if job.config.tracking.mlflow and job.state["status"] != "skipped":
+        if job.config.tracking.mlflow and job.status != "skipped":
             uploads.send(job.folder)
     uploads.conclude(jobs[0].folder.parent)
     return not uploads.failed

@@ -88,7 +88,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
         page.write_into(arguments.sweep, points)
     sync(jobs, uploads)
-    failed = [job for job in jobs if job.state["status"] not in FINE]
+    failed = [job for job in jobs if job.status not in FINE]
     return SOMETHING_FAILED if failed or len(runs) < len(jobs) else EVERYTHING_FINE
 
 

@@ -39,7 +39,7 @@ ELEMENT = "batch.sh"  # of a run that is an element of a job array, in its folde
 ASKS_FOR_GPUS = {"gres", "gpus", "gpus_per_node", "gpus_per_task", "tres_per_task"}
 # As many more ranks read the same files, so that cluster.start_s is given them once more.
 RANKS_THAT_START_TOGETHER = 256
-SUBMITITS_OWN = ("job_name", "nodes", "time", "wckey")  # has a value unless it is told None
+SUBMITITS_OWN = ("job_name", "nodes", "time", "wckey")  # which have a value unless they are None
 
 
 class BatchFile(SlurmExecutor):
@@ -53,8 +53,8 @@ class BatchFile(SlurmExecutor):
         """asks: options of sbatch; setup: lines before the command, which srun starts unless `more` says no."""
         super().__init__(folder)
         self._command = command
-        told = {key: asks.get(key) for key in SUBMITITS_OWN}
-        self.update_parameters(setup=setup, additional_parameters=asks, **told, **more)
+        more |= {key: asks.get(key) for key in SUBMITITS_OWN}
+        self.update_parameters(setup=setup, additional_parameters=asks, **more)
 
     @classmethod
     def affinity(cls) -> int:

@@ -14,7 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("zeroexp", "torch", "transformers", "datasets", "hydra-core", "mlflow")
+LIBRARIES: tuple[str, ...] = (
+    "zeroexp",
+    "torch",
+    "transformers",
+    "datasets",
+    "hydra-core",
+    "mlflow",
+)
 
 
 def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
@@ -44,13 +51,11 @@ def processor_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions = dict.fromkeys(LIBRARIES, "not installed")  # as zeroexp of a checkout
     for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:  # zeroexp may run from a checkout
-            found[library] = "not installed"
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            versions[library] = version(library)
+    return versions
 
 
 @cache

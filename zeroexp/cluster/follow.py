@@ -34,7 +34,7 @@ def unfinished(jobs: Iterable[Job]) -> dict[str, Job]:
     return {
         job_id: job
         for job in jobs
-        if job.state["status"] in UNFINISHED and (job_id := slurm_id(job)) is not None
+        if job.status in UNFINISHED and (job_id := slurm_id(job)) is not None
     }
 
 
@@ -42,7 +42,7 @@ def refresh(jobs: Iterable[Job]) -> None:
     """Bring the state.json of these runs up to date, once. Raises SlurmSilent."""
     jobs = list(jobs)
     for job in jobs:
-        if (state := state_of(job.folder))["status"] != job.state["status"]:
+        if (state := state_of(job.folder))["status"] != job.status:
             job.enter(state["status"], state["reason"])
     _adopt_all(jobs)
     open_jobs = unfinished(jobs)
@@ -75,7 +75,7 @@ def cancel_unfinished(jobs: Iterable[Job]) -> list[Job]:
     One line then says how to end and follow the jobs that go on.
     """
     ours = [job for job in jobs if job.config.cluster.wait or not (slurm_id(job) or is_held(job))]
-    stopped = [job for job in ours if job.state["status"] in UNFINISHED]
+    stopped = [job for job in ours if job.status in UNFINISHED]
     try:
         in_slurm = cancel(stopped, STOPPED)
     except SlurmSilent as error:
@@ -111,7 +111,7 @@ def follow_waited(
     waited: dict[int, Job] = {}
     held = [job for job in jobs.values() if is_held(job)]
     for number, job in jobs.items():
-        if job.config.cluster.wait or job.state["status"] != "pending":
+        if job.config.cluster.wait or job.status != "pending":
             waited[number] = job
         elif job not in held:
             progress.note(f"{job.name}: Slurm job {slurm_id(job)}")
@@ -144,10 +144,10 @@ def follow(
             if is_held(job):
                 continue
             del rest[number]
-            if job.state["status"] in UNFINISHED:
+            if job.status in UNFINISHED:
                 followed.append(_Followed(number, job, progress, on_step))
             else:  # it was refused for good, or had ended before
-                progress.end(number, job.state["status"], job.state["reason"], job.name)
+                progress.end(number, job.status, job.state["reason"], job.name)
                 on_end(job)
         if not (rest or followed):
             return
@@ -182,7 +182,7 @@ class _Followed:
         self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder)
         self._started = False
         self._waits_for: str | None = None
-        self.status = job.state["status"]
+        self.status = job.status
 
     def advance(self, seen: Sighting | None) -> bool:
         """Take in Slurm's answer; return True if the job has ended."""
@@ -217,8 +217,8 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
     status, reason = slurm_state.conclude_state(job, seen)
     if seen and seen.nodes:
         _note_nodes(job, seen.nodes)
-    known = job.state
-    if (status, reason) != (known["status"], known["reason"]):
+    before = job.state
+    if (status, reason) != (before["status"], before["reason"]):
         job.enter(status, reason, meanwhile=slurm_state.passed_through(job))
     return status, reason
 

@@ -102,8 +102,8 @@ def _run(
     remedy = failure.REMEDIES.get(
         cannot_start.errno or 0, "set TMPDIR to a folder that can be written"
     )
-    told = f"rank {len(ranks)} of {request.world_size} can not be started"
-    message = f"{told}: {cannot_start.strerror or cannot_start}; {remedy}"
+    which = f"rank {len(ranks)} of {request.world_size} can not be started"
+    message = f"{which}: {cannot_start.strerror or cannot_start}; {remedy}"
     failure.write_unranked(folder, "CannotStart", message)  # now there is a file to be had for it
     return "failed"
 

@@ -49,6 +49,10 @@ class Job:
         return read_state(self.folder)
 
     @property
+    def status(self) -> str:
+        return self.state["status"]
+
+    @property
     def summary(self) -> dict[str, Any] | None:
         return read_json(self.folder / "summary.json")
 

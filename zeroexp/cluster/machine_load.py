@@ -1,4 +1,4 @@
-"""This file counts how busy other programs kept the machine while a run was measured, from the kernel's own counts.
+"""Load of the machine by other programs while a run was measured, from the kernel's own counts.
 
 The machine's busy CPU seconds, less those of this process and of the server with its ranks, are everybody else's. The
 kernel adds a process to its parent's count when it has ended, so the difference is taken after the ranks have ended.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from zeroexp.tracking.files import write_json
 from zeroexp.tracking.run import LOAD_FILE
@@ -20,32 +21,27 @@ GUEST_FIELD = 8  # guests' time is in user time already
 CPU_FIELDS = slice(11, 15)
 
 
-class Load:
-    """Made before a run; `write` after it. `server` is the process whose children the ranks are."""
+@contextmanager
+def measured_load(folder: Path, server: int) -> Iterator[None]:
+    """Write the mean number of cores that others used during the block; nothing where the kernel does not say.
 
-    def __init__(self, server: int) -> None:
-        self._server = server
-        self._began, self._others = time.monotonic(), self._others_seconds()
+    server: the process whose children the ranks are.
+    """
+    began, before = time.monotonic(), _seconds_of_others(server)
+    yield
+    after, seconds = _seconds_of_others(server), time.monotonic() - began
+    if before is not None and after is not None:
+        load = {"seconds": seconds, "other_cores": max(0.0, after - before) / seconds}
+        write_json(folder / LOAD_FILE, load)
 
-    def write(self, folder: Path) -> None:
-        """Write the mean number of cores that others used; nothing where the kernel does not tell."""
-        others = self._others_seconds()
-        if others is None or self._others is None:
-            return
-        seconds = time.monotonic() - self._began
-        told: dict[str, Any] = {
-            "seconds": seconds,
-            "other_cores": max(0.0, others - self._others) / seconds,
-        }
-        write_json(folder / LOAD_FILE, told)
 
-    def _others_seconds(self) -> float | None:
-        try:
-            stat = Path(f"/proc/{self._server}/stat").read_text(encoding="utf-8")
-            first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
-        except OSError:
-            return None
-        ticks = [int(word) for word in first.split()[1:]]
-        busy = sum(ticks[:GUEST_FIELD]) - sum(ticks[field] for field in IDLE_FIELDS)
-        ours = sum(int(word) for word in stat.rpartition(")")[2].split()[CPU_FIELDS])
-        return (busy - ours) / os.sysconf("SC_CLK_TCK") - time.process_time()
+def _seconds_of_others(server: int) -> float | None:
+    try:
+        stat = Path(f"/proc/{server}/stat").read_text(encoding="utf-8")
+        first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        return None
+    ticks = [int(word) for word in first.split()[1:]]
+    busy = sum(ticks[:GUEST_FIELD]) - sum(ticks[field] for field in IDLE_FIELDS)
+    ours = sum(int(word) for word in stat.rpartition(")")[2].split()[CPU_FIELDS])
+    return (busy - ours) / os.sysconf("SC_CLK_TCK") - time.process_time()

@@ -156,23 +156,19 @@ def conclude_state(job: Job, seen: Sighting | None) -> tuple[Status, str | None]
         return "timed_out", reason_of("timed_out", job)
     preempted = seen.preempted or _last_reason(job) == PREEMPTED  # sacct does not report it
     word = "PREEMPTED" if preempted and seen.word == "FAILED" else seen.word
-    if word == "OUT_OF_MEMORY" and _tells_of_memory(job):
+    # Where another failure came first, it may be a consequence.
+    if word == "OUT_OF_MEMORY" and (job.failure or {}).get("out_of_memory"):
         return "out_of_memory", first_cause(job.failure)
     if word in LOST:
         status, reason = LOST[word]
         nodes = _down_among(seen.nodes) if word == "NODE_FAIL" else None
         met = f": {first_cause(job.failure)}" if word == "OUT_OF_MEMORY" and job.failure else ""
         return status, f"{reason} ({nodes or seen.nodes}){met}"
-    if seen.reason == "JobLaunchFailure" and not _batch_file_ran(job):
+    if seen.reason == "JobLaunchFailure" and not _has_run(job):
         where = f"{seen.nodes} could not open {job.folder.resolve()}"
         return "failed", f"{where}: outputs must lie where all nodes see it under this path"
     how = "no error, and no result either" if word == "COMPLETED" else f"{word} ({seen.reason})"
     return _ending_from_files(job, f"Slurm says {how}; see {job.folder / 'slurm'}")
-
-
-def _tells_of_memory(job: Job) -> bool:
-    """Did the first rank to fail itself run out of memory? Otherwise it may only have met the consequences."""
-    return bool((job.failure or {}).get("out_of_memory"))
 
 
 def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
@@ -182,7 +178,7 @@ def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
     """
     if not seen.restarts:
         return "pending", None if seen.reason == "None" else seen.reason
-    status = "preempted" if job.state["status"] == "preempted" else "requeued"
+    status = "preempted" if job.status == "preempted" else "requeued"
     return status, _last_reason(job)
 
 
@@ -204,8 +200,8 @@ def _last_reason(job: Job) -> str:
 
 def _reason_of(job: Job, one: Mapping[str, Any]) -> str | None:
     """Return why an attempt ended: the batch file, which saw the end of its tasks, knows better than they."""
-    told = job.folder / SRUN_WRITES / f"ended{one['number']}"
-    return told.read_text(encoding="utf-8").strip() if told.exists() else one.get("reason")
+    note = job.folder / SRUN_WRITES / f"ended{one['number']}"
+    return note.read_text(encoding="utf-8").strip() if note.exists() else one.get("reason")
 
 
 OF_BATCH_FILE = re.compile(r"^zeroexp: (.+)$", re.MULTILINE)
@@ -220,30 +216,26 @@ def _ending_from_files(job: Job, otherwise: str) -> tuple[Status, str | None]:
         return ending_of("failed", job.failure), first_cause(job.failure)
     if job.summary:
         return "done", job.verdict
-    if said := _error_of_batch_file(job):
-        return "failed", said
+    errors = _errors_of_batch_files(job)
+    for file, text in errors[-1:]:
+        if line := OF_BATCH_FILE.search(text):
+            return "failed", f"{line[1]} ({file})"
     if (reason := _last_reason(job)).startswith(TIME_LIMIT):  # it saved, and is not to be requeued
         return "timed_out", reason
     if reason in (PREEMPTED, ENDED):
         return "failed", reason
-    return "failed", _first_error_of_srun(job) or otherwise
+    return "failed", next(filter(None, (_first_to_end(*each) for each in errors)), otherwise)
 
 
-def _error_of_batch_file(job: Job) -> str | None:
-    """Return what our own lines in the newest batch job's errors say, without "zeroexp: "."""
-    for errors in _errors_of_batch_jobs(job)[-1:]:
-        if said := OF_BATCH_FILE.search(errors.read_text(errors="replace", encoding="utf-8")):
-            return f"{said[1]} ({errors})"
-    return None
-
-
-def _batch_file_ran(job: Job) -> bool:
+def _has_run(job: Job) -> bool:
     job_id = (read_json(job.folder / SLURM_FILE) or {}).get("job_id")
     return (job.folder / SRUN_WRITES / f"{job_id}_batch.err").exists()
 
 
-def _errors_of_batch_jobs(job: Job) -> list[Path]:
-    return sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
+def _errors_of_batch_files(job: Job) -> list[tuple[Path, str]]:
+    """Return the errors of each batch job of the run, the newest last: their file and what it holds."""
+    files = sorted((job.folder / SRUN_WRITES).glob("*_batch.err"), key=os.path.getmtime)
+    return [(file, file.read_text(errors="replace", encoding="utf-8")) for file in files]
 
 
 def _down_among(nodes: str) -> str | None:
@@ -256,12 +248,11 @@ def _down_among(nodes: str) -> str | None:
     return ",".join(sorted({node for node, state in states if state.startswith("down")})) or None
 
 
-def _first_error_of_srun(job: Job) -> str | None:
+def _first_to_end(file: Path, text: str) -> str | None:
     """Return which task srun saw end first and how, for a failure that neither the task nor its peers could report."""
-    for errors in _errors_of_batch_jobs(job):
-        if seen := OF_SRUN.search(errors.read_text(errors="replace", encoding="utf-8")):
-            node, rank, how = seen.groups()
-            own = errors.with_name(errors.name.replace("_batch", f"_{rank}_log"))
-            said = f": {last}" if (last := failure.last_line(own)) else ""
-            return f"rank {rank} on {node}: its task ended first ({how.lower()}, says srun){said}"
-    return None
+    if not (line := OF_SRUN.search(text)):
+        return None
+    node, rank, how = line.groups()
+    log = file.with_name(file.name.replace("_batch", f"_{rank}_log"))
+    end = f"rank {rank} on {node}: its task ended first ({how.lower()}, says srun)"
+    return f"{end}: {last}" if (last := failure.last_line(log)) else end

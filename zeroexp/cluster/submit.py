@@ -85,8 +85,8 @@ def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
             (slurm / ELEMENT).write_text(batch_file(job).text(), encoding="utf-8")
         write_json(job.folder / SUBMITTING, {"name": name, **element})
     file = array_file(jobs) if len(jobs) > 1 else batch_file(jobs[0])
-    job_id, words = file.hand_over(name)
-    if job_id is None and (not words or UNSURE.search(words)):
+    job_id, message = file.hand_over(name)
+    if job_id is None and (not message or UNSURE.search(message)):
         job_id = _look_for(name)
     for job in jobs:
         if job_id is None:
@@ -94,8 +94,8 @@ def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
         else:
             _note(job, job_id)
     if job_id is None:
-        kind = Later if LATER.search(words) else ConfigError
-        raise kind(f"cluster.slurm: {_complaint(words)}")
+        kind = Later if LATER.search(message) else ConfigError
+        raise kind(f"cluster.slurm: {_complaint(message)}")
 
 
 def adopt(job: Job) -> bool:
@@ -117,7 +117,7 @@ def hold(job: Job, reason: str) -> None:
 
 
 def is_held(job: Job) -> bool:
-    return (job.folder / HELD_FILE).exists() and job.state["status"] == "pending"
+    return (job.folder / HELD_FILE).exists() and job.status == "pending"
 
 
 def slurm_id(job: Job) -> str | None:
@@ -160,18 +160,18 @@ def _note(job: Job, job_id: str) -> None:
 def _look_for(name: str) -> str | None:
     for _ in range(LOOKS):
         with suppress(SlurmSilent):
-            if found := find_by_comment(name):
-                return found
+            if job_id := find_by_comment(name):
+                return job_id
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return None
 
 
-def _complaint(words: str) -> str:
+def _complaint(message: str) -> str:
     """Return what sbatch complains of, in one line: first the cause, where it names one."""
     errors = [
-        line.partition("error:")[2].strip() for line in words.splitlines() if "error:" in line
+        line.partition("error:")[2].strip() for line in message.splitlines() if "error:" in line
     ]
-    if not words:
+    if not message:
         return "sbatch was killed, or ended without a word, and no job of it was found; try again"
-    line = "sbatch: error: " + "; ".join(errors) if errors else words.partition("\n")[0]
+    line = "sbatch: error: " + "; ".join(errors) if errors else message.partition("\n")[0]
     return f"{line}; {NO_GPUS}" if "generic resource" in line else line

@@ -23,7 +23,7 @@ from zeroexp.cluster.fits_memory import plan_slurm_points
 from zeroexp.cluster.follow import cancel_unfinished, follow_waited, refresh, unfinished
 from zeroexp.cluster.job import Job, reason_of
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.cluster.machine_load import Load
+from zeroexp.cluster.machine_load import measured_load
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.cluster.uploads import Uploads
@@ -110,15 +110,15 @@ class Sweep:
         Raises ConfigError if the process that runs them may be alive, or if no point is unfinished.
         """
         require_writable(f"--rerun {folder}", folder, "run it as who started the sweep")
-        found = [Job(path.parent) for path in folder.glob("*/config.yaml")]
-        jobs = [job for job in found if self._can_be_read(job)]
+        every = [Job(path.parent) for path in folder.glob("*/config.yaml")]
+        jobs = [job for job in every if self._can_be_read(job)]
         jobs.sort(key=lambda job: job.state.get("pending_at", 0.0))
         refresh(jobs)
         if not all(slurm_id(job) for job in jobs):
             owner.take_ownership(folder)
             self._folder = folder
         going_on = unfinished(jobs).values()  # jobs that go on in Slurm
-        again = [job for job in jobs if job.state["status"] not in FINE and job not in going_on]
+        again = [job for job in jobs if job.status not in FINE and job not in going_on]
         if not again and not self._num_damaged:
             raise ConfigError(f"--rerun {folder}: nothing there has failed; give a sweep's folder")
         for job in again:
@@ -140,7 +140,7 @@ class Sweep:
 
     @property
     def has_failures(self) -> bool:
-        return any(job.state["status"] not in (*FINE, *UNFINISHED) for job in self._jobs)
+        return any(job.status not in (*FINE, *UNFINISHED) for job in self._jobs)
 
     def conclude(self) -> int:
         """Print the sweep's results; return the exit code. Print nothing if no point was run (--cfg, --info)."""
@@ -151,10 +151,10 @@ class Sweep:
         print_table([point.pooled_summary for point in points])
         holds = self._verdict()
         if any(run.summary for run in runs):
-            holds = self._tell_conclusions(points) and holds
+            holds = self._print_conclusions(points) and holds
         if self._uploads:
             self._uploads.conclude(self._jobs[0].folder.parent)
-        self._tell_of_queued(runs)
+        self._print_queued(runs)
         failed = sum(run.status not in (*FINE, *UNFINISHED) for run in runs)
         failed += len(self._jobs) - len(runs)
         if failed and self._folder:
@@ -200,8 +200,8 @@ class Sweep:
             (job.folder / HYDRA).mkdir(exist_ok=True)
             (job.folder / HYDRA / name).write_text(text, encoding="utf-8")
         device = point.config.cluster.device
-        known = {**describe_environment(self._arguments, device), "repeat": repeat}
-        write_json(job.folder / "environment.json", known)
+        environment = {**describe_environment(self._arguments, device), "repeat": repeat}
+        write_json(job.folder / "environment.json", environment)
         job.enter("pending")
         if point.refusal:
             job.enter("skipped", point.refusal)
@@ -211,28 +211,27 @@ class Sweep:
 
     def _execute(self, jobs: Sequence[Job]) -> None:
         """Queue Slurm's points first, so that they run beside those of this machine."""
+        numbered = dict(enumerate(jobs, start=1))
         queued = {
             number: job
-            for number, job in enumerate(jobs, start=1)
-            if job.state["status"] != "skipped" and job.config.cluster.kind == "slurm"
+            for number, job in numbered.items()
+            if job.config.cluster.kind == "slurm" and job.status != "skipped"
         }
         try:
             submit_all(queued.values())
             with Progress(len(jobs)) as progress:
-                for number, job in enumerate(jobs, start=1):
-                    if number not in queued:
-                        self._run_one(number, job, progress)
+                for number in sorted(numbered.keys() - queued.keys()):
+                    self._run_one(number, numbered[number], progress)
                 for job in queued.values():
-                    if job.config.cluster.wait and job.state["status"] != "skipped":
-                        self._open_uploads(job)
+                    self._open_uploads(job)
                 follow_waited(queued, progress, on_step=self._look, on_end=self._send)
         finally:
-            for job in cancel_unfinished(jobs):
-                if (job.folder / LINK).exists():
-                    self._send(job)
+            begun = [job for job in cancel_unfinished(jobs) if (job.folder / LINK).exists()]
+            for job in begun:
+                self._send(job)
 
     def _run_one(self, number: int, job: Job, progress: Progress) -> None:
-        if job.state["status"] == "skipped":
+        if job.status == "skipped":
             progress.end(number, "skipped", job.state["reason"], job.name)
             return
         config = job.config
@@ -247,9 +246,8 @@ class Sweep:
             progress.step(number, step_record(row))
             self._look(job)
 
-        load = Load(cluster.server)
-        outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
-        load.write(job.folder)
+        with measured_load(job.folder, cluster.server):
+            outcome = cluster.run(job, on_record=on_record, on_event=progress.note)
         job.enter(outcome.status, reason_of(outcome.status, job))
         progress.end(number, outcome.status, job.state["reason"])
         self._send(job)
@@ -263,8 +261,8 @@ class Sweep:
 
     def _open_uploads(self, job: Job) -> None:
         """Open the uploads after the cluster has forked its fork-server, because opening them starts a thread."""
-        config = job.config
-        if self._uploads is None and config.tracking.mlflow:
+        config, is_awaited = job.config, job.config.cluster.wait and job.status != "skipped"
+        if self._uploads is None and config.tracking.mlflow and is_awaited:
             outputs, sweep = job.folder.parents[1], job.folder.parent.name
             self._uploads = Uploads(config.tracking, outputs, sweep)
 
@@ -278,29 +276,29 @@ class Sweep:
 
     # ---- the end
 
-    def _tell_of_queued(self, runs: Sequence[Run]) -> None:
+    def _print_queued(self, runs: Sequence[Run]) -> None:
         queued = sum(run.status in UNFINISHED for run in runs)
         if queued and self._folder:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
             print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
 
-    def _tell_conclusions(self, points: Sequence[RunPoint]) -> bool:
+    def _print_conclusions(self, points: Sequence[RunPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""
         from zeroexp.report import page  # plotly and scipy take a second to import
         from zeroexp.report.conclusions import conclude
 
-        found = conclude(points)
-        for lines in (found.verdicts, found.doubts, found.broken):
+        conclusions = conclude(points)
+        for lines in (conclusions.verdicts, conclusions.doubts, conclusions.broken):
             if lines:
                 print()
                 print_lines(lines)
         if self._folder:
             page.write_into(self._folder, points)
-        return not found.broken
+        return not conclusions.broken
 
     def _verdict(self) -> bool:
         """Do the claims of the study hold? The verdict is printed in words."""
-        done = [job for job in self._jobs if job.state["status"] == "done"]
+        done = [job for job in self._jobs if job.status == "done"]
         if not done:
             return True
         study = done[0].config.study
