@@ -16,7 +16,7 @@ from benchmarks import targets
 from zeroexp.cluster.environment import processor_name
 from zeroexp.config.keys import ConfigError
 from zeroexp.report import markdown as report
-from zeroexp.report.against_reference import BELOW
+from zeroexp.report.compare import BELOW
 
 MB = 1e6
 HEAD = """\

@@ -58,7 +58,7 @@ DOORS = {
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure", "zeroexp.plan.frontier_figure"},
     "plotly": {"zeroexp.report.page"},
-    "scipy": {"zeroexp.report.verdict"},
+    "scipy": {"zeroexp.report.statistics"},
 }
 
 COLLECTIVES = {

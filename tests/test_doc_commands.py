@@ -34,7 +34,7 @@ MODULES = (
         "benchmarks.published_page",
         "benchmarks.scaling_page",
     ),
-    *("zeroexp.report", "zeroexp.report.pictures", "zeroexp.sync", "zeroexp.watch"),
+    *("zeroexp.report", "zeroexp.sync", "zeroexp.watch"),
 )
 COMMAND = re.compile(
     r"^(?:    |#   )(python -m zeroexp.*)|`(python -m zeroexp[^`]*)`", re.MULTILINE
@@ -59,7 +59,6 @@ ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "data=yelp": "it asks the network for the data",
     "benchmarks.scaling_page": "tests/plan/test_scaling.py makes the page",
-    "zeroexp.report.pictures": "it needs a browser and a sweep of the whole comparison",
 }
 
 

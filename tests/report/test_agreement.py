@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zeroexp.report.agreement import judge_losses, loss_falls
+from zeroexp.report.loss_curves import judge_losses, loss_falls
 
 FALLING = [4.0, 3.0, 2.0, 1.0]
 

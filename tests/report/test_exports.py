@@ -11,8 +11,9 @@ import pytest
 
 from tests.run_folders import PARAMETER_BYTES, write_run
 from zeroexp.report import exports
-from zeroexp.report.columns import time_columns
-from zeroexp.report.conclusions import conclude
+from zeroexp.report.columns import columns_of
+from zeroexp.report.compare import conclude
+from zeroexp.report.markdown import render
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 
@@ -44,7 +45,7 @@ def test_the_share_of_the_peak_is_that_of_the_table(tmp_path: Path) -> None:
     runs, _ = read_runs([tmp_path / "sweep"])
     rows = exports.rows_of(points_of(runs))
     assert [row["peak_flops_per_second"] for row in rows] == [4e12, 4e12]
-    (column,) = [column for column in time_columns(runs) if column.name == "MFU"]
+    (column,) = [column for column in columns_of(runs).times if column.name == "MFU"]
     assert [f"{100 * row['mfu']:.1f}" for row in rows] == [column.value(run) for run in runs]
 
 
@@ -65,6 +66,10 @@ def test_csv_has_a_row_for_each_point(points: list[Point]) -> None:
 def test_latex_escapes_what_it_would_take_for_commands(points: list[Point]) -> None:
     lines = exports.as_latex(points).splitlines()
     assert lines[0] == r"\begin{tabular}{lrrrrrrrrr}"
+    markdown = render([point.pooled_summary for point in points]).splitlines()
+    heads = [head.split(",")[0] for head in lines[2].removesuffix(r" \\").split(" & ")[1:]]
+    table = next(line for line in markdown if line.startswith("| strategy"))
+    assert [head.split(",")[0] for head in table.strip("| ").split(" | ")][1:-1] == heads
     assert lines[4].startswith(r"zero2 $\cdot$ buffer & 96.0 & 48.0 & 96.0 & 240.0 & ")
     assert lines[5].startswith(r"zero1 $\cdot$ buffer & -- & ")
     assert exports._escaped("a_b & 5 %") == r"a\_b \& 5 \%"

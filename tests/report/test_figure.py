@@ -15,6 +15,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS
 from zeroexp.measure.summary import summarise
 from zeroexp.report.figure import bars, draw_figure, save_figure
+from zeroexp.report.measured_points import points_of
 from zeroexp.report.palette import KIND_NAMES as NAMES
 from zeroexp.tracking.files import write_summary
 from zeroexp.tracking.run import Run, read_run
@@ -44,7 +45,7 @@ def sweep(tmp_path: Path) -> list[Run]:
 
 
 def test_each_bar_is_what_the_fullest_rank_held_after_backward(sweep: list[Run]) -> None:
-    groups = bars(sweep)
+    groups = bars(points_of(sweep))
     assert {bar.name: tuple(bar.bytes_by_kind.values())[:3] for g in groups for bar in g} == HELD
     assert [[bar.name.split(" · ")[0] for bar in group] for group in groups] == [
         ["ddp", "ddp"],
@@ -55,7 +56,7 @@ def test_each_bar_is_what_the_fullest_rank_held_after_backward(sweep: list[Run])
 
 
 def test_what_is_drawn_are_these_numbers_one_kind_behind_the_other(sweep: list[Run]) -> None:
-    (axes,) = draw_figure(sweep).axes
+    (axes,) = draw_figure(points_of(sweep)).axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == list(HELD)
     drawn = {stack.get_label(): [bar.get_width() for bar in stack] for stack in axes.containers}
@@ -78,9 +79,9 @@ def test_what_is_drawn_are_these_numbers_one_kind_behind_the_other(sweep: list[R
 def test_without_a_known_peak_no_line_is_drawn(sweep: list[Run]) -> None:
     assert sweep[0].summary is not None
     sweep[0].summary.memory.peak = None
-    (peaks,) = draw_figure(sweep[:1]).axes[0].collections
+    (peaks,) = draw_figure(points_of(sweep[:1])).axes[0].collections
     assert len(peaks.get_offsets()) == 0
-    assert "peak" not in draw_figure(sweep[:1]).axes[0].texts[-1].get_text()
+    assert "peak" not in draw_figure(points_of(sweep[:1])).axes[0].texts[-1].get_text()
 
 
 def test_the_fullest_rank_is_shown_whatever_its_number(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_the_fullest_rank_is_shown_whatever_its_number(tmp_path: Path) -> None:
             if step.memory_bytes:
                 step.memory_bytes["after_backward"]["optimizer"] = optimizer
     write_summary(tmp_path, summarise(ranks[0], summaries(ranks)))
-    ((bar,),) = bars([read_run(tmp_path)])
+    ((bar,),) = bars(points_of([read_run(tmp_path)]))
     assert bar.bytes_by_kind["optimizer"] == 3 * MIB
 
 
@@ -101,15 +102,15 @@ def test_small_numbers_have_decimals(sweep: list[Run]) -> None:
     assert summary is not None and summary.memory.peak is not None
     summary.memory.fullest_at["after_backward"] = dict.fromkeys(KINDS, MIB // 4)
     summary.memory.peak.fullest = 1.5 * MIB
-    texts = [text.get_text().strip() for text in draw_figure(sweep[:1]).axes[0].texts]
+    texts = [text.get_text().strip() for text in draw_figure(points_of(sweep[:1])).axes[0].texts]
     assert texts == [*["0.25"] * len(KINDS), "1.25, peak 1.50"]
 
 
 def test_what_differs_beside_strategy_and_implementation_is_named(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / str(n), world_size=n)) for n in (2, 4)]
-    (group,) = bars(runs)
+    (group,) = bars(points_of(runs))
     assert [bar.name for bar in group] == ["zero3 · buffer · ranks 2", "zero3 · buffer · ranks 4"]
-    title = draw_figure(runs).axes[0].get_title(loc="left")
+    title = draw_figure(points_of(runs)).axes[0].get_title(loc="left")
     assert "after backward" in title and "world size 2 and 4" in title and "model small" in title
 
 
@@ -117,8 +118,8 @@ def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
     sweep: list[Run], tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    save_figure(sweep, first)
-    save_figure(sweep, second)
+    save_figure(points_of(sweep), first)
+    save_figure(points_of(sweep), second)
     assert first.read_bytes() == second.read_bytes()
     root = ET.parse(first).getroot()
     texts = {
@@ -131,16 +132,16 @@ def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
 
 def test_what_can_not_be_drawn_is_one_line(sweep: list[Run], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--figure a\.png: .*ends in \.svg"):
-        save_figure(sweep, Path("a.png"))
+        save_figure(points_of(sweep), Path("a.png"))
     with pytest.raises(ConfigError, match=r"--figure .*/a\.svg: No such file or directory; use"):
-        save_figure(sweep, tmp_path / "nowhere" / "a.svg")
+        save_figure(points_of(sweep), tmp_path / "nowhere" / "a.svg")
     with pytest.raises(ConfigError, match="no run of the sweep came to its end; run"):
-        bars(sweep[-1:])
+        bars(points_of(sweep[-1:]))
     assert sweep[0].summary is not None
     memory = replace(sweep[0].summary.memory, fullest_at={})  # as versions before this one wrote it
     old = replace(sweep[0], summary=replace(sweep[0].summary, memory=memory))
     with pytest.raises(ConfigError, match=r"summary\.json does not say .*; run the sweep again"):
-        bars([old])
+        bars(points_of([old]))
 
 
 def test_no_other_report_waits_for_matplotlib() -> None:

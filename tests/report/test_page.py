@@ -20,6 +20,7 @@ from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.headline import headline_cards
 from zeroexp.report.measured_points import Point, points_of
+from zeroexp.report.page.chart import DEFAULTS
 from zeroexp.report.reading import read_runs
 
 P = PARAMETER_BYTES / MIB
@@ -199,7 +200,7 @@ def test_every_chart_is_one_that_plotly_knows(sweep: Path) -> None:
     assert len(drawn) == len(page.CHARTS) - 1 and "causes" not in drawn
     for chart in drawn.values():
         # Raises for a word that it does not know.
-        graph_objects.Figure(chart["data"], chart["layout"])
+        graph_objects.Figure(chart["data"], {**chart["layout"], "template": {"data": DEFAULTS}})
 
 
 def test_words_of_a_run_cannot_become_code(tmp_path: Path) -> None:
@@ -274,6 +275,7 @@ def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:
     text = page.render(points(tmp_path / "sweep"))
     assert "not all came to their end: 1 failed" in text
     assert "failed: rank 0: ValueError: x" in text
+    assert charts(text) == {}, "no empty axes"
 
 
 def test_what_was_run_can_be_run_again(sweep: Path) -> None:

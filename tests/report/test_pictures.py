@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report_pictures import PICTURES, REFUSED, main, take_pictures
 from tests.browser import needs_browser
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.pictures import PICTURES, REFUSED, main, take_pictures
 
 
 def size_of(picture: Path) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.run_folders import write_run
 from zeroexp.report.measured_points import points_of
-from zeroexp.report.spread import step_time_interval, why_unsteady
+from zeroexp.report.statistics import step_time_interval, why_unsteady
 from zeroexp.tracking.run import Run, read_run
 
 

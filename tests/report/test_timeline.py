@@ -9,7 +9,7 @@ import pytest
 from tests.run_folders import write_run
 from tests.traces import write_trace
 from zeroexp.report.measured_points import points_of
-from zeroexp.report.page.chart_of_timeline import read_traces, timeline_charts
+from zeroexp.report.page.step_timeline import read_traces, timeline_charts
 from zeroexp.report.reading import read_runs
 
 

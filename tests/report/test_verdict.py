@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from zeroexp.report.verdict import (
+from zeroexp.report.statistics import (
     MARGIN,
     NUM_RESAMPLES,
     Comparison,

@@ -37,7 +37,7 @@ from zeroexp.config.keys import (
     save,
 )
 from zeroexp.process.writable import require_writable
-from zeroexp.report.agreement import judge_losses
+from zeroexp.report.loss_curves import judge_losses
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
@@ -285,7 +285,7 @@ class Sweep:
     def _print_conclusions(self, points: Sequence[RunPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""
         from zeroexp.report import page  # plotly and scipy take a second to import
-        from zeroexp.report.conclusions import conclude
+        from zeroexp.report.compare import conclude
 
         conclusions = conclude(points)
         for lines in (conclusions.verdicts, conclusions.doubts, conclusions.broken):

@@ -21,9 +21,8 @@ from pathlib import Path
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
 from zeroexp.report import exports, markdown
-from zeroexp.report.conclusions import Conclusions, conclude
+from zeroexp.report.compare import Conclusions, conclude, describe_moved, points_that_moved
 from zeroexp.report.measured_points import Point, points_of
-from zeroexp.report.moved import describe_moved, points_that_moved
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
 
@@ -107,7 +106,7 @@ def _write(
     if arguments.figure:
         from zeroexp.report import figure  # so does matplotlib
 
-        figure.save_figure(pooled, arguments.figure)
+        figure.save_figure(points, arguments.figure)
     if arguments.write:
         markdown.replace_in(arguments.write, markdown.render(pooled))
     texts = {

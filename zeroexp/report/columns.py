@@ -1,4 +1,4 @@
-"""The columns of a sweep's table: those that identify a point, and those of its results."""
+"""The columns of a sweep's results: every table takes its own from these, with their units and digits."""
 
 from __future__ import annotations
 
@@ -6,83 +6,85 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroexp.measure.record import RunSummary, Spread
-from zeroexp.report.settings import column_name, distinguishing_keys, setting_text
+from zeroexp.report.settings import ABSENT, Column, point_columns
 from zeroexp.tracking.run import Run
 
 MIB = 2**20
-ABSENT = "–"
 SKEW = 1.02  # smaller differences between ranks are not shown
 
 
 @dataclass(frozen=True)
-class Column:
-    name: str
-    unit: str
-    value: Callable[[Run], str]
-    left: bool = False  # words are aligned left, numbers right
+class Columns:
+    """The columns that these runs need; a group is one of the fullest rank and, where ranks differ, one of the mean."""
+
+    point: list[Column]
+    losses: list[Column]
+    times: list[
+        Column
+    ]  # step, its 95th percentile, tokens/s, and the utilisation where some run knows it
+    memory: list[list[Column]]
+    planned: list[Column]
+    traffic: list[list[Column]]
+    status: Column
+
+    @property
+    def fullest(self) -> list[Column]:
+        """Bytes of the fullest rank alone."""
+        return [group[0] for group in [*self.memory, *self.traffic] if group]
 
 
-def point_columns(runs: Sequence[Run]) -> list[Column]:
-    keys = distinguishing_keys(runs)
-    return [
-        Column("strategy", "", lambda run: run.strategy, left=True),
-        Column("implementation", "", lambda run: run.implementation, left=True),
-        *[_setting_column(key, keys) for key in keys],
-        Column("ranks", "", lambda run: str(run.world_size)),
-    ]
+def columns_of(runs: Sequence[Run]) -> Columns:
+    summaries = [run.summary for run in runs if run.summary]
+
+    def of_bytes(
+        name: str, read: Callable[[RunSummary], Spread | None], **rules: bool
+    ) -> list[Column]:
+        return _bytes_columns(summaries, name, read, **rules)
+
+    def of_kind(name: str, kind: str, **rules: bool) -> list[Column]:
+        return of_bytes(name, lambda s: s.memory.by_kind[kind], **rules)
+
+    return Columns(
+        point=point_columns(runs),
+        losses=[LOSS, *([VALIDATION] if any(map(VALIDATION.is_known, runs)) else [])],
+        times=[STEP, STEP_P95, TOKENS, *_utilisation_column(runs)],
+        memory=[
+            of_kind("params", "parameters"),
+            of_kind("grads", "gradients"),
+            of_kind("optimizer", "optimizer"),
+            of_kind("master", "master", rare=True),
+            of_kind("buffers", "buffers", rare=True),
+            of_bytes("total", lambda s: s.memory.total, always_mean=True),
+            of_bytes("peak", lambda s: s.memory.peak),
+            of_bytes("build", lambda s: s.memory.build_peak, rare=True),
+        ],
+        planned=[PLANNED] if any(map(PLANNED.is_known, runs)) else [],
+        traffic=[
+            of_bytes("sent/step", lambda s: s.sent_bytes_per_step),
+            *([of_bytes("by TCP", lambda s: s.wire_bytes_per_step)] if shares_memory(runs) else []),
+        ],
+        status=STATUS,
+    )
 
 
-def traffic_columns(runs: Sequence[Run]) -> list[list[Column]]:
-    """Return the traffic columns, each grouped with the column of its mean, if it has one."""
-    return [
-        _bytes_columns(runs, "sent/step", lambda s: s.sent_bytes_per_step),
-        *(
-            [_bytes_columns(runs, "by TCP", lambda s: s.wire_bytes_per_step)]
-            if shares_memory(runs)
-            else []
-        ),
-    ]
+def printed_columns(runs: Sequence[Run]) -> list[Column]:
+    """Return the results that a printed page has room for: bytes of the fullest rank, the median step, losses."""
+    columns = columns_of(runs)
+    return [*columns.fullest, STEP, TOKENS, *columns.losses]
 
 
-def memory_columns(runs: Sequence[Run]) -> list[list[Column]]:
-    def kind(name: str, kind: str, *, rare: bool = False) -> list[Column]:
-        return _bytes_columns(runs, name, lambda s: s.memory.by_kind[kind], rare=rare)
-
-    return [
-        kind("params", "parameters"),
-        kind("grads", "gradients"),
-        kind("optimizer", "optimizer"),
-        kind("master", "master", rare=True),
-        kind("buffers", "buffers", rare=True),
-        _bytes_columns(runs, "total", lambda s: s.memory.total, always_mean=True),
-        _bytes_columns(runs, "peak", lambda s: s.memory.peak),
-        _bytes_columns(runs, "build", lambda s: s.memory.build_peak, rare=True),
-    ]
-
-
-def plan_column(runs: Sequence[Run]) -> list[Column]:
-    """Return the column of the total that the closed forms say, unless no run has it."""
-    if not any(run.summary and run.summary.plan for run in runs):
-        return []
-    total = _number_column(lambda s: s.plan["total"] / MIB if s.plan else None, ",.1f")
-    return [Column("planned", "MiB", total)]
-
-
-def _setting_column(key: str, keys: Sequence[str]) -> Column:
-    name = column_name(key, keys)
-    return Column(name, "", lambda run: setting_text(run.config.get(key, ABSENT)), left=True)
-
-
-def _number_column(read: Callable[[RunSummary], float | None], form: str) -> Callable[[Run], str]:
+def number_column(
+    name: str, unit: str, read: Callable[[RunSummary], float | None], form: str
+) -> Column:
     def text(run: Run) -> str:
         value = read(run.summary) if run.summary else None
         return ABSENT if value is None else format(value, form)
 
-    return text
+    return Column(name, unit, text)
 
 
 def _bytes_columns(
-    runs: Sequence[Run],
+    summaries: Sequence[RunSummary],
     name: str,
     spread: Callable[[RunSummary], Spread | None],
     *,
@@ -96,9 +98,9 @@ def _bytes_columns(
             ranks = spread(summary)
             return None if ranks is None else part(ranks) / MIB
 
-        return Column(name, "MiB", _number_column(mebibytes, ",.1f"))
+        return number_column(name, "MiB", mebibytes, ",.1f")
 
-    all_ranks = [ranks for run in runs if run.summary and (ranks := spread(run.summary))]
+    all_ranks = [ranks for summary in summaries if (ranks := spread(summary))]
     if rare and not any(ranks.fullest for ranks in all_ranks):
         return []
     columns = [column(name, lambda ranks: ranks.fullest)]
@@ -107,21 +109,14 @@ def _bytes_columns(
     return columns
 
 
-def loss_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return the column of the loss, and one of the validation loss if some run has one."""
-    validated = any(run.summary and run.summary.validation_loss is not None for run in runs)
-    return [LOSS, VALIDATION] if validated else [LOSS]
-
-
-def time_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return the columns of time, with the utilisation where some run knows it."""
+def _utilisation_column(runs: Sequence[Run]) -> list[Column]:
     peaks = peak_flops_by_name(runs)
 
     def percent(summary: RunSummary) -> float | None:
         share = utilisation(summary, peaks)
         return None if share is None else 100 * share
 
-    return [*TIMES, Column("MFU", "%", _number_column(percent, ".1f"))] if peaks else TIMES
+    return [number_column("MFU", "%", percent, ".1f")] if peaks else []
 
 
 def utilisation(summary: RunSummary, peaks: Mapping[str, float]) -> float | None:
@@ -146,15 +141,9 @@ def peak_flops_by_name(runs: Sequence[Run]) -> dict[str, float]:
 
 def describe_peak_flops(runs: Sequence[Run]) -> str:
     """Say what utilisation is a share of; empty where no run knows it."""
-    told = [
-        f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})"
-        for name, peak in peak_flops_by_name(runs).items()
-    ]
-    return (
-        f"MFU: the operations that the model needs, as a share of {' or '.join(told)}."
-        if told
-        else ""
-    )
+    peaks = peak_flops_by_name(runs).items()
+    shown = " or ".join(f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})" for name, peak in peaks)
+    return f"MFU: the operations that the model needs, as a share of {shown}." if shown else ""
 
 
 def peak_name(summary: RunSummary) -> str:
@@ -163,11 +152,7 @@ def peak_name(summary: RunSummary) -> str:
 
 def shares_memory(runs: Sequence[Run]) -> bool:
     """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
-    pairs = [
-        (run.summary.sent_bytes_per_step, run.summary.wire_bytes_per_step)
-        for run in runs
-        if run.summary
-    ]
+    pairs = [(s.sent_bytes_per_step, s.wire_bytes_per_step) for run in runs if (s := run.summary)]
     return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
 
 
@@ -177,11 +162,12 @@ def _status_cell(run: Run) -> str:
     return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
-LOSS = Column("loss", "last step", _number_column(lambda s: s.final_loss, ".4f"))
-VALIDATION = Column("validation", "loss", _number_column(lambda s: s.validation_loss, ".4f"))
-TIMES = [
-    Column("step", "ms median", _number_column(lambda s: s.step_seconds_median * 1e3, ",.1f")),
-    Column("step", "ms p95", _number_column(lambda s: s.step_seconds_p95 * 1e3, ",.1f")),
-    Column("tokens/s", "all ranks", _number_column(lambda s: s.tokens_per_second, ",.0f")),
-]
+LOSS = number_column("loss", "last step", lambda s: s.final_loss, ".4f")
+VALIDATION = number_column("validation", "loss", lambda s: s.validation_loss, ".4f")
+STEP = number_column("step", "ms median", lambda s: s.step_seconds_median * 1e3, ",.1f")
+STEP_P95 = number_column("step", "ms p95", lambda s: s.step_seconds_p95 * 1e3, ",.1f")
+TOKENS = number_column("tokens/s", "all ranks", lambda s: s.tokens_per_second, ",.0f")
+PLANNED = number_column(
+    "planned", "MiB", lambda s: s.plan["total"] / MIB if "total" in s.plan else None, ",.1f"
+)
 STATUS = Column("status", "", _status_cell, left=True)

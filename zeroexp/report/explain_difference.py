@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from zeroexp.cut.stage import Placement
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.columns import MIB
-from zeroexp.report.measured import UNCOUNTED, at_moment, by_kind
-from zeroexp.report.measured_points import Point
+from zeroexp.report.measured_points import UNCOUNTED, Point
 from zeroexp.report.palette import KIND_NAMES
 from zeroexp.report.theory import stage_of, table_bytes, table_traffic
 from zeroexp.tracking.run import Run
@@ -25,29 +24,28 @@ ROWS = ("parameters", "gradients", "optimizer", "master")
 
 def explanations(points: Sequence[Point]) -> list[tuple[str, list[str]]]:
     """Return (name, sentences) of each point that has anything to explain."""
-    told = [
+    lines = [
         (point.name, [*_explain_point(point), *_why_peak_falls_less(point, points)])
         for point in points
     ]
-    return [(name, sentences) for name, sentences in told if sentences]
+    return [(name, sentences) for name, sentences in lines if sentences]
 
 
 def _explain_point(point: Point) -> Iterator[str]:
-    summary, form = point.summary, table_bytes(point.run)
-    if summary is None or form is None:
+    form, held = table_bytes(point.run), point.held_bytes
+    if point.summary is None or form is None:
         return
-    held = at_moment(summary)
     for kind in ROWS:
         if _differ(held.get(kind, 0), form[kind]):
-            yield _explain_kind(point.run, summary, kind, held.get(kind, 0), form[kind])
+            yield _explain_kind(point.run, point.summary, kind, held.get(kind, 0), form[kind])
     if held.get("buffers", 0) > TOLERANCE * sum(held.values()):
         share = held["buffers"] / sum(held.values())
         yield (
             f"Buffers hold {_mib(held['buffers'])} ({100 * share:.0f} %) that no table has: buckets of gradients, "
             "pools that gathered units lie in, and memory that ranks share."
         )
-    yield from _explain_traffic(point.run, summary)
-    yield from _explain_beside_plan(summary)
+    yield from _explain_traffic(point)
+    yield from _explain_beside_plan(point.summary)
 
 
 def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
@@ -65,12 +63,10 @@ def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
 def _explain_kind(run: Run, summary: RunSummary, kind: str, held: float, form: float) -> str:
     """Say what the fullest rank holds of a kind beside the table, and how much of that is imbalance and padding."""
     ranks = summary.memory.by_kind[kind]
-    name = KIND_NAMES[kind]
-    head = f"{name[0].upper()}{name[1:]}: {_mib(held)} where the table says {_mib(form)}. "
+    head = f"{KIND_NAMES[kind].capitalize()}: {_mib(held)} where the table says {_mib(form)}."
     if held == 0:
-        return (
-            head + "This kind was not there at that moment, in the last step whose memory was read."
-        )
+        why = "This kind was not there at that moment, in the last step whose memory was read."
+        return f"{head} {why}"
     causes: list[str] = []
     left = held - form
     skew = ranks.fullest - ranks.mean
@@ -79,20 +75,19 @@ def _explain_kind(run: Run, summary: RunSummary, kind: str, held: float, form: f
             f"the fullest rank holds {_mib(skew)} more than the mean, since pieces are uneven"
         )
         left -= skew
-    stage = stage_of(run)
-    placement = getattr(stage, kind if kind != "master" else "optimizer")
+    placement = getattr(stage_of(run), "optimizer" if kind == "master" else kind)
     padding = ranks.mean - form
     if placement is Placement.SHARD and padding > 0 and abs(left) > TOLERANCE * form:
         causes.append(f"padding and what every rank holds whole take {_mib(padding)} on each rank")
         left -= padding
     if abs(left) > TOLERANCE * max(form, 1):
         causes.append(f"{_mib(abs(left))} {'more' if left > 0 else 'less'} than these explain")
-    said = "; ".join(causes)
-    return f"{head}{said[:1].upper()}{said[1:]}."
+    reasons = "; ".join(causes)
+    return f"{head} {reasons[:1].upper()}{reasons[1:]}."
 
 
-def _explain_traffic(run: Run, summary: RunSummary) -> Iterator[str]:
-    form, sent = table_traffic(run), by_kind(summary)
+def _explain_traffic(point: Point) -> Iterator[str]:
+    run, form, sent = point.run, table_traffic(point.run), point.sent_bytes
     if form is None or run.world_size == 1 or not sent:
         return
     measured, expected = sum(sent.values()), sum(form.values())
@@ -105,19 +100,16 @@ def _explain_traffic(run: Run, summary: RunSummary) -> Iterator[str]:
             "the bytes."
         )
         return
+    more = {kind: sent.get(kind, 0) - form.get(kind, 0) for kind in [*form, *sent]}
     parts = [
-        f"{kind} {_mib(sent.get(kind, 0) - form.get(kind, 0), sign=True)}"
-        for kind in dict.fromkeys([*form, *sent])
-        if abs(sent.get(kind, 0) - form.get(kind, 0)) > TOLERANCE * expected
+        f"{kind} {_mib(number, sign=True)}"
+        for kind, number in more.items()
+        if abs(number) > TOLERANCE * expected
     ]
-    keeps = run.config.get("strategy.keep") in ("last", "all")
-    kept = keeps and sent.get("gather", 0) < form.get("gather", 0)
-    why = (
-        f" strategy.keep={run.config['strategy.keep']} leaves units gathered from forward to backward."
-        if kept
-        else ""
-    )
-    yield f"{head}By kind: {', '.join(parts) or 'each a little'}.{why}"
+    keep = run.config.get("strategy.keep")
+    why = f" strategy.keep={keep} leaves units gathered from forward to backward."
+    kept = keep in ("last", "all") and more.get("gather", 0) < 0
+    yield f"{head}By kind: {', '.join(parts) or 'each a little'}.{why if kept else ''}"
 
 
 def _why_peak_falls_less(point: Point, points: Sequence[Point]) -> Iterator[str]:

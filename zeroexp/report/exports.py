@@ -8,29 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroexp.report.against_reference import Judged
-from zeroexp.report.columns import peak_flops_by_name, peak_name, utilisation
-from zeroexp.report.conclusions import Conclusions
-from zeroexp.report.differences import differences
+from zeroexp.report.columns import peak_flops_by_name, peak_name, printed_columns, utilisation
+from zeroexp.report.compare import Conclusions
+from zeroexp.report.facts import differences
 from zeroexp.report.measured_points import Point
-from zeroexp.report.spread import step_time_interval, why_unsteady
+from zeroexp.report.statistics import step_time_interval, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.json_files import dumps
 
 FORMAT = 1  # grows when a name of a row changes its meaning or goes
-# The columns of a printed table: heading, key of a row, factor to the heading's unit, digits.
-MIB, MS = 2.0**-20, 1e3
-PRINTED = (
-    ("params, MiB", "parameters_bytes", MIB, 1),
-    ("grads, MiB", "gradients_bytes", MIB, 1),
-    ("optimizer, MiB", "optimizer_bytes", MIB, 1),
-    ("total, MiB", "total_bytes", MIB, 1),
-    ("peak, MiB", "peak_bytes", MIB, 1),
-    ("sent, MiB", "sent_bytes_per_step", MIB, 1),
-    ("step, ms", "step_seconds", MS, 1),
-    ("tokens/s", "tokens_per_second", 1, 0),
-    ("loss", "final_loss", 1, 4),
-)
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
 LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX |= {"·": r"$\cdot$", "–": "--", "…": r"\ldots{}"}
@@ -44,8 +30,7 @@ def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def _row(point: Point, peaks: Mapping[str, float]) -> dict[str, Any]:
     run = point.pooled_summary
-    summary = run.summary
-    told = {
+    row: dict[str, Any] = {
         "point": point.name,
         "sweep": run.sweep,
         "strategy": run.strategy,
@@ -55,27 +40,25 @@ def _row(point: Point, peaks: Mapping[str, float]) -> dict[str, Any]:
         "reason": run.reason,
         "num_runs": len(point.runs),
     }
+    summary = run.summary
     if summary is None:
-        return told
-    memory, known, form = summary.memory, step_time_interval(point), table_bytes(run)
-    sent, wire, traffic = (
-        summary.sent_bytes_per_step,
-        summary.wire_bytes_per_step,
-        table_traffic(run),
-    )
+        return row
+    memory, interval = summary.memory, step_time_interval(point)
+    sent, wire = summary.sent_bytes_per_step, summary.wire_bytes_per_step
+    held_form, sent_form = table_bytes(run), table_traffic(run)
     return {
-        **told,
+        **row,
         "step_seconds": summary.step_seconds_median,
-        "step_seconds_low": known and known.low,
-        "step_seconds_high": known and known.high,
-        "interval_over": known and known.over,
+        "step_seconds_low": interval and interval.low,
+        "step_seconds_high": interval and interval.high,
+        "interval_over": interval and interval.over,
         "step_seconds_p95": summary.step_seconds_p95,
         **{f"{phase}_phase_seconds": s for phase, s in summary.phase_seconds_median.items()},
         "tokens_per_second": summary.tokens_per_second,
         "model_flops_per_second": summary.model_flops_per_second,
         "mfu": utilisation(summary, peaks),
         "peak_flops_per_second": peaks.get(peak_name(summary)),
-        "peak_flops": summary.peak_flops_name or summary.peak_flops_source or None,
+        "peak_flops": peak_name(summary) or None,
         "final_loss": summary.final_loss,
         "verdict": summary.verdict,
         "unsteady": why_unsteady(point),
@@ -83,30 +66,29 @@ def _row(point: Point, peaks: Mapping[str, float]) -> dict[str, Any]:
         "total_bytes": memory.total.fullest,
         "total_bytes_mean": memory.total.mean,
         "peak_bytes": memory.peak and memory.peak.fullest,
-        "table_bytes": form and sum(form.values()),
+        "table_bytes": held_form and sum(held_form.values()),
         "sent_bytes_per_step": sent and sent.fullest,
         "wire_bytes_per_step": wire and wire.fullest,
-        "table_sent_bytes_per_step": None if traffic is None else sum(traffic.values()),
+        "table_sent_bytes_per_step": None if sent_form is None else sum(sent_form.values()),
     }
 
 
 def as_json(points: Sequence[Point], found: Conclusions, **more: Any) -> str:
     """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
-    concluded = {
+    content = {
+        "format": FORMAT,
+        "points": rows_of(points),
         "reference": found.reference and found.reference.name,
-        "comparisons": [_comparison(one) for one in found.judged if one.comparison],
+        "comparisons": [
+            {"point": one.point.name, **asdict(c), "verdict": c.verdict.value}
+            for one in found.judged
+            if (c := one.comparison)
+        ],
         "differences": differences(points),
         "doubts": found.doubts,
         "broken": found.broken,
     }
-    rows = rows_of(points)
-    return dumps({"format": FORMAT, "points": rows, **concluded, **more}, indent=1)
-
-
-def _comparison(one: Judged) -> dict[str, Any]:
-    assert one.comparison is not None
-    told = asdict(one.comparison)
-    return {"point": one.point.name, **told, "verdict": one.comparison.verdict.value}
+    return dumps({**content, **more}, indent=1)
 
 
 def as_csv(points: Sequence[Point]) -> str:
@@ -120,22 +102,22 @@ def as_csv(points: Sequence[Point]) -> str:
 
 
 def as_latex(points: Sequence[Point]) -> str:
-    """Return a `tabular` with three rules of the booktabs package."""
-    heads = ["point", *(head for head, *_ in PRINTED)]
-    lines = [[row["point"], *_latex_cells(row)] for row in rows_of(points)]
-    body = [" & ".join(map(_escaped, cells)) + r" \\" for cells in [heads, *lines]]
+    """Return a `tabular` with three rules of the booktabs package, and the columns of the Markdown table."""
+    runs = [point.pooled_summary for point in points]
+    columns = printed_columns(runs)
+    heads = [", ".join(filter(None, (column.name, column.unit))) for column in columns]
+    rows = [[column.value(run) for column in columns] for run in runs]
+    lines = [[point.name, *cells] for point, cells in zip(points, rows, strict=True)]
+    head, *body = [
+        " & ".join(map(_escaped, cells)) + r" \\" for cells in [["point", *heads], *lines]
+    ]
     return "\n".join(
         [
-            rf"\begin{{tabular}}{{l{'r' * len(PRINTED)}}}",
-            *[r"\toprule", body[0], r"\midrule", *body[1:], r"\bottomrule"],
+            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+            *[r"\toprule", head, r"\midrule", *body, r"\bottomrule"],
             r"\end{tabular}",
         ]
     )
-
-
-def _latex_cells(values: dict[str, Any]) -> list[str]:
-    numbers = [(values.get(key), factor, digits) for _, key, factor, digits in PRINTED]
-    return ["–" if n is None else f"{n * factor:,.{digits}f}" for n, factor, digits in numbers]
 
 
 def _escaped(text: str) -> str:

@@ -18,13 +18,10 @@ from matplotlib.figure import Figure
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import KINDS
-from zeroexp.report.columns import MIB, Column, point_columns
-from zeroexp.report.measured_points import column_text
+from zeroexp.report.columns import MIB
+from zeroexp.report.measured_points import MOMENT, Point
 from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
-from zeroexp.tracking.run import Run
 
-# At this moment gradients are reduced and the optimizer has not run, so our stages differ most.
-MOMENT = "after_backward"
 PEAK = "peak of any step"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -50,9 +47,9 @@ class Bar:
         return sum(self.bytes_by_kind.values())
 
 
-def save_figure(runs: Sequence[Run], path: Path) -> None:
+def save_figure(points: Sequence[Point], path: Path) -> None:
     """Write the picture of one sweep. Raises ConfigError if the runs allow no picture or the file cannot be written."""
-    write_figure(lambda: draw_figure(runs), path)
+    write_figure(lambda: draw_figure(points), path)
 
 
 def write_figure(draw: Callable[[], Figure], path: Path) -> None:
@@ -69,24 +66,32 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> None:
             ) from None
 
 
-def bars(runs: Sequence[Run]) -> list[list[Bar]]:
-    """Return the finished points in the order of `runs`: one list for each strategy.
+def bars(points: Sequence[Point]) -> list[list[Bar]]:
+    """Return the finished points in the order of `points`: one list for each strategy.
 
     Raises ConfigError if there is none, or if a summary does not hold the memory at MOMENT.
     """
-    done = _done(runs)
-    strategy, implementation, *settings = point_columns(done)
-    names = [strategy, implementation, *[c for c in settings if _differs(c, done)]]
     groups: dict[str, list[Bar]] = {}
-    for run in done:
-        name = " · ".join(column_text(column, run) for column in names)
-        groups.setdefault(run.strategy, []).append(Bar(name, *_held_by_kind(run)))
+    for point in points:
+        if point.summary is None:
+            continue
+        memory = point.summary.memory
+        if MOMENT not in memory.fullest_at:
+            raise ConfigError(
+                f"--figure: {point.run.folder}/summary.json does not say what was held after backward; "
+                "run the sweep again with this version"
+            )
+        peak = memory.peak.fullest if memory.peak else None
+        bar = Bar(point.name, memory.fullest_at[MOMENT], peak)
+        groups.setdefault(point.run.strategy, []).append(bar)
+    if not groups:
+        raise ConfigError("--figure: no run of the sweep came to its end; run them again first")
     return list(groups.values())
 
 
-def draw_figure(runs: Sequence[Run]) -> Figure:
+def draw_figure(points: Sequence[Point]) -> Figure:
     """Draw horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
-    groups = bars(runs)
+    groups = bars(points)
     shown = [bar for group in groups for bar in group]
     rows: list[float] = []
     for number, group in enumerate(groups):
@@ -94,7 +99,7 @@ def draw_figure(runs: Sequence[Run]) -> Figure:
     longest = max(max(bar.total, bar.peak or 0) for bar in shown) / MIB
     figure = Figure(figsize=(9, 1.3 + 0.26 * rows[-1]), facecolor="white", layout="constrained")
     axes = figure.add_subplot(frame_on=False)
-    axes.set_title(_title(_done(runs)), loc="left", pad=26, weight="bold", fontsize="medium")
+    axes.set_title(_title(points), loc="left", pad=26, weight="bold", fontsize="medium")
     axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.13 * longest))
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.set_ylim(rows[-1] + 0.5, rows[0] - 0.5)
@@ -127,31 +132,10 @@ def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: flo
         axes.text(max(end, peaks.get(row, 0)), row, f"  {end:{form}}{peak}", va="center")
 
 
-def _title(done: Sequence[Run]) -> str:
+def _title(points: Sequence[Point]) -> str:
     """Return the title: moment, rank, model and world size. Whatever differs between bars stands beside them."""
+    done = [point.run for point in points if point.summary]
     models = " and ".join(dict.fromkeys(run.config["model.name"] for run in done))
     sizes = sorted({run.world_size for run in done})
     rank = f"world size {' and '.join(map(str, sizes))}, the rank that holds most"
     return f"Memory after backward, before the optimizer step\nMiB, model {models}, {rank}"
-
-
-def _done(runs: Sequence[Run]) -> list[Run]:
-    done = [run for run in runs if run.summary]
-    if not done:
-        raise ConfigError("--figure: no run of the sweep came to its end; run them again first")
-    return done
-
-
-def _held_by_kind(run: Run) -> tuple[dict[str, int], float | None]:
-    assert run.summary is not None
-    memory = run.summary.memory
-    if MOMENT not in memory.fullest_at:
-        raise ConfigError(
-            f"--figure: {run.folder}/summary.json does not say what was held after backward; "
-            "run the sweep again with this version"
-        )
-    return memory.fullest_at[MOMENT], memory.peak.fullest if memory.peak else None
-
-
-def _differs(column: Column, runs: Sequence[Run]) -> bool:
-    return len({column.value(run) for run in runs}) > 1

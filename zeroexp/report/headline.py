@@ -1,27 +1,16 @@
-"""A few sentences that could head a page say what a sweep shows. Pure."""
+"""What heads a page: the numbers that a reader wants first, and what ran, in a few sentences. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeroexp.report.agreement import judge_losses, largest_distance, numbers_first
 from zeroexp.report.columns import MIB
+from zeroexp.report.loss_curves import judge_losses, loss_curves
 from zeroexp.report.measured_points import Point
-from zeroexp.report.spread import why_unsteady
-
-
-def headline_sentences(points: Sequence[Point]) -> list[str]:
-    """Say what ran, who holds least, who is fastest, whether all train alike, and which runs diverged."""
-    sentences = [
-        _what_ran(points),
-        _least_memory(points),
-        _fastest(points),
-        _loss_agreement(points),
-    ]
-    return [*filter(None, sentences), *_doubts(points)]
+from zeroexp.report.statistics import why_unsteady
 
 
 class Card(NamedTuple):
@@ -32,54 +21,66 @@ class Card(NamedTuple):
     words: str  # which point it is, and how it compares
 
 
+def headline_sentences(points: Sequence[Point]) -> list[str]:
+    """Say what ran, that times are worth no comparison where they scatter, and which runs diverged."""
+    timed = sum(point.step_seconds is not None for point in points)
+    scattering = timed > 1 and len(_trusted_times(points)) < 2
+    diverged = [
+        f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
+        for point in points
+        if point.summary and point.summary.verdict
+    ]
+    nobody = ["No point is called fastest, since times scatter too much."] if scattering else []
+    return [_what_ran(points), *nobody, *diverged]
+
+
 def headline_cards(points: Sequence[Point]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
-    held = [(p.summary.memory.total.fullest, p) for p in points if p.summary]
-    timed = _trusted(points)
+    done = [(point, point.summary) for point in points if point.summary]
+    held = [(summary.memory.total.fullest, point) for point, summary in done]
+    # One rank sends nothing.
     sent = [
-        (s.fullest, p)
-        for p in points
-        if p.summary and p.run.world_size > 1 and (s := p.summary.sent_bytes_per_step)
+        (summary.sent_bytes_per_step.fullest, point)
+        for point, summary in done
+        if summary.sent_bytes_per_step and summary.world_size > 1
     ]
-    made: list[Card] = []
-    if len(held) > 1:
-        made.append(_least("least memory", held, 1 / MIB, "MiB"))
-    if len(timed) > 1:
-        made.append(_least("shortest step", timed, 1e3, "ms"))
-    if len(sent) > 1 and max(number for number, _ in sent):
-        made.append(_least("least sent", sent, 1 / MIB, "MiB a step"))
-    curves = _curves(points)
-    if len(curves) > 1:
-        made.append(_agreement(curves))
-    return made
+    cards = [
+        _least("least memory", held, 1 / MIB, "MiB"),
+        _least("shortest step", _trusted_times(points), 1e3, "ms"),
+        _least("least sent", sent, 1 / MIB, "MiB a step"),
+        _loss_card(points),
+    ]
+    return [card for card in cards if card]
 
 
-def _least(label: str, numbers: Sequence[tuple[float, Point]], factor: float, unit: str) -> Card:
+def _trusted_times(points: Sequence[Point]) -> list[tuple[float, Point]]:
+    """Return the step seconds that are worth something."""
+    return [(p.step_seconds, p) for p in points if p.step_seconds and not why_unsteady(p)]
+
+
+def _least(
+    label: str, numbers: Sequence[tuple[float, Point]], factor: float, unit: str
+) -> Card | None:
+    """Return the least number, of equal ones the first, beside the largest; None where there are no two."""
+    if len(numbers) < 2 or not any(number for number, _ in numbers):
+        return None
     (least, low), (most, high) = (end(numbers, key=lambda pair: pair[0]) for end in (min, max))
     share = f", {least / most:.2f} of {high.name}" if most > least else ", like all others"
-    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}")
+    once = ", measured once" if unit == "ms" and len(low.finished_runs) == 1 else ""
+    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}{once}")
 
 
-def _agreement(curves: Mapping[str, Sequence[float]]) -> Card:
-    worst = max(judge_losses(curves, bound=math.inf).curves, key=lambda curve: curve.difference)
+def _loss_card(points: Sequence[Point]) -> Card | None:
+    curves = loss_curves(points)
+    if len(curves) < 2:
+        return None
+    worst = judge_losses(curves, bound=math.inf).worst
     if worst.difference == 0:
         return Card("losses", "equal", f"all {len(curves)} curves, to the last bit")
     if math.isinf(worst.difference):
         return Card("losses", "not alike", f"{worst.name} from step {worst.step} on")
-    return Card(
-        "losses differ by",
-        f"{worst.difference:.1e}",
-        f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves",
-    )
-
-
-def _trusted(points: Sequence[Point]) -> list[tuple[float, Point]]:
-    """Return the points whose time is worth something, with it."""
-    return [(p.step_seconds, p) for p in points if p.step_seconds and not why_unsteady(p)]
-
-
-def _curves(points: Sequence[Point]) -> dict[str, Sequence[float]]:
-    return numbers_first({p.name: [r.loss for r in p.records] for p in points if p.records})
+    where = f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves"
+    return Card("losses differ by", f"{worst.difference:.1e}", where)
 
 
 def _what_ran(points: Sequence[Point]) -> str:
@@ -95,45 +96,6 @@ def _what_ran(points: Sequence[Point]) -> str:
         f"{_count(len(points), 'point')} of model {' and '.join(models)} on {_count(sizes[0], 'rank')}"
         f"{''.join(f', {size}' for size in sizes[1:])}; {done}."
     )
-
-
-def _least_memory(points: Sequence[Point]) -> str:
-    held = [(point.summary.memory.total.fullest, point) for point in points if point.summary]
-    if len(held) < 2:
-        return ""
-    (least, low), (most, high) = (end(held, key=lambda pair: pair[0]) for end in (min, max))
-    if least == most:
-        return f"All points hold {least / MIB:,.1f} MiB on their fullest rank."
-    return (
-        f"{low.name} holds least: {least / MIB:,.1f} MiB on its fullest rank, {least / most:.2f} of what {high.name} "
-        f"holds ({most / MIB:,.1f} MiB)."
-    )
-
-
-def _fastest(points: Sequence[Point]) -> str:
-    timed = _trusted(points)
-    if len(timed) < 2:
-        known = sum(point.step_seconds is not None for point in points)
-        return "No point is called fastest, since times scatter too much." if known > 1 else ""
-    (least, fast), (most, slow) = (end(timed, key=lambda pair: pair[0]) for end in (min, max))
-    once = "" if len(fast.finished_runs) > 1 else ", measured once"
-    return (
-        f"{fast.name} took the shortest step: {1e3 * least:,.1f} ms, {least / most:.2f} of that of {slow.name} "
-        f"({1e3 * most:,.1f} ms){once}."
-    )
-
-
-def _loss_agreement(points: Sequence[Point]) -> str:
-    curves = _curves(points)
-    return largest_distance(curves) if len(curves) > 1 else ""
-
-
-def _doubts(points: Sequence[Point]) -> list[str]:
-    return [
-        f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
-        for point in points
-        if point.summary and point.summary.verdict
-    ]
 
 
 def _count(number: int, word: str) -> str:

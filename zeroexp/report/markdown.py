@@ -8,34 +8,21 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.columns import (
-    STATUS,
-    TIMES,
-    Column,
-    loss_columns,
-    memory_columns,
-    point_columns,
-    traffic_columns,
-)
+from zeroexp.report.columns import STATUS, printed_columns
+from zeroexp.report.settings import Column, point_columns
 from zeroexp.tracking.run import Run
 
 MEASURED = "measured"
 BEGIN, END = (f"<!-- {MEASURED}: {word} -->" for word in ("begin", "end"))
 LINE = 100  # characters of prose
-STEP, _, TOKENS = TIMES
 
 
 def render(runs: Sequence[Run]) -> str:
     """Return the table with the fullest rank's bytes only; the terminal's table also has means and explanations."""
-    point = point_columns(runs)
-    shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
-    columns = [
-        *(column for column in point if column not in shared),
-        *(parts[0] for parts in memory_columns(runs) if parts),
-        *(parts[0] for parts in traffic_columns(runs)),
-        *(STEP, TOKENS, *loss_columns(runs)),
-        *([STATUS] if any(run.status != "done" for run in runs) else []),
-    ]
+    shared = [column for column in point_columns(runs) if not column.differs(runs)]
+    point = [column for column in point_columns(runs) if column.differs(runs)]
+    status = [STATUS] if any(run.status != "done" for run in runs) else []
+    columns = [*point, *printed_columns(runs), *status]
     sentence = " ".join([_circumstances(runs), _shared(shared, runs)])
     return f"{wrapped(sentence)}\n\n{_table(runs, columns)}"
 

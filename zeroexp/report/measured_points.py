@@ -13,12 +13,14 @@ from functools import cached_property
 from statistics import median
 
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.report.columns import Column, point_columns
 from zeroexp.report.reading import records_of
+from zeroexp.report.settings import Column, point_columns
 from zeroexp.tracking.run import Run
 
 # Keys of the config that say why or where a point ran, not what it was.
 OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.")
+MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
+UNCOUNTED = "by TCP"  # the kind of all bytes of an engine that does not count them by kind
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Point:
     def median_run(self) -> Run:
         """The run whose step time is the median of the repeats, or the one below it: its parts belong together."""
         ordered = sorted(
-            (run for run in self.finished_runs),
-            key=lambda r: r.summary.step_seconds_median if r.summary else 0,
+            (run.summary.step_seconds_median, index)
+            for index, run in enumerate(self.runs)
+            if run.summary
         )
-        return ordered[(len(ordered) - 1) // 2] if ordered else self.run
+        return self.runs[ordered[(len(ordered) - 1) // 2][1]] if ordered else self.run
 
     @property
     def seconds_by_round(self) -> dict[int, float]:
@@ -57,7 +60,7 @@ class Point:
         seconds: dict[int, float] = {}
         for index, run in enumerate(self.runs):
             if run.summary:
-                number = repeat_of(run, index)
+                number = int(run.environment.get("repeat", index))
                 number = max(seconds) + 1 if number in seconds else number
                 seconds[number] = run.summary.step_seconds_median
         return seconds
@@ -73,17 +76,42 @@ class Point:
         """The steps of `run`."""
         return records_of(self.run)
 
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self.records]
+
+    @property
+    def held_bytes(self) -> dict[str, float]:
+        """Bytes by kind of the fullest rank after backward; old summaries know only the most of each kind."""
+        if self.summary is None:
+            return {}
+        by_kind = {kind: ranks.fullest for kind, ranks in self.summary.memory.by_kind.items()}
+        return dict(self.summary.memory.fullest_at.get(MOMENT) or by_kind)
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """Bytes of a step by kind of message; where TCP carried more, the engine did not count and all is one kind."""
+        if self.summary is None:
+            return {}
+        counted, wire = self.summary.sent_bytes_by_kind, self.summary.wire_bytes_per_step
+        if wire and wire.fullest > 1.02 * sum(counted.values()):
+            return {UNCOUNTED: wire.fullest}
+        return dict(counted)
+
     @cached_property
     def pooled_summary(self) -> Run:
         """`run` with the median of its repeats in every time, for tables that show one row per point.
 
         Its status is that of a repeat that did not come to its end, if there is one.
         """
+        run = self.run
+        if others := [other for other in self.runs if other.status != run.status]:
+            reason = others[0].reason or others[0].status
+            reason = f"{len(others)} of {len(self.runs)} runs: {reason}"
+            run = replace(run, status=others[0].status, reason=reason)
         summaries = [run.summary for run in self.finished_runs if run.summary]
-        run = self._with_worst_status()
         if len(summaries) < 2:
             return run
-        phases = summaries[0].phase_seconds_median
         summary = replace(
             summaries[0],
             step_seconds_median=median(s.step_seconds_median for s in summaries),
@@ -91,52 +119,34 @@ class Point:
             tokens_per_second=median(s.tokens_per_second for s in summaries),
             phase_seconds_median={
                 phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
-                for phase in phases
+                for phase in summaries[0].phase_seconds_median
             },
         )
         return replace(run, summary=summary)
 
-    def _with_worst_status(self) -> Run:
-        others = [run for run in self.runs if run.status != self.run.status]
-        if not others:
-            return self.run
-        reason = f"{len(others)} of {len(self.runs)} runs: {others[0].reason or others[0].status}"
-        return replace(self.run, status=others[0].status, reason=reason)
+
+def settings_of(run: Run, *but: str) -> tuple[str, ...]:
+    """Return the settings of what ran, without keys that begin with one of `but`."""
+    outside = (*OUTSIDE, *but)
+    return tuple(
+        f"{key}={value}" for key, value in run.config.items() if not key.startswith(outside)
+    )
 
 
 def points_of(runs: Sequence[Run]) -> list[Point]:
     """Group runs into points, in the order of their first runs; two sweeps have no point in common."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(_identity(run), []).append(run)
+        groups.setdefault((str(run.folder.parent), *settings_of(run)), []).append(run)
     names = _names([group[0] for group in groups.values()])
     return [Point(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
-
-
-def repeat_of(run: Run, index: int) -> int:
-    """Return the number of a run's round; `index` counts the point's runs where a folder does not say it."""
-    return int(run.environment.get("repeat", index))
-
-
-def column_text(column: Column, run: Run) -> str:
-    """Return the column's value; a number gets the name of its setting in front."""
-    value = column.value(run)
-    plain = column.name in ("strategy", "implementation", "model")
-    return value if plain else f"{column.name} {value}"
-
-
-def _identity(run: Run) -> tuple[str, ...]:
-    settings = (
-        f"{key}={value}" for key, value in run.config.items() if not key.startswith(OUTSIDE)
-    )
-    return (str(run.folder.parent), *settings)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
     """Name each run by what differs among them: zero3 · buffer · ranks 4; the sweep and a number come last."""
     strategy, implementation, *settings = point_columns(runs)
-    shown = [strategy, implementation, *[c for c in settings if _differs(c, runs)]]
-    names = [" · ".join(column_text(column, run) for column in shown) for run in runs]
+    shown = [strategy, implementation, *(column for column in settings if column.differs(runs))]
+    names = [" · ".join(_column_text(column, run) for column in shown) for run in runs]
     folders = list(dict.fromkeys(run.folder.parent for run in runs))
     if len(folders) > 1:
         alike = len({run.sweep for run in runs}) < len(folders)  # before/compare and after/compare
@@ -150,5 +160,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def _differs(column: Column, runs: Sequence[Run]) -> bool:
-    return len({column.value(run) for run in runs}) > 1
+def _column_text(column: Column, run: Run) -> str:
+    """Return the column's value; a number gets the name of its setting in front."""
+    plain = column.name in ("strategy", "implementation", "model")
+    return column.value(run) if plain else f"{column.name} {column.value(run)}"

@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import wrap
 
-from zeroexp.report.columns import (
-    STATUS,
-    Column,
-    describe_peak_flops,
-    loss_columns,
-    memory_columns,
-    plan_column,
-    point_columns,
-    shares_memory,
-    time_columns,
-    traffic_columns,
-)
+from zeroexp.report.columns import columns_of, describe_peak_flops, shares_memory
+from zeroexp.report.settings import Column
 from zeroexp.tracking.run import Run
 
 ENGINE = ("strategy", "implementation")
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
 BRIEF = (
-    "status",
-    "step",
-    "total",
-    "peak",
-    "loss",
-    "sent/step",
-    "tokens/s",
-    "MFU",
-    "planned",
+    *("status", "step", "total", "peak", "loss", "sent/step", "tokens/s", "MFU", "planned"),
     "params",
 )
 WIDTH = 110  # characters in the text below the table
@@ -72,64 +54,58 @@ def render(runs: Sequence[Run], width: int | None = None) -> str:
     is still too wide, it becomes two tables, time and traffic before memory. Where these do not fit either, only the
     columns of BRIEF are left that fit, and the rest is the page's.
     """
-    point, traffic = point_columns(runs), traffic_columns(runs)
-    memory = [*memory_columns(runs), plan_column(runs)]
-    losses, times = loss_columns(runs), time_columns(runs)
-    wide = [*point, *losses, *times, *_flat(memory), *_flat(traffic), STATUS]
-    if width is None or _width(runs, wide) <= width:
-        return "\n".join([*_lines(runs, wide), *_footnotes(runs, WIDTH)])
-    shared = [column for column in point if len({column.value(run) for run in runs}) == 1]
-    point = [column for column in point if column not in shared]
-    parts = [losses, times[:2], times[2:], *traffic]
-    one = [*point, *losses, *times, *_flat(memory), *_flat(traffic), STATUS]
-    two = [*point, *_flat(parts), STATUS], [*point, *_flat(memory)]
-    caption = ["\n".join(_caption(shared, runs, width))] if shared else []
-    tables = next((t for t in ([one], two) if _fit(runs, t, width)), None)
-    foot = _footnotes if tables else _brief_foot
-    tables = tables or [
-        _brief_table(runs, point, [column for column in one if column not in point], width)
-    ]
-    texts = ["\n".join(_lines(runs, columns)) for columns in tables]
-    return "\n".join(["\n\n".join([*caption, *texts]), *foot(runs, width)])
+
+    def fits(columns: Sequence[Column]) -> bool:
+        # But for the reasons, which are last in their row.
+        return width is None or len(_lines(runs, columns)[2]) <= width
+
+    columns = columns_of(runs)
+    memory, traffic = [*_flat(columns.memory), *columns.planned], _flat(columns.traffic)
+    times = [*columns.losses, *columns.times]
+    results = [*times, *memory, *traffic, columns.status]
+    if fits([*columns.point, *results]):
+        return _text([], [[*columns.point, *results]], _meanings(runs), runs, WIDTH)
+    point = [column for column in columns.point if column.differs(runs)]
+    shared = [f"{c.name} {c.value(runs[0])}" for c in columns.point if c not in point]
+    caption = [f"all points: {', '.join(shared)}"] if shared else []
+    halves = [[*point, *times, *traffic, columns.status], [*point, *memory]]
+    tables = next((each for each in ([[*point, *results]], halves) if all(map(fits, each))), None)
+    if tables:
+        return _text(caption, tables, _meanings(runs), runs, width)
+    brief = _brief_columns(point, results, fits)
+    return _text(caption, [brief], _brief_meanings(runs), runs, width)
 
 
-def _brief_table(
-    runs: Sequence[Run], point: Sequence[Column], others: Sequence[Column], width: int
+def _text(
+    caption: Sequence[str],
+    tables: Sequence[Sequence[Column]],
+    meanings: Sequence[str],
+    runs: Sequence[Run],
+    width: int | None,
+) -> str:
+    above, below = (wrap(" ".join(x), min(width or WIDTH, WIDTH)) for x in (caption, meanings))
+    blocks = [above] * bool(above) + [_lines(runs, columns) for columns in tables]
+    return "\n".join(["\n\n".join(map("\n".join, blocks)), *below])
+
+
+def _brief_columns(
+    point: Sequence[Column], results: Sequence[Column], fits: Callable[[Sequence[Column]], bool]
 ) -> list[Column]:
     """Return the columns of a point and those of BRIEF that fit beside them, the first ones first."""
     engine = [column for column in point if column.name in ENGINE]
-    head = [*_joined(engine), *(column for column in point if column not in engine)]
+    if len(engine) == len(ENGINE):
+        both = Column("engine", "", lambda run: "/".join(c.value(run) for c in engine), left=True)
+        point = [both, *(column for column in point if column not in engine)]
     chosen: list[Column] = []
     for name in BRIEF:
-        more = next((c for c in others if c.name == name and c not in chosen), None)
-        if more and _width(runs, [*head, *chosen, more]) <= width:
+        more = next((column for column in results if column.name == name), None)
+        if more and fits([*point, *chosen, more]):
             chosen.append(more)
-    return [*head, *(column for column in others if column in chosen)]
+    return [*point, *(column for column in results if column in chosen)]
 
 
-def _joined(columns: Sequence[Column]) -> list[Column]:
-    """Return one column in place of several, with their values side by side."""
-    if len(columns) < 2:
-        return [*columns]
-    return [Column("engine", "", lambda run: "/".join(c.value(run) for c in columns), left=True)]
-
-
-def _caption(shared: Sequence[Column], runs: Sequence[Run], width: int) -> list[str]:
-    words = [f"{column.name} {column.value(runs[0])}" for column in shared]
-    return wrap(f"all points: {', '.join(words)}", min(width, WIDTH))
-
-
-def _flat(parts: Sequence[Sequence[Column]]) -> list[Column]:
-    return [column for part in parts for column in part]
-
-
-def _fit(runs: Sequence[Run], tables: Sequence[Sequence[Column]], width: int) -> bool:
-    return all(_width(runs, columns) <= width for columns in tables)
-
-
-def _width(runs: Sequence[Run], columns: Sequence[Column]) -> int:
-    """Return the table's width without the reasons, which are last in their row."""
-    return len(_lines(runs, columns)[2])
+def _flat(groups: Sequence[Sequence[Column]]) -> list[Column]:
+    return [column for group in groups for column in group]
 
 
 def _lines(runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
@@ -149,10 +125,11 @@ def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Colu
     return "  ".join(padded).rstrip()
 
 
-def _footnotes(runs: Sequence[Run], width: int) -> list[str]:
+def _meanings(runs: Sequence[Run]) -> list[str]:
     summaries = [run.summary for run in runs if run.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
     counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
+    private = {run.label: run.summary.num_private_units for run in runs if run.summary}
     sentences = [
         f"step, tokens/s: rank 0 over {counted}." if steps else "",
         "params, grads, optimizer: the most held at any of the moments at rest, after forward, after backward, after "
@@ -160,7 +137,7 @@ def _footnotes(runs: Sequence[Run], width: int) -> list[str]:
         "total: the most of all kinds held at one moment, so it may be less than their sum.",
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
         "planned: the total that closed forms say of the same run (python -m zeroexp.plan)."
-        if plan_column(runs)
+        if any("total" in s.plan for s in summaries)
         else "",
         "build: the most allocated at once before the first step."
         if any(s.memory.build_peak for s in summaries)
@@ -170,38 +147,36 @@ def _footnotes(runs: Sequence[Run], width: int) -> list[str]:
         if shares_memory(runs)
         else "through the network.",
         describe_peak_flops(runs),
-        *_private_notes(runs),
-        *_engine_notes(runs),
-        *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
+        # A model whose modules run inside one another needs memory beyond the pools.
+        *(
+            f"{label}: {number} units ran while their pool was in use and got memory of their own."
+            for label, number in private.items()
+            if number
+        ),
+        *_engine_meanings(runs),
+        *_stage_meanings(runs),
     ]
-    return wrap(" ".join(filter(None, sentences)), min(width, WIDTH))
+    return [sentence for sentence in sentences if sentence]
 
 
-def _brief_foot(runs: Sequence[Run], width: int) -> list[str]:
-    sentences = [
+def _brief_meanings(runs: Sequence[Run]) -> list[str]:
+    return [
         "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
         "at once. More columns: a wider terminal, python -m zeroexp.report FOLDER --csv -, the page.",
-        *[NOTES[label] for label in dict.fromkeys(r.label for r in runs) if label in NOTES],
-    ]
-    return wrap(" ".join(sentences), min(width, WIDTH))
-
-
-def _private_notes(runs: Sequence[Run]) -> list[str]:
-    """Return notes on memory beyond the pools, which a model needs whose modules run inside one another."""
-    counts = {run.label: run.summary.num_private_units for run in runs if run.summary}
-    return [
-        f"{label}: {count} units ran while their pool was in use and got memory of their own."
-        for label, count in counts.items()
-        if count
+        *_stage_meanings(runs),
     ]
 
 
-def _engine_notes(runs: Sequence[Run]) -> list[str]:
+def _stage_meanings(runs: Sequence[Run]) -> list[str]:
+    return [NOTES[label] for label in dict.fromkeys(run.label for run in runs) if label in NOTES]
+
+
+def _engine_meanings(runs: Sequence[Run]) -> list[str]:
     """Return the engines' values of open settings, once for all runs with the same values."""
     labels: dict[str, list[str]] = {}
     for run in runs:
-        words = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}
-        if words:
-            said = ", ".join(f"{key} {value}" for key, value in words.items())
-            labels.setdefault(said, []).append(run.label)
-    return [f"{', '.join(dict.fromkeys(who))} ran with {said}." for said, who in labels.items()]
+        settings = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}
+        if settings:
+            text = ", ".join(f"{key} {value}" for key, value in settings.items())
+            labels.setdefault(text, []).append(run.label)
+    return [f"{', '.join(dict.fromkeys(who))} ran with {text}." for text, who in labels.items()]

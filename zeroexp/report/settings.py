@@ -1,13 +1,45 @@
-"""Find the settings that distinguish the points of a sweep, and format them. Pure."""
+"""What tells the points of a sweep apart, as the first columns of its table. Pure."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from zeroexp.tracking.run import Run
 
+ABSENT = "–"
 LONGEST = 24  # characters of a value; the end of a path says more than its beginning
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    unit: str
+    value: Callable[[Run], str]
+    left: bool = False  # words are aligned left, numbers right
+
+    def differs(self, runs: Sequence[Run]) -> bool:
+        return len({self.value(run) for run in runs}) > 1
+
+    def is_known(self, run: Run) -> bool:
+        return self.value(run) != ABSENT
+
+
+def point_columns(runs: Sequence[Run]) -> list[Column]:
+    """Return strategy, implementation, the settings that tell points with equal ones apart, and ranks."""
+
+    def setting(key: str) -> Column:
+        name = column_name(key, keys)
+        return Column(name, "", lambda run: setting_text(run.config.get(key, ABSENT)), left=True)
+
+    keys = distinguishing_keys(runs)
+    return [
+        Column("strategy", "", lambda run: run.strategy, left=True),
+        Column("implementation", "", lambda run: run.implementation, left=True),
+        *map(setting, keys),
+        Column("ranks", "", lambda run: str(run.world_size)),
+    ]
 
 
 def distinguishing_keys(runs: Sequence[Run]) -> list[str]:

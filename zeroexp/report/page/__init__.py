@@ -1,6 +1,6 @@
 """The page of a report: one HTML file with every table, chart and word, and the library that draws it inside.
 
-`render` needs run folders and nothing else. Each chart is a function of the points, in a file of its own.
+`render` needs run folders and nothing else. Each chart is a function of the points.
 `template.html` holds the style and the few lines of JavaScript that hand the charts to plotly, in the colours of the
 reader's theme. The page states that it may load nothing (its Content-Security-Policy), so that it works from a file.
 """
@@ -20,31 +20,31 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.conclusions import Conclusions, conclude
-from zeroexp.report.headline import Card, headline_cards, headline_sentences
+from zeroexp.report.compare import Conclusions, conclude
+from zeroexp.report.headline import headline_cards, headline_sentences
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.chart import Chart
-from zeroexp.report.page.chart_of_causes import causes_chart
-from zeroexp.report.page.chart_of_memory import memory_chart
-from zeroexp.report.page.chart_of_timeline import timeline_charts
-from zeroexp.report.page.chart_of_times import step_time_chart
-from zeroexp.report.page.chart_of_traffic import traffic_chart
-from zeroexp.report.page.exposed import exposed_chart
-from zeroexp.report.page.forest import forest_chart
+from zeroexp.report.page.byte_charts import causes_chart, memory_chart, ranks_chart, traffic_chart
+from zeroexp.report.page.chart import DEFAULTS, Chart
 from zeroexp.report.page.html_tables import (
     differences_table,
     explanation_list,
+    provenance_table,
     results_table,
     verdict_table,
 )
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.page.pareto import pareto_chart
-from zeroexp.report.page.provenance import provenance_table
-from zeroexp.report.page.ranks import ranks_chart
-from zeroexp.report.page.scaling import scaling_chart
+from zeroexp.report.page.step_timeline import timeline_charts
+from zeroexp.report.page.time_charts import (
+    exposed_chart,
+    scaling_chart,
+    step_time_chart,
+    verdict_chart,
+)
 
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
+CARD = '<div class="card"><b>{}</b><strong>{}</strong><span>{}</span></div>'
 CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     memory_chart,
     causes_chart,
@@ -92,7 +92,7 @@ def render(
     found: what is concluded of them, by default beside the first point.
     """
     found = found or conclude(points)
-    verdicts = forest_chart(found)
+    verdicts = verdict_chart(found)
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
     sections = [
         ("results", "Results", results_table(points)),
@@ -106,12 +106,10 @@ def render(
     drawn = [_drawn(chart) for chart in [verdicts, *charts] if chart.data]
     values = {
         "title": escape(" and ".join(sweeps)),
-        "cards": "".join(map(_card, headline_cards(points))),
-        "headline": "".join(f"<li>{escape(line)}</li>" for line in headline_sentences(points)),
-        "doubts": "".join(f'<p class="doubt">{escape(line)}</p>' for line in found.doubts),
-        "problems": "".join(
-            f'<p class="problem">{escape(line)}</p>' for line in [*found.broken, *problems]
-        ),
+        "cards": _each(CARD, headline_cards(points)),
+        "headline": _each("<li>{}</li>", [(line,) for line in headline_sentences(points)]),
+        "doubts": _each('<p class="doubt">{}</p>', [(line,) for line in found.doubts]),
+        "problems": _each('<p class="problem">{}</p>', [(x,) for x in [*found.broken, *problems]]),
         "links": " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
         "sections": "\n".join(
             f'<section id="{name}"><h2>{escape(title)}</h2>\n{body}</section>'
@@ -119,6 +117,7 @@ def render(
         ),
         # No text of a run can end the script that holds it.
         "charts": json.dumps(drawn).replace("<", "\\u003c"),
+        "defaults": json.dumps(DEFAULTS),
         "plotly": _plotly(),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _template())
@@ -150,9 +149,9 @@ def _figure(chart: Chart) -> str:
     return f"<figure>{caption}{box}</div></figure>"
 
 
-def _card(card: Card) -> str:
-    label, value, words = map(escape, card)
-    return f'<div class="card"><b>{label}</b><strong>{value}</strong><span>{words}</span></div>'
+def _each(form: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return the form for each row of texts, escaped."""
+    return "".join(form.format(*map(escape, row)) for row in rows)
 
 
 def _template() -> str:

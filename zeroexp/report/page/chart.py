@@ -1,7 +1,10 @@
 """A chart as the page draws it: plotly's data and layout as plain dictionaries, beside a sentence that says the same.
 
-No file of the page imports plotly but `__init__.py`, which takes the library's JavaScript from it. A chart's words are
-the page's for readers who see no picture.
+Charts come in three forms: bars of one row for each point (`bar_chart`), marks on such rows, and lines or dots over two
+numbers (`scatter`). What all of a form share is said once, in DEFAULTS, which plotly takes as the template of each. The
+colour INK is that of the text, which depends on the reader's theme. No file of the page imports plotly but
+`__init__.py`, which takes the library's JavaScript from it. A chart's words are the page's for readers who see no
+picture.
 """
 
 from __future__ import annotations
@@ -10,14 +13,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroexp.report.columns import MIB
-from zeroexp.report.palette import PATTERNS, RED
+from zeroexp.report.palette import DASHES, PATTERNS, SERIES
 
 ROW, BESIDE = 24, 110  # pixels: one bar, and what is above and below all bars
 SHORTEST = 240
 MANY = 30  # points beyond which labels inside of a chart would only cover each other
-NUMBERS = {"size": 10}
+INK = "INK"
 Trace = dict[str, Any]
+# Traces that say nothing else of these.
+DEFAULTS: dict[str, list[Trace]] = {
+    "bar": [
+        {
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "insidetextfont": {"color": "#000", "size": 10},
+            "constraintext": "inside",
+            "marker": {
+                "line": {"width": 0.5, "color": "#333"},
+                "pattern": {
+                    "fgcolor": "rgba(0,0,0,0.35)",
+                    "fillmode": "overlay",
+                    "size": 6,
+                    "solidity": 0.15,
+                },
+            },
+            "hovertemplate": "%{x:,.1f}",
+        }
+    ],
+    "heatmap": [{"colorscale": "Cividis", "colorbar": {"thickness": 12}, "xgap": 2, "ygap": 2}],
+}
 
 
 @dataclass(frozen=True)
@@ -31,89 +56,103 @@ class Chart:
     height: int = 380  # pixels
 
 
-def bars_height(num_rows: int) -> int:
-    return max(SHORTEST, BESIDE + ROW * num_rows)
+def bar_chart(
+    name: str,
+    title: str,
+    words: str,
+    *,
+    axis: str,
+    numbers: Mapping[str, Mapping[str, float]],  # row -> part -> number
+    factor: float,  # to the unit of the axis
+    colours: Mapping[str, str],  # of all parts, in their order
+    marks: Sequence[Trace] = (),
+    reach: float | None = None,  # the end of the axis, where it is not that of the longest bar
+) -> Chart:
+    """Return horizontal bars that are stacked from their parts, the first row at the top; empty parts are left out.
 
-
-def bars_layout(axis: str) -> dict[str, Any]:
-    """Return the layout of horizontal bars that are stacked, the first row at the top."""
-    return {
+    Each part has a pattern beside its colour, and its number inside of it where it fits.
+    """
+    rows = list(numbers)
+    if not rows:
+        return Chart(name, title, "No point came to its end.")
+    lengths = {part: [factor * each.get(part, 0) for each in numbers.values()] for part in colours}
+    patterns = [PATTERNS[index % len(PATTERNS)] for index in range(len(colours))]
+    bars: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": rows,
+            "x": lengths[part],
+            "text": [_number(length) if len(rows) <= MANY else "" for length in lengths[part]],
+            "marker": {"color": colour, "pattern": {"shape": pattern}},
+        }
+        for (part, colour), pattern in zip(colours.items(), patterns, strict=True)
+        if any(lengths[part])
+    ]
+    layout = {
         "barmode": "stack",
         "bargap": 0.22,
         "xaxis": {"title": {"text": axis}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "automargin": True, "type": "category"},
+        "yaxis": rows_axis(rows),
         "hovermode": "y unified",
     }
+    if reach is not None:
+        layout["xaxis"]["range"] = [0, reach]
+    return Chart(name, title, words, [*bars, *marks], layout, rows_height(rows))
 
 
-def stacked(
-    name: str, rows: Sequence[str], values: Sequence[float | None], colour: str, index: int
-) -> Trace:
-    """Return one part of every bar, with its number inside of it where it fits and a pattern beside its colour."""
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": list(rows),
-        "x": list(values),
-        "text": [_number(value) if len(rows) <= MANY else "" for value in values],
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "textfont": {"color": "#000", **NUMBERS},
-        "constraintext": "inside",
-        "marker": {
-            "color": colour,
-            "line": {"width": 0.5, "color": "#333"},
-            "pattern": {
-                "shape": PATTERNS[index % len(PATTERNS)],
-                "fgcolor": "rgba(0,0,0,0.35)",
-                "fillmode": "overlay",
-                "size": 6,
-                "solidity": 0.15,
-            },
-        },
-        "hovertemplate": "%{x:,.1f}",
-    }
+def rows_axis(rows: Sequence[str]) -> dict[str, Any]:
+    order = {"categoryorder": "array", "categoryarray": list(rows)}
+    return {"autorange": "reversed", "automargin": True, "type": "category", **order}
 
 
-def marks(
-    name: str, rows: Sequence[str], values: Sequence[float | None], symbol: str, colour: str
-) -> Trace:
+def rows_height(rows: Sequence[str]) -> int:
+    return max(SHORTEST, BESIDE + ROW * len(rows))
+
+
+def row_marks(name: str, values: Mapping[str, float | None], symbol: str, colour: str) -> Trace:
     """Return one mark per row that has a value."""
-    known = [(row, value) for row, value in zip(rows, values, strict=True) if value is not None]
+    known = {row: value for row, value in values.items() if value is not None}
+    size, width = (15, 2.5) if symbol.startswith("line") else (9, 1.5)
+    line = {"width": width, "color": colour}
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "y": [row for row, _ in known],
-        "x": [value for _, value in known],
-        "marker": {
-            "symbol": symbol,
-            "size": 15 if symbol.startswith("line") else 9,
-            "color": colour,
-            "line": {"width": 2.5 if symbol.startswith("line") else 1.5, "color": colour},
-        },
+        **scatter(name, list(known.values()), list(known), "markers"),
+        "marker": {"symbol": symbol, "size": size, "color": colour, "line": line},
         "hovertemplate": "%{x:,.1f}",
     }
 
 
-def form_marks(rows: Sequence[str], known: Mapping[str, Sequence[float | None]]) -> list[Trace]:
-    """Return a mark per row for bytes that a form says, by the name of the form."""
-    symbols = {"closed form": "diamond-open"}
-    return [
-        marks(
-            name,
-            rows,
-            [None if number is None else number / MIB for number in numbers],
-            symbols.get(name, "square-open"),
-            RED,
-        )
-        for name, numbers in known.items()
-    ]
+def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str, **more: Any) -> Trace:
+    return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), **more}
 
 
-def _number(value: float | None) -> str:
+def whiskers(
+    middles: Sequence[float],
+    lows: Sequence[float],
+    highs: Sequence[float],
+    colour: str = INK,
+    thickness: float = 1.5,
+) -> dict[str, Any]:
+    """Return what draws an interval at each mark, as plotly's `error_x`."""
+    return {
+        **{"type": "data", "symmetric": False, "color": colour, "thickness": thickness, "width": 5},
+        "array": [high - middle for middle, high in zip(middles, highs, strict=True)],
+        "arrayminus": [middle - low for middle, low in zip(middles, lows, strict=True)],
+    }
+
+
+def line_style(index: int, **more: Any) -> dict[str, Any]:
+    """Return colour and dash of the line of this number."""
+    dash = DASHES[(index // len(SERIES)) % len(DASHES)]
+    return {"color": SERIES[index % len(SERIES)], "dash": dash, **more}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
+def _number(value: float) -> str:
     if not value:
         return ""
     return format(value, ",.0f" if value >= 20 else ",.1f")

@@ -1,11 +1,16 @@
-"""A verdict says whether one point is faster than another, from paired log ratios of their runs' step times. Pure.
+"""How well a step time is known, and whether one point is faster than another. Pure.
 
-Runs of one round ran after one another, so that their ratio is free of what changed slowly between rounds. The mean of
-the log ratios gets two intervals, a bootstrap's and Student's, and the verdict uses the wider end of both: a bootstrap
-of a few values is too sure of itself, and Student's trusts in a bell curve. Where many pairs are judged at once, each
-interval is widened (Bonferroni), so that the chance of any false claim among them stays ALPHA.
+Two points are compared over runs, by paired log ratios of their step times: runs of one round ran after one another, so
+that their ratio is free of what changed slowly between rounds. The mean of the log ratios gets two intervals, a
+bootstrap's and Student's, and the wider end of both counts: a bootstrap of a few values is too sure of itself, and
+Student's trusts in a bell curve. Where many pairs are judged at once, each interval is widened (Bonferroni), so that
+the chance of any false claim among them stays ALPHA.
 
-Both are scipy's. It is imported where it is needed, since `scipy.stats`, which has the bootstrap, takes a second.
+With one run the interval of a point's own time is that of the median over its steps, from order statistics, which knows
+nothing of what differs from run to run.
+
+Both intervals are scipy's. It is imported where it is needed, since `scipy.stats`, which has the bootstrap, takes a
+second.
 """
 
 from __future__ import annotations
@@ -14,12 +19,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from statistics import fmean, stdev
+
+from zeroexp.measure.record import RunSummary
+from zeroexp.report.measured_points import Point
 
 ALPHA = 0.05
 MARGIN = math.log(1.02)  # a smaller difference is none
 FEWEST, MOST = 3, 100  # pairs: with fewer nothing is claimed, and more are not asked for
 NUM_RESAMPLES = 1999
+UNSTEADY = 1.25  # slowest over fastest run
+UNSTEADY_STEPS = 2.0  # the 95th percentile of the steps of one run over their median
 
 
 class Verdict(Enum):
@@ -64,6 +75,15 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The 95 % interval of a point's median step time, in seconds."""
+
+    low: float
+    high: float
+    over: str  # runs | steps
+
+
 def compare_step_times(
     seconds: Mapping[int, float], reference: Mapping[int, float], *, num_comparisons: int = 1
 ) -> Comparison | None:
@@ -75,15 +95,14 @@ def compare_step_times(
     if not rounds:
         return None
     logs = [math.log(seconds[number] / reference[number]) for number in rounds]
+    ratio = math.exp(fmean(logs))
     if len(logs) < FEWEST:
-        return Comparison(math.exp(fmean(logs)), None, None, len(logs), Verdict.OPEN, FEWEST)
+        return Comparison(ratio, None, None, len(logs), Verdict.OPEN, FEWEST)
     alpha = ALPHA / num_comparisons
-    low, high = _interval(logs, alpha)
+    low, high = _interval_of_mean(tuple(logs), alpha)
     verdict = judge_interval(low, high)
     needed = num_needed(logs, alpha) if verdict is Verdict.OPEN else None
-    return Comparison(
-        math.exp(fmean(logs)), math.exp(low), math.exp(high), len(logs), verdict, needed
-    )
+    return Comparison(ratio, math.exp(low), math.exp(high), len(logs), verdict, needed)
 
 
 def judge_interval(low: float, high: float) -> Verdict:
@@ -106,13 +125,38 @@ def num_needed(logs: Sequence[float], alpha: float) -> int | None:
     return next((n for n in numbers if _reach_of_student(scatter, n, alpha) < room), None)
 
 
-def log_interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
-    """Return the interval of the geometric mean of positive values. At least two are needed."""
-    low, high = _interval([math.log(value) for value in values], alpha)
-    return math.exp(low), math.exp(high)
+def step_time_interval(point: Point) -> Interval | None:
+    """Return the interval of the point's step time, over runs or over steps; None if too little was measured."""
+    seconds = sorted(point.seconds_by_round.values())
+    if len(seconds) >= FEWEST:
+        low, high = _interval_of_mean(tuple(map(math.log, seconds)), ALPHA)
+        return Interval(math.exp(low), math.exp(high), "runs")
+    if len(seconds) == 1:
+        steps = sorted(r.step_seconds for r in point.records if not r.warmup and not r.traced)
+        return _interval_of_median(steps)
+    return None
 
 
-def _interval(logs: Sequence[float], alpha: float) -> tuple[float, float]:
+def why_unsteady(point: Point) -> str | None:
+    """Say in words why the point's time is worthless, or None."""
+    seconds, summary = list(point.seconds_by_round.values()), point.summary
+    if len(seconds) > 1 and max(seconds) > UNSTEADY * min(seconds):
+        low, high = 1e3 * min(seconds), 1e3 * max(seconds)
+        why = f"its {len(seconds)} runs took {low:,.0f} to {high:,.0f} ms a step"
+    elif len(seconds) == 1 and summary and _p95_ratio(summary) > UNSTEADY_STEPS:
+        why = f"one step in twenty took {_p95_ratio(summary):.1f} times the median"
+    else:
+        return None
+    return f"{why}: repeat it on a quieter machine"
+
+
+def _p95_ratio(summary: RunSummary) -> float:
+    return summary.step_seconds_p95 / summary.step_seconds_median
+
+
+@cache
+def _interval_of_mean(logs: tuple[float, ...], alpha: float) -> tuple[float, float]:
+    """Return the wider of Student's interval and the bootstrap's. At least two values are needed."""
     mean, scatter = fmean(logs), stdev(logs)
     if scatter == 0:
         return mean, mean
@@ -135,7 +179,7 @@ def _bootstrap(logs: Sequence[float], alpha: float) -> tuple[float, float]:
     import numpy as np
     from scipy import stats
 
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         (logs,),
         np.mean,
         confidence_level=1 - alpha,
@@ -143,4 +187,17 @@ def _bootstrap(logs: Sequence[float], alpha: float) -> tuple[float, float]:
         method="percentile",
         rng=0,  # the same runs give the same verdict
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)
+
+
+def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
+    """Return the narrowest pair of order statistics, symmetric in rank, that holds the median with 95 %."""
+    number = len(ordered)
+    below = 0.0  # probability that fewer than `rank` of the values lie below the median
+    best = None
+    for rank in range(number // 2):
+        below += math.comb(number, rank) / 2**number
+        if 2 * below > ALPHA:
+            break
+        best = rank
+    return None if best is None else Interval(ordered[best], ordered[number - 1 - best], "steps")

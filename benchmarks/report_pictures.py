@@ -1,4 +1,4 @@
-"""`python -m zeroexp.report.pictures PAGE.html FOLDER`: two pictures of a page for documents, by a headless Chromium.
+"""`python -m benchmarks.report_pictures PAGE.html FOLDER`: two pictures of a page for documents, by headless Chromium.
 
 report.png shows the page as it begins on a wide screen, report-dark.png the same in dark mode on a narrow one.
 Exit codes: 0 fine; 2 refused in one line.

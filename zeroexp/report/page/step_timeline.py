@@ -16,7 +16,7 @@ from typing import Any
 from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.chart import Chart, Trace
+from zeroexp.report.page.chart import INK, Chart, Trace, axis, scatter
 from zeroexp.report.palette import (
     BLUE,
     CAUSE_COLOURS,
@@ -58,9 +58,7 @@ class RankTrace:
     step: int
     began_at: float  # Unix seconds
     spans: list[dict[str, Any]]
-    memory: list[
-        tuple[float, dict[str, float]]
-    ]  # microseconds since the step began, bytes by cause
+    memory: list[tuple[float, dict[str, float]]]  # microseconds since it began, bytes by cause
 
 
 def timeline_charts(points: Sequence[Point]) -> list[Chart]:
@@ -118,59 +116,58 @@ def _read_trace(path: Path) -> RankTrace:
 
 def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
     first = min(rank.began_at for rank in ranks)
-    data: list[Trace] = []
-    layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0.15, "hovermode": "closest"}
-    told: set[str] = set()  # names that the legend has
     height = (1 - BETWEEN * (len(ranks) - 1)) / len(ranks)
+    end = axis("ms since the first rank began", anchor=f"y{2 * len(ranks)}")
+    layout: dict[str, Any] = {
+        "barmode": "overlay",
+        "bargap": 0.15,
+        "hovermode": "closest",
+        "xaxis": end,
+    }
+    data: list[Trace] = []
     for index, rank in enumerate(ranks):
         top = 1 - index * (height + BETWEEN)
-        lanes, memory = (f"y{2 * index + n}" if index or n > 1 else "y" for n in (1, 2))
+        lanes, memory = (str(2 * index + n) if index or n > 1 else "" for n in (1, 2))
         shift = 1e3 * (rank.began_at - first)
-        data += _span_traces(rank, lanes, shift, told)
-        data += _memory_traces(rank, memory, shift, told)
-        layout[lanes.replace("y", "yaxis")] = {
+        data += _span_traces(rank, f"y{lanes}", shift)
+        data += _memory_traces(rank, f"y{memory}", shift)
+        layout[f"yaxis{lanes}"] = {
             "domain": [top - 0.55 * height, top],
             "title": {"text": f"rank {rank.rank}", "standoff": 24},
             **{"type": "category", "categoryorder": "array", "categoryarray": list(LANES)},
         }
-        layout[memory.replace("y", "yaxis")] = {
-            "domain": [top - height, top - 0.6 * height],
-            "title": {"text": "MiB"},
-            "rangemode": "tozero",
-        }
-    layout["xaxis"] = {
-        "title": {"text": "ms since the first rank began"},
-        "anchor": f"y{2 * len(ranks)}",
-    }
+        domain = [top - height, top - 0.6 * height]
+        layout[f"yaxis{memory}"] = axis("MiB", domain=domain, rangemode="tozero")
+    in_legend: set[str] = set()  # each name once, for all ranks
+    for trace in data:
+        trace["legendgroup"], trace["showlegend"] = trace["name"], trace["name"] not in in_legend
+        in_legend.add(trace["name"])
     words = f"{point.name}, {WORDS.format(step=ranks[0].step)}"
     title = f"{TITLE}: {point.name}"
     return Chart(name, title, words, data, layout, 120 + HEIGHT * len(ranks))
 
 
-def _span_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> list[Trace]:
+def _span_traces(rank: RankTrace, lanes: str, shift: float) -> list[Trace]:
     """Return one trace of bars for each phase, direction of a block, and verb."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for span in rank.spans:
-        args = span["args"]
-        group = args.get("verb") or args.get("pass") or span["name"]
+        group = span["args"].get("verb") or span["args"].get("pass") or span["name"]
         groups.setdefault(str(group), []).append(span)
     return [
         {
             "type": "bar",
             "orientation": "h",
             "name": group,
-            "legendgroup": group,
-            "showlegend": _is_new(group, told),
             "y": [span["cat"] for span in spans],
             "base": [shift + MICROSECONDS * span["ts"] for span in spans],
             "x": [MICROSECONDS * span["dur"] for span in spans],
             "text": [_hover_text(span) for span in spans],
             "textposition": "none",
             "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>",
-            "yaxis": axis,
+            "yaxis": lanes,
             "marker": {
                 "color": COLOURS.get(group, SERIES[index % len(SERIES)]),
-                "line": {"width": 0.4, "color": "INK"},
+                "line": {"width": 0.4, "color": INK},
             },
         }
         for index, (group, spans) in enumerate(groups.items())
@@ -184,32 +181,24 @@ def _hover_text(span: dict[str, Any]) -> str:
     return f"{span['name']}{part}{'' if peer is None else f', waiting for rank {peer}'}"
 
 
-def _memory_traces(rank: RankTrace, axis: str, shift: float, told: set[str]) -> list[Trace]:
+def _memory_traces(rank: RankTrace, lane: str, shift: float) -> list[Trace]:
+    """Return the bytes by cause, one over the other."""
     causes = dict.fromkeys(cause for _, held in rank.memory for cause in held)
     times = [round(shift + MICROSECONDS * at, 3) for at, _ in rank.memory]
     return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": f"held: {cause}",
-            "legendgroup": f"held: {cause}",
-            "showlegend": _is_new(f"held: {cause}", told),
-            "x": times,
-            "y": [round(held.get(cause, 0) / MIB, 3) for _, held in rank.memory],
-            "yaxis": axis,
-            "stackgroup": f"rank {rank.rank}",
-            "line": {
+        scatter(
+            f"held: {cause}",
+            times,
+            [round(held.get(cause, 0) / MIB, 3) for _, held in rank.memory],
+            "lines",
+            yaxis=lane,
+            stackgroup=f"rank {rank.rank}",
+            line={
                 "shape": "hv",
                 "width": 0.5,
                 "color": CAUSE_COLOURS.get(cause, SERIES[index % len(SERIES)]),
             },
-            "hovertemplate": "%{y:,.1f} MiB",
-        }
+            hovertemplate="%{y:,.1f} MiB",
+        )
         for index, cause in enumerate(causes)
     ]
-
-
-def _is_new(name: str, told: set[str]) -> bool:
-    new = name not in told
-    told.add(name)
-    return new

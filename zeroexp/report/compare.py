@@ -1,0 +1,263 @@
+"""What a report concludes of its points: verdicts over runs, doubts, and broken claims. Pure.
+
+what                      beside                         equal means
+bytes, counts, losses     repeats; the sweep before      every bit
+step times                the reference, a sweep before  an interval over runs (statistics.py)
+what a study wants equal  all points                     one value (facts.py)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroexp.config.keys import ConfigError
+from zeroexp.report.facts import lines_of_unequal_facts
+from zeroexp.report.measured_points import Point, settings_of
+from zeroexp.report.reading import records_of
+from zeroexp.report.statistics import Comparison, Verdict, compare_step_times, why_unsteady
+from zeroexp.tracking.run import Run
+
+ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
+MOST_DOUBTS = 3  # points that each get a line
+MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
+BELOW = 0.98  # of the least time that is possible: what lies further below is noise
+# Sums of these transports, or of their GPU, may change order from run to run.
+INEXACT = ("nccl", "native")
+
+
+# ---- exact numbers beside repeats, and beside the sweep before a change
+
+
+def exact_numbers(run: Run) -> dict[str, Any]:
+    """Return the numbers that may not vary, by name; empty for a run without results."""
+    summary = run.summary
+    if summary is None:
+        return {}
+    kinds = {f"{kind} bytes": ranks.per_rank for kind, ranks in summary.memory.by_kind.items()}
+    sent = {f"{kind} bytes sent": number for kind, number in summary.sent_bytes_by_kind.items()}
+    calls = {f"{kind} calls": number for kind, number in summary.calls_by_kind.items()}
+    return {"parameters": summary.num_parameters, **kinds, **sent, **calls}
+
+
+def lines_of_varied_numbers(point: Point) -> list[str]:
+    """Return one line for each exact number that differs between the point's repeats.
+
+    If one does, something that nobody set differs between the runs, and no comparison of them means anything.
+    """
+    first, *others = point.finished_runs or [point.run]
+    has_one_order = (
+        first.engine.get("transport") not in INEXACT
+        and first.config.get("cluster.device") != "cuda"
+    )
+    lines: list[str] = []
+    for other in others:
+        lines += [
+            f"{point.name}: {name} differ between {first.name} and {other.name}: {one} and {two}"
+            for name, one, two in _changed_numbers(first, other)
+        ]
+        curve = [record.loss for record in records_of(other)] if has_one_order else []
+        parted = _where_losses_part(point.losses, curve)
+        lines += [f"{point.name}: losses of {first.name} and {other.name} {w}" for w in parted]
+    return lines
+
+
+def _changed_numbers(one: Run, two: Run) -> list[tuple[str, Any, Any]]:
+    """Return (name, number, number) for each exact number that differs."""
+    first, second = exact_numbers(one), exact_numbers(two)
+    pairs = {name: (first.get(name), second.get(name)) for name in [*first, *second]}
+    return [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+
+
+def _where_losses_part(one: Sequence[float], two: Sequence[float]) -> list[str]:
+    """Say at which step losses differ in any bit; nothing where they are equal as far as both go."""
+    pairs = enumerate(zip(one, two, strict=False))
+    parted = (f"part at step {step}: {a!r} and {b!r}" for step, (a, b) in pairs if _differ(a, b))
+    return [line for line in [next(parted, None)] if line]
+
+
+def _differ(one: float, two: float) -> bool:
+    return one != two and not (math.isnan(one) and math.isnan(two))
+
+
+# ---- step times beside a reference, and beside the sweep before a change
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One point beside another: the reference, or itself before a change."""
+
+    point: Point
+    comparison: Comparison | None  # None for the reference, and where a round of both is missing
+    impossible: str | None = None  # why its time is noise
+    changes: tuple[str, ...] = ()  # exact numbers that changed, in words
+
+    @property
+    def has_moved(self) -> bool:
+        verdict = self.comparison and self.comparison.verdict
+        return bool(self.changes) or verdict in (Verdict.FASTER, Verdict.SLOWER)
+
+    @property
+    def verdict(self) -> str | None:
+        return self.comparison and self.comparison.verdict_with_numbers
+
+
+def judge_points(
+    points: Sequence[Point], reference: str | None = None
+) -> tuple[Point | None, list[Judged]]:
+    """Return the reference, by default the first point with a time, and each point judged against it.
+
+    Raises ConfigError if no point has the reference's name.
+    """
+    timed = [point for point in points if point.seconds_by_round]
+    chosen = _named(timed, reference) if reference else next(iter(timed), None)
+    if chosen is None:
+        return None, []
+    alone = _fastest_alone(timed)
+    others = [
+        compare_step_times(
+            point.seconds_by_round,
+            chosen.seconds_by_round,
+            num_comparisons=max(1, len(timed) - 1),
+        )
+        if point is not chosen
+        else None
+        for point in timed
+    ]
+    return chosen, [
+        Judged(point, comparison, why_impossible(point, alone.get(_work(point))))
+        for point, comparison in zip(timed, others, strict=True)
+    ]
+
+
+def why_impossible(point: Point, alone: float | None) -> str | None:
+    """Say why the point's time is below what N ranks could reach without a byte of communication, or None.
+
+    alone: the step seconds of the fastest point of one rank on the same model and batch; None if there is none.
+    The bound is an Nth of it: whatever engine, a step needs that much compute. Caches that a smaller piece fits into
+    may beat it by a little.
+    """
+    ranks, seconds = point.run.world_size, point.step_seconds
+    if ranks == 1 or not alone or not seconds or seconds >= BELOW * alone / ranks:
+        return None
+    return (
+        f"{point.name} took {1e3 * seconds:,.1f} ms, less than {ranks} ranks need without any communication "
+        f"({1e3 * alone / ranks:,.1f} ms, from one rank): that is noise"
+    )
+
+
+def _fastest_alone(points: Sequence[Point]) -> dict[frozenset[str], float]:
+    """Return the least step seconds of one rank, by what it computes."""
+    alone: dict[frozenset[str], float] = {}
+    for point in points:
+        if point.run.world_size == 1 and (seconds := point.step_seconds):
+            work = _work(point)
+            alone[work] = min(seconds, alone.get(work, math.inf))
+    return alone
+
+
+def _work(point: Point) -> frozenset[str]:
+    """Return the settings of a step, whoever computes it: model, data, batch."""
+    return frozenset(settings_of(point.run, "strategy.", "world_size", "cluster."))
+
+
+def _named(points: Sequence[Point], name: str) -> Point:
+    for point in points:
+        if name in (point.name, point.run.name):
+            return point
+    names = ", ".join(point.run.name for point in points)
+    raise ConfigError(f"--reference {name}: no such point with a time; use one of {names}")
+
+
+# ---- two sweeps, before and after a change
+
+
+def points_that_moved(
+    before: Sequence[Point], after: Sequence[Point]
+) -> tuple[list[Judged], list[str]]:
+    """Return each point that both sweeps have, by its configuration, and a line for each that only one has."""
+    old = {settings_of(point.run): point for point in before}
+    new = {settings_of(point.run): point for point in after}
+    both = [key for key in new if key in old]
+    pairs = [_moved(old[key], new[key], len(both)) for key in both]
+    alone = [f"  only before: {old[key].name}" for key in old if key not in new]
+    alone += [f"  only after: {new[key].name}" for key in new if key not in old]
+    return pairs, alone
+
+
+def describe_moved(pairs: Sequence[Judged], alone: Sequence[str]) -> list[str]:
+    """Return the moved points first, then how many did not move, then what has no partner."""
+    movers = [one for one in pairs if one.has_moved]
+    still = [one for one in pairs if not one.has_moved]
+    lines = [f"{len(movers)} of {len(pairs)} points moved (after over before):"]
+    for one in movers:
+        shown, hidden = one.changes[:MOST_CHANGES], len(one.changes) - MOST_CHANGES
+        lines.append(f"  {one.point.name}: step {one.verdict or 'no time to compare'}")
+        lines += [f"    {change}" for change in shown]
+        lines += [f"    and {hidden} more"] if hidden > 0 else []
+    if still:
+        number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
+        lines.append(f"{number} equal bytes, counts and losses; of the step time:")
+    lines += [f"  {one.point.name}: {one.verdict or 'unknown'}" for one in still]
+    return [*lines, *alone]
+
+
+def _moved(old: Point, new: Point, number: int) -> Judged:
+    changes = [
+        f"{name}: {one} before, {two} after"
+        for name, one, two in _changed_numbers(old.run, new.run)
+    ]
+    parted = [f"losses {words}" for words in _where_losses_part(old.losses, new.losses)]
+    if not parted and len(old.losses) != len(new.losses):
+        parted = [f"{len(old.losses)} steps before, {len(new.losses)} after"]
+    time = compare_step_times(new.seconds_by_round, old.seconds_by_round, num_comparisons=number)
+    return Judged(new, time, changes=(*changes, *parted))
+
+
+# ---- what is said of all this
+
+
+@dataclass(frozen=True)
+class Conclusions:
+    reference: Point | None
+    judged: list[Judged]
+    doubts: list[str]  # times that are worthless or impossible
+    broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
+
+    @property
+    def verdicts(self) -> list[str]:
+        """One line for each point beside the reference; a single line where no point ran twice."""
+        compared = [one for one in self.judged if one.comparison]
+        if self.reference is None or not compared:
+            return []
+        if all(one.comparison and one.comparison.num_pairs == 1 for one in compared):
+            return [ONCE]
+        width = max(len(one.point.name) for one in compared)
+        return [
+            f"Step time over that of {self.reference.name}, over runs, 95 % for all together:",
+            *(f"  {one.point.name:<{width}}  {one.verdict}" for one in compared),
+        ]
+
+
+def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
+    """Raises ConfigError if no point has the reference's name."""
+    chosen, judged = judge_points(points, reference)
+    doubts = [*_scattering_times(points), *(one.impossible for one in judged if one.impossible)]
+    broken = [line for point in points for line in lines_of_varied_numbers(point)]
+    studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
+    must_equal = dict.fromkeys(word for words in studies for word in words)
+    broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
+    return Conclusions(chosen, judged, doubts, broken)
+
+
+def _scattering_times(points: Sequence[Point]) -> list[str]:
+    """Return a line for each point whose time scatters too much; where these are many, one line for all."""
+    unsteady = [(point.name, why) for point in points if (why := why_unsteady(point))]
+    if len(unsteady) <= MOST_DOUBTS:
+        return [f"The time of {name} is worth nothing: {why}." for name, why in unsteady]
+    timed = sum(point.step_seconds is not None for point in points)
+    who = "all points" if len(unsteady) == timed else f"{len(unsteady)} of {timed} points"
+    return [f"The times of {who} are worth nothing. {unsteady[0][0]}: {unsteady[0][1]}."]

@@ -1,0 +1,199 @@
+"""Charts of bytes, one row for each point: held, at the peak, sent, and rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary, Spread
+from zeroexp.report.columns import MIB
+from zeroexp.report.measured_points import MOMENT, Point
+from zeroexp.report.page.chart import (
+    INK,
+    MANY,
+    Chart,
+    Trace,
+    axis,
+    bar_chart,
+    row_marks,
+    rows_axis,
+    rows_height,
+)
+from zeroexp.report.palette import CAUSE_COLOURS, KIND_COLOURS, KIND_NAMES, RED, part_colour
+from zeroexp.report.theory import table_bytes, table_traffic
+from zeroexp.tracking.run import Run
+
+# ---- bytes held after backward, by kind, beside the stage's table and the peak
+
+
+def memory_chart(points: Sequence[Point]) -> Chart:
+    done = {point.name: point.summary for point in points if point.summary}
+    peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
+    return bar_chart(
+        "memory",
+        "Memory by kind",
+        "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
+        "The diamond is what closed forms say of the same run (python -m zeroexp.plan); the line is the most that was "
+        "allocated at once in any step, activations included.",
+        axis="MiB of the fullest rank",
+        numbers={
+            point.name: {KIND_NAMES[kind]: held for kind, held in point.held_bytes.items()}
+            for point in points
+            if point.summary
+        },
+        factor=1 / MIB,
+        colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in KINDS},
+        marks=[
+            *_closed_forms(points, MOMENT, table_bytes),
+            row_marks("peak of any step", peaks, "line-ns-open", INK),
+        ],
+    )
+
+
+def _closed_forms(
+    points: Sequence[Point], planned: str, table: Callable[[Run], Mapping[str, int] | None]
+) -> list[Trace]:
+    """Return marks of the closed form of each run, else of its stage's table.
+
+    planned: the key of RunSummary.plan. Runs of older versions, and what torch's engines send, have no closed form.
+    """
+    forms: dict[str, float] = {}
+    tables: dict[str, float] = {}
+    for point in points:
+        if point.summary and planned in point.summary.plan:
+            forms[point.name] = point.summary.plan[planned] / MIB
+        elif point.summary and (bytes_by_kind := table(point.run)) is not None:
+            tables[point.name] = sum(bytes_by_kind.values()) / MIB
+    marks = (
+        row_marks("closed form", forms, "diamond-open", RED),
+        row_marks("the stage's table", tables, "square-open", RED),
+    )
+    return [mark for mark in marks if mark["x"]]
+
+
+# ---- bytes allocated at the moment at which the fullest rank held most, by cause
+
+
+def causes_chart(points: Sequence[Point]) -> Chart:
+    title = "What makes the peak"
+    peaks = {point.name: peak for point in points if (peak := _fullest_peak(point.summary))}
+    if not peaks:
+        nothing = "No run tells its peak by cause: its memory was not watched, or an older version ran it."
+        return Chart("causes", title, nothing)
+    return bar_chart(
+        "causes",
+        title,
+        "Everything that the fullest rank had allocated at the moment of its peak, by what it is for, in a step that "
+        f"was watched for it. {_where_peaks_come(peaks)}",
+        axis="MiB of the fullest rank",
+        numbers={name: peak.bytes_by_cause for name, peak in peaks.items()},
+        factor=1 / MIB,
+        colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
+    )
+
+
+def _fullest_peak(summary: RunSummary | None) -> Peak | None:
+    peaks = [peak for peak in summary.memory.peaks if peak] if summary else []
+    return max(peaks, key=lambda peak: peak.num_bytes, default=None)
+
+
+def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
+    """Say in which operator and when the peaks came, once for all points that agree."""
+    moments: dict[str, list[str]] = {}
+    for name, peak in peaks.items():
+        part = f" of {peak.unit}" if peak.unit and not peak.unit.startswith("(") else ""
+        verb = f", inside of {peak.verb}" if peak.verb else ""
+        where = f"in {peak.operator or 'no operator'} of the {peak.phase} phase{part}{verb}"
+        moments.setdefault(where, []).append(name)
+    most, *rest = sorted(moments.items(), key=lambda item: -len(item[1]))
+    others = [f"{', '.join(names)} {where}" for where, names in rest]
+    first = f"{'Most peaks come' if rest else 'It comes'} {most[0]}"
+    return f"{'; '.join([first, *others])}."
+
+
+# ---- bytes that the busiest rank sends in a step, by kind of message, beside the stage's table
+
+MESSAGES = ("gather", "reduce", "publish", "norm", "loss")
+
+
+def traffic_chart(points: Sequence[Point]) -> Chart:
+    title = "Bytes sent in a step"
+    sent = {point.name: point.sent_bytes for point in points if point.summary}
+    kinds = {kind for one in sent.values() for kind, number in one.items() if number}
+    if not kinds:
+        nothing = "No point counted what it sent: all ran with one rank, or over a backend that counts nothing."
+        return Chart("traffic", title, nothing)
+    ordered = [*(kind for kind in MESSAGES if kind in kinds), *sorted(kinds - {*MESSAGES})]
+    return bar_chart(
+        "traffic",
+        title,
+        "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
+        "Engines that send from C++ are counted by their TCP connections, not by kind. The diamond is what closed "
+        "forms say of the same run (python -m zeroexp.plan). PyTorch's engines have the square of their stage's table: "
+        "whole parameters times (N−1)/N for each all-gather and reduce-scatter.",
+        axis="MiB of the rank that sends most",
+        numbers=sent,
+        factor=1 / MIB,
+        colours={kind: part_colour(kind, index + 3) for index, kind in enumerate(ordered)},
+        marks=_closed_forms(points, "sent", table_traffic),
+    )
+
+
+# ---- one square per rank and point: who holds or sends more than the others
+
+MANY_RANKS = 12
+
+
+def ranks_chart(points: Sequence[Point]) -> Chart:
+    """Draw three heat maps of which the reader chooses one: bytes held, peak, bytes sent."""
+    done = [(point, point.summary) for point in points if point.summary]
+    spreads = {
+        "most held at one moment": [s.memory.total for _, s in done],
+        "peak": [s.memory.peak for _, s in done],
+        "sent per step": [s.sent_bytes_per_step for _, s in done],
+    }
+    names = [name for name, each in spreads.items() if any(each)]
+    rows, size = [point.name for point, _ in done], max((s.world_size for _, s in done), default=0)
+    data: list[Trace] = [
+        {
+            "type": "heatmap",
+            "name": name,
+            "y": rows,
+            "x": list(range(size)),
+            "z": [_mebibytes_by_rank(spread, size) for spread in spreads[name]],
+            "colorbar": {"title": {"text": "MiB"}},
+            "texttemplate": "%{z:,.1f}" if size <= MANY_RANKS and len(rows) <= MANY else "",
+            "visible": name == names[0],
+            "hovertemplate": "%{y}, rank %{x}: %{z:,.2f} MiB<extra></extra>",
+        }
+        for name in names
+    ]
+    buttons = [
+        {"label": name, "method": "restyle", "args": ["visible", [x == name for x in names]]}
+        for name in names
+    ]
+    place = {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "pad": {"b": 4}}
+    layout = {
+        "xaxis": axis("rank", dtick=1 if size <= MANY_RANKS else None),
+        "yaxis": rows_axis(rows),
+        "updatemenus": [{"type": "dropdown", "buttons": buttons, "showactive": True, **place}],
+    }
+    words = f"MiB of each rank, the same scale for all; a choice above shows what. {_skew(done)}"
+    return Chart("ranks", "Rank by rank", words, data, layout, rows_height(rows) + 60)
+
+
+def _mebibytes_by_rank(spread: Spread | None, size: int) -> list[float | None]:
+    values = [value / MIB for value in spread.per_rank] if spread else []
+    return values + [None] * (size - len(values))
+
+
+def _skew(done: Sequence[tuple[Point, RunSummary]]) -> str:
+    skews = {point.name: s.memory.total.fullest / (s.memory.total.mean or 1) for point, s in done}
+    if not skews:
+        return ""
+    worst = max(skews, key=skews.__getitem__)
+    if skews[worst] < 1.005:
+        return "In every point all ranks hold the same, within half a percent."
+    more = 100 * (skews[worst] - 1)
+    return (
+        f"The least even point is {worst}: its fullest rank holds {more:.1f} % more than the mean."
+    )
