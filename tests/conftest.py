@@ -99,10 +99,11 @@ class Run:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one server of MLflow is asked stays together, in one of the processes."""
-    items.sort(key=lambda item: "mlflow" not in getattr(item, "fixturenames", ()))
+    """What needs a server of MLflow is slow, since it starts for ten seconds of a core."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
+        if "mlflow" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
         if marks & {"slurm", "browser"} or "mlflow" in getattr(item, "fixturenames", ()):
             item.add_marker("daemon")
 

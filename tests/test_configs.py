@@ -147,7 +147,7 @@ def test_an_explicit_setting_survives_resolving():
 
 @pytest.mark.parametrize("option", [o for o in all_options() if not o.startswith("study=")])
 def test_config_survives_its_file(option, tmp_path):
-    config = resolve(composed(option))
+    config = resolve(composed(option, *COMPANY.get(option, ())))
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
 

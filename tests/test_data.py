@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.cache_writers import die, race
 from tests.composing import composed, options
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
@@ -761,23 +763,16 @@ def test_weights_without_a_tokenizer_are_one_line(tmp_path):
 # --- the cache
 
 
-RACER = """
-import os, sys, time
-from zeroexp.data import packed
-
-def write(folder):
-    (folder / "first").write_text("x")
-    time.sleep(0.5)
-    (folder / f"by-{os.getpid()}").write_text("y")
-
-print(sorted(path.name for path in packed.cached({"test": "race"}, write).iterdir()))
-"""
-
-
-def test_ranks_that_start_together_write_once():
-    racers = [subprocess.Popen([sys.executable, "-c", RACER], stdout=subprocess.PIPE) for _ in "ab"]
-    seen = [racer.communicate(timeout=600)[0] for racer in racers]
-    assert seen[0].startswith(b"['by-") and seen[0].endswith(b", 'first']\n")
+def test_ranks_that_start_together_write_once(cache):
+    context = multiprocessing.get_context("forkserver")
+    together, (ours, theirs) = context.Barrier(2), context.Pipe(duplex=False)
+    racers = [context.Process(target=race, args=(cache, together, theirs)) for _ in "ab"]
+    for racer in racers:
+        racer.start()
+    seen = [ours.recv() for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert [name[:3] for name in seen[0] if name != packed.DIGESTS] == ["by-", "fir"]
     assert seen == [seen[0]] * 2
 
 
@@ -799,20 +794,11 @@ def write_all(folder: Path) -> None:
     (folder / "all").write_text("x")
 
 
-DYING = """
-import os
-from zeroexp.data import packed
-
-def die(folder):
-    (folder / "half").write_text("x")
-    os._exit(9)
-
-packed.cached({"test": "kill"}, die)
-"""
-
-
-def test_a_killed_writer_blocks_nobody():
-    assert subprocess.run([sys.executable, "-c", DYING], timeout=600).returncode == 9
+def test_a_killed_writer_blocks_nobody(cache):
+    process = multiprocessing.get_context("forkserver").Process(target=die, args=(cache,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
     folder = packed.cached({"test": "kill"}, write_all)
     assert {path.name for path in folder.iterdir()} == {"all", packed.DIGESTS}
 

@@ -99,9 +99,15 @@ def test_what_a_run_leaves_in_its_folder(local, tmp_path):
     }
 
 
-def test_memory_of_a_replicated_run_is_arithmetic(local, tmp_path):
-    job = make_job(tmp_path / "run", strategy__implementation="torch")
+@pytest.fixture(scope="module")
+def replicated(local, tmp_path_factory) -> Job:
+    job = make_job(tmp_path_factory.mktemp("replicated") / "run", strategy__implementation="torch")
     assert run(local, job).status == "done"
+    return job
+
+
+def test_memory_of_a_replicated_run_is_arithmetic(replicated):
+    job = replicated
     (memory,) = [r.memory_bytes for r in read_records(job.folder) if r.memory_bytes is not None]
     assert list(memory) == [m for m in MOMENTS if m != "at_rest"] + ["at_rest"]
     bytes_of_model = memory["at_rest"]["parameters"]
@@ -113,9 +119,8 @@ def test_memory_of_a_replicated_run_is_arithmetic(local, tmp_path):
     assert memory["at_rest"]["gradients"] == 0
 
 
-def test_peaks_and_wire_are_known_on_the_cpu(local, tmp_path):
-    job = make_job(tmp_path / "run", strategy__implementation="torch")
-    assert run(local, job).status == "done"
+def test_peaks_and_wire_are_known_on_the_cpu(replicated):
+    job = replicated
     *_, last = read_records(job.folder)
     (memory,) = [r.memory_bytes for r in read_records(job.folder) if r.memory_bytes is not None]
     held = max(sum(kinds.values()) for kinds in memory.values())

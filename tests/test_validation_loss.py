@@ -90,7 +90,14 @@ def held_out_loss(module: torch.nn.Module) -> float:
     return sum(sums) / (NUM_VALIDATED * SEQ_LEN)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+# Each of torch's, and one of ours for each layout and stage that shards; the others differ by what these have.
+QUICK = ("ddp", "ddp_zero_redundancy", "fsdp2", "zero1_buffer", "zero2_parameter", "zero3_tensor")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES],
+)
 def test_every_engine_validates_as_one_process_and_leaves_nothing_behind(ranks, name):
     """Loss, norm, memory and traffic of each step are those of a run that validates at its end alone."""
     recipe = Recipe()

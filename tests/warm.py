@@ -8,6 +8,7 @@ the matrix of tests/cluster/test_sweep.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import runpy
@@ -39,6 +40,8 @@ class Warm:
     ) -> None:
         self.args = command
         self._told = [os.memfd_create(name) for name in ("output", "errors")]
+        for fd in self._told:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # else ranks write over one another's lines
         weakref.finalize(self, lambda told: [os.close(fd) for fd in told], self._told)
         descriptors = [_Descriptor(fd) for fd in (*self._told, *pass_fds)]
         context = multiprocessing.get_context("forkserver")

@@ -187,7 +187,7 @@ def child_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("uri", "mlflow", "live"),
+    ("uri", "tracks", "live"),
     [
         ("http://tracking:5000", True, True),
         ("https://tracking", True, True),
@@ -197,5 +197,5 @@ def child_of(pid: int) -> int:
         (None, True, False),
     ],
 )
-def test_only_servers_are_written_from_nodes(uri: str | None, mlflow: bool, live: bool) -> None:
-    assert sends_live(TrackingConfig(mlflow=mlflow, uri=uri)) is live
+def test_only_servers_are_written_from_nodes(uri: str | None, tracks: bool, live: bool) -> None:
+    assert sends_live(TrackingConfig(mlflow=tracks, uri=uri)) is live

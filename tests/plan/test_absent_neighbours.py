@@ -39,9 +39,9 @@ ELEMENT_BYTES = 64
 QUICK = [
     ("zero3", "buffer", "block", "fp32", False),
     ("zero2", "parameter", "block", "bf16_master", True),
-    ("ddp", "tensor", "model", "fp32", False),
 ]
 MORE = [
+    ("ddp", "tensor", "model", "fp32", False),
     *itertools.product(STAGES, LAYOUTS, ("block",), ("fp32", "bf16_master"), (False,)),
     *itertools.product(("zero2", "zero3"), ("buffer",), ("model", "module"), ("fp32",), (True,)),
 ]

@@ -56,12 +56,17 @@ VECTORS = ("model=mlp_tiny", "data=vectors", "data.seq_len=8", *WIDE[3:])
 @pytest.mark.parametrize(
     ("words", "stage", "implementation", "reduce_each"),
     [
-        ((), "ddp", "torch", None),
-        ((), "zero2", "torch", None),
         ((), "zero3", "torch", None),
         ((), "zero1", "buffer", "step"),
-        ((), "zero2", "buffer", "microbatch"),
-        ((), "zero3", "tensor", "step"),
+        *(
+            pytest.param((), *each, marks=pytest.mark.slow)
+            for each in (
+                ("ddp", "torch", None),
+                ("zero2", "torch", None),
+                ("zero2", "buffer", "microbatch"),
+                ("zero3", "tensor", "step"),
+            )
+        ),
         # All gradients of a microbatch are one reduction, which is in flight while the next one makes its own.
         (("strategy.unit=model",), "zero2", "parameter", "microbatch"),
         (("data.seq_len=256",), "zero3", "buffer", "step"),  # whose samples are its largest tensors
@@ -111,7 +116,10 @@ def test_products_and_norms_of_bf16_have_their_scratch(ranks, max_grad_norm):
     assert 0 <= measured - planned(config).num_bytes <= SCRATCH_BYTES
 
 
-@pytest.mark.parametrize(("stage", "implementation"), [("zero3", "buffer"), ("zero1", "torch")])
+@pytest.mark.parametrize(
+    ("stage", "implementation"),
+    [("zero3", "buffer"), pytest.param("zero1", "torch", marks=pytest.mark.slow)],
+)
 def test_a_cpu_rank_that_saves_holds_the_copy_of_its_state(ranks, tmp_path, stage, implementation):
     if reason := count_cpu_allocations():
         pytest.skip(reason)
