@@ -72,7 +72,7 @@ MAY_COMMUNICATE = {
     "zeroexp.comm.direct",  # the sum of a tiny tensor
     "zeroexp.comm.messages",  # messages to one peer
     "zeroexp.comm.native",
-    "zeroexp.comm.missing_messages",  # lets a peer go that waits in vain
+    "zeroexp.process.watchdog.differs",  # ends the waits of ranks that differ
     "zeroexp.process.world",
 }
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroexp.cluster import heartbeat
-from zeroexp.cluster.handshake import Introduction
-from zeroexp.cluster.heartbeat import BEATS_PER_PERIOD, Heartbeat, Hub
 from zeroexp.process import ports
+from zeroexp.process.watchdog import lost
+from zeroexp.process.watchdog.connection import Connection
+from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, Hub
 
 PERIOD_SECONDS = 30.0
 BEAT = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from one beat to the next
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(heartbeat, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(lost, "time", types.SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 
@@ -66,8 +66,9 @@ def call(hub_at: Hub, hub: Heartbeat) -> socket.socket:
     port = ports.read_published_port(hub_at.file)
     assert port is not None
     connection = socket.create_connection((hub_at.host, port), timeout=5)
-    introduction = Introduction(connection, "rank 1 on far", hub_at.secret, lambda rank: True)
-    while introduction.listen() is None or not hub._peers:
+    end = Connection(connection, "rank 1 on far", hub_at.secret, lambda rank: True, now=0.0)
+    while not (end.name and list(hub._peers())):
+        end.read(0.0)
         hub._hear([key.fileobj for key, _ in hub._selector.select(0.01)])
     return connection
 

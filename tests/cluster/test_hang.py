@@ -13,11 +13,10 @@ import pytest
 
 from tests import rank_code
 from tests.test_rank import log_of, make_job, process_of
-from zeroexp.cluster.hang import Sight, ranks_behind
-from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.local import LocalCluster
 from zeroexp.config.keys import save
 from zeroexp.process import progress
+from zeroexp.process.watchdog.hung import Idle, Sight, ranks_behind
 
 HANG_SECONDS = 5  # ranks of a busy machine must advance meanwhile
 

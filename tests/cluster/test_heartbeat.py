@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroexp.cluster import heartbeat
-from zeroexp.cluster.handshake import Introduction, Stranger
-from zeroexp.cluster.heartbeat import START_SECONDS, Clock, Heartbeat, Hub
 from zeroexp.process import ports
+from zeroexp.process.watchdog import lost
+from zeroexp.process.watchdog.connection import Connection, Stranger
+from zeroexp.process.watchdog.lost import START_SECONDS, Clock, Heartbeat, Hub
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"
@@ -130,8 +130,8 @@ def call(hub_at: Hub) -> socket.socket:
 
 def introduce(connection: socket.socket, clock: SteeredClock, name: str, secret: bytes) -> None:
     """Say who calls, as a task does, and hear who answers."""
-    introduction = Introduction(connection, name, secret, lambda rank: True)
-    while introduction.listen() is None:
+    end = Connection(connection, name, secret, lambda rank: True, now=0.0)
+    while end.read(0.0) and not end.name:
         clock.let_all_look()
     connection.setblocking(True)
 
@@ -243,7 +243,7 @@ def test_a_hub_whose_machine_says_nothing_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A queue that is full answers no further call, as a machine without power."""
-    monkeypatch.setattr(heartbeat, "CALL_SECONDS", 0.01)  # of real time: this call is given up
+    monkeypatch.setattr(lost, "CALL_SECONDS", 0.01)  # of real time: this call is given up
     with socket.socket() as deaf, socket.socket() as last_answered:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -370,13 +370,13 @@ def test_a_crowd_of_strangers_has_a_limit(
     clock: SteeredClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "MAX_STRANGERS", 1)
+    monkeypatch.setattr(lost, "MAX_STRANGERS", 1)
     hub = Task(0, hub_at, child, clock)
     with ExitStack() as opened:
         crowd = [opened.enter_context(call(hub_at)) for _ in range(5)]
         clock.let_all_look()
         assert all(ended(one, clock) for one in crowd[3:])
-        clock.pass_by(heartbeat.CALL_SECONDS + 1)
+        clock.pass_by(lost.CALL_SECONDS + 1)
         opened.enter_context(peer(hub_at, clock, "rank 1 on far", BYE))
     child.kill()
     assert hub.lost() is None

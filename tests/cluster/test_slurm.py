@@ -31,12 +31,12 @@ from tests.test_rank import log_of, process_of
 from tests.test_rank import make_config as training_config
 from zeroexp.cluster import slurm_state
 from zeroexp.cluster.follow import cancel, cancel_unfinished, follow, follow_waited, refresh
-from zeroexp.cluster.heartbeat import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held, slurm_id, submit_all
 from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.cluster.task import ENDED, PREEMPTED, TIME_LIMIT
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError, SlurmConfig, save
+from zeroexp.process.watchdog.lost import SECONDS_BETWEEN_CALLS, START_SECONDS
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import read_json, read_records

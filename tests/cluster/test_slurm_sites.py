@@ -18,11 +18,11 @@ import pytest
 
 from tests.cluster.minicluster import Minicluster, why_not
 from zeroexp.cluster.follow import follow, refresh
-from zeroexp.cluster.heartbeat import START_SECONDS
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import slurm_id, submit_all
 from zeroexp.cluster.submit import submit as submit_jobs
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
+from zeroexp.process.watchdog.lost import START_SECONDS
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.json_files import read_json
 

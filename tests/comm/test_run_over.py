@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm import direct, journal, missing_messages
+from zeroexp.comm import direct
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
-from zeroexp.comm.journal import CutWait, Journal
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.missing_messages import find_lost_ring
 from zeroexp.comm.offers import MOST_OFFERS, OwnBoard
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
+from zeroexp.process.watchdog import differs
+from zeroexp.process.watchdog.differs import Moves, find_lost_ring
 from zeroexp.process.world import World, fake_world
 
 LARGEST_C_INT = 2**31 - 1
@@ -176,18 +176,25 @@ def waits(peer: int, tag: int, sent: Sequence[tuple[int, int]] = ()) -> dict[str
     return {"peer": peer, "tag": tag, "sent": [list(each) for each in sent]}
 
 
+def lost_ring(told: dict[int, dict[str, Any]]) -> list[int]:
+    return find_lost_ring(told, lambda rank: told[rank]["sent"])
+
+
 def test_a_ring_is_lost_only_while_nobody_has_sent() -> None:
     both = {0: waits(1, 10), 1: waits(0, 20)}
-    assert find_lost_ring(0, both) == [0, 1] and find_lost_ring(1, both) == [1, 0]
-    assert find_lost_ring(0, {0: waits(1, 10)}) == [], "rank 1 computes"
+    assert lost_ring(both) == [0, 1]
+    assert lost_ring({0: waits(1, 10)}) == [], "rank 1 computes"
     for sender, sent in ((0, [(1, 20)]), (1, [(0, 10)])):
         on_its_way = {rank: {**word} for rank, word in both.items()}
         on_its_way[sender]["sent"] = [list(each) for each in sent]
-        assert find_lost_ring(0, on_its_way) == [], f"what rank {sender} sent arrives"
+        assert lost_ring(on_its_way) == [], f"what rank {sender} sent arrives"
     three = {0: waits(1, 10), 1: waits(2, 20), 2: waits(0, 30)}
-    assert find_lost_ring(0, three) == [0, 1, 2]
+    assert lost_ring(three) == [0, 1, 2]
     behind = {0: waits(1, 10), 1: waits(2, 20), 2: waits(1, 30)}
-    assert find_lost_ring(0, behind) == [0, 1, 2], "it waits for a ring that others make"
+    assert lost_ring(behind) == [1, 2], "rank 0 waits for a ring that others make"
+    one_on_its_way = both | {2: waits(3, 10), 3: waits(2, 20, [(2, 10)]), 5: waits(4, 30)}
+    assert lost_ring(one_on_its_way) == [0, 1], "and that of ranks 2 and 3 goes on"
+    assert lost_ring({2: one_on_its_way[2], 3: one_on_its_way[3], **both}) == [0, 1]
 
 
 HERE = World(0, 2, torch.device("cpu"), "gloo")
@@ -202,8 +209,8 @@ def wait_by_turns(world: World) -> list[float]:
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
-            patch.setattr(missing_messages, name, LOOKS)
-        patch.setattr(missing_messages, "NUM_REMEMBERED", REMEMBERED)
+            patch.setattr(differs, name, LOOKS)
+        patch.setattr(differs, "NUM_REMEMBERED", REMEMBERED)
         wire = Collectives(world, transport="gloo")
         wire.connect()
         (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
@@ -253,31 +260,34 @@ class WaitedFor:
         self._work = work
         self.times = 0
 
-    def wait(self, limit: timedelta) -> None:
+    def wait(self) -> None:
         self.times += 1
         assert self.times == 1, "a collective that failed is waited for again"
-        self._work.wait(limit)
+        self._work.wait()
 
 
 def test_a_collective_that_failed_is_waited_for_once(monkeypatch) -> None:
     """The peer has left: gloo says so at once, and no rank is found to differ."""
-    monkeypatch.setattr(journal, "PATIENCE_SECONDS", -3 * journal.LOOK_SECONDS)  # nobody looks
+    monkeypatch.setattr(differs, "LOOK_SECONDS", 0.0)  # nobody looks
+    monkeypatch.setattr(differs, "PATIENCE_SECONDS", 0.0)
     groups = groups_of_two(dist.HashStore())
     work = groups[0].allreduce([torch.ones(4)])
     groups.pop().abort()
     failed = WaitedFor(work)
+    moves = Moves(HERE)
+    moves.record_collective("the norm")
     with pytest.raises(RuntimeError):
-        CutWait(failed, Journal(HERE)).wait()
+        moves.watched(failed).wait()
     assert failed.times == 1
 
 
 def test_a_collective_that_is_only_slow_is_waited_for_until_it_ends(monkeypatch) -> None:
-    monkeypatch.setattr(journal, "LOOK_SECONDS", LOOKS)
+    monkeypatch.setattr(differs, "LOOK_SECONDS", LOOKS)
     groups = groups_of_two(dist.HashStore())
     mine, theirs = torch.ones(4), torch.ones(4)
     work = groups[0].allreduce([mine])
     late = threading.Timer(8 * LOOKS, lambda: groups[1].allreduce([theirs]).wait())
     late.start()
-    CutWait(work, Journal(HERE)).wait()
+    Moves(HERE).watched(work).wait()
     late.join()
     assert mine.tolist() == theirs.tolist() == [2.0] * 4

@@ -8,15 +8,13 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 from zeroexp.cluster.follow_file import Complaints, Tail
-from zeroexp.cluster.hang import LOOK_SECONDS, kernel_wait_of
-from zeroexp.cluster.idle import Idle
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.config.keys import ClusterConfig
+from zeroexp.process.watchdog.hung import LOOK_SECONDS, Idle, Looks, kernel_wait_of
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import read_rows
 
@@ -131,15 +129,12 @@ class _PreparationWatch:
     def __init__(self, pid: int, hang_seconds: float | None) -> None:
         self.over = hang_seconds is None
         self._pid, self._most, self._idle = pid, hang_seconds or 0.0, Idle(pid)
-        self._looked = time.monotonic()
+        self._looks = Looks(min(LOOK_SECONDS, self._most / 4))
 
     def stands_still(self) -> bool:
-        pause, passed = min(LOOK_SECONDS, self._most / 4), time.monotonic() - self._looked
-        if self.over or passed < pause:
+        if self.over or not self._looks.are_due():
             return False
-        self._looked += passed
-        # Where this process itself was stopped, the server is not to blame.
-        return self._idle.look(min(passed, 2 * pause)) >= self._most
+        return self._idle.look(self._looks.take()) >= self._most
 
     def describe_hang(self) -> str:
         kernel = kernel_wait_of(self._pid)

@@ -10,10 +10,11 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from zeroexp.cluster.hang import LOOK_SECONDS, Watched, leave_stacks, ranks_behind, write_hang
 from zeroexp.cluster.job import Ending
+from zeroexp.process.watchdog.hung import LOOK_SECONDS, HangWatch, WatchedRank
 from zeroexp.tracking import failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 
@@ -55,14 +56,26 @@ class Limits:
 def supervise(ranks: list[Rank], folder: Path, control: socket.socket, limits: Limits) -> Ending:
     """Wait until all ranks are done, one failed, all hang, the time is over, or the sweep hung up."""
     deadline, kills = time.monotonic() + limits.timeout_seconds, kills_by_kernel()
-    lookout = _Lookout(ranks, folder, limits.hang_seconds)
+    host = socket.gethostname()
+    hang = limits.hang_seconds
+    pause = math.inf if hang is None else min(LOOK_SECONDS, hang / 4)
+    watch = HangWatch(hang, pause, partial(failure.write_hung, folder))
+    watched = {
+        rank.rank: WatchedRank(
+            rank.rank, host, rank.pid, rank.numbers, failure.log_path(folder, rank.rank)
+        )
+        for rank in ranks
+    }
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([control, *alive], [], [], min(left, lookout.pause))
+        ready, _, _ = select.select([control, *alive], [], [], min(left, pause))
         if not ready and time.monotonic() >= deadline:
             return "timed_out"
-        if not ready and lookout.found_hang():
-            return "failed"
+        if not ready and watch.looks.are_due():
+            watch.look([watched[rank.rank] for rank in alive])
+            if watch.judge():
+                watch.leave_stacks()
+                return "failed"
         if control in ready:
             return "cancelled"
         ended = [rank for rank in alive if rank in ready]
@@ -71,36 +84,6 @@ def supervise(ranks: list[Rank], folder: Path, control: socket.socket, limits: L
             _tell(folder, failed, out_of_memory=kills_by_kernel() > kills)
             return "failed"
     return "done"
-
-
-class _Lookout:
-    """Looks now and then whether the ranks still advance."""
-
-    def __init__(self, ranks: list[Rank], folder: Path, hang_seconds: float | None) -> None:
-        self._ranks, self._folder, self._hang_seconds = ranks, folder, hang_seconds
-        self.pause = math.inf if hang_seconds is None else min(LOOK_SECONDS, hang_seconds / 4)
-        self._looked = time.monotonic()
-        host = socket.gethostname()
-        self._watched = {
-            each.rank: Watched(
-                each.rank, host, each.pid, each.numbers, failure.log_path(folder, each.rank)
-            )
-            for each in ranks
-        }
-
-    def found_hang(self) -> bool:
-        """Look if it is time; return whether the ranks hang, which failure.json and their logs then say."""
-        now = time.monotonic()
-        if self._hang_seconds is None or now - self._looked < self.pause:
-            return False
-        # Where this process itself was stopped, its ranks are not to blame.
-        passed, self._looked = min(now - self._looked, 2 * self.pause), now
-        watched = [self._watched[each.rank] for each in _alive(self._ranks)]
-        sights = [each.look(passed) for each in watched]
-        if guilty := ranks_behind(sights, self._hang_seconds):
-            write_hang(self._folder, guilty)
-            leave_stacks(watched, sights)
-        return bool(guilty)
 
 
 def _tell(folder: Path, failed: list[Rank], *, out_of_memory: bool) -> None:

@@ -23,17 +23,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from zeroexp.cluster.hang import Watched
-from zeroexp.cluster.hang_watch import Lookout
-from zeroexp.cluster.heartbeat import Heartbeat, Hub
 from zeroexp.cluster.live import sender
 from zeroexp.process import ports, progress
+from zeroexp.process.watchdog.hung import HUNG, HangWatch, WatchedRank
+from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, Hub
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED
@@ -76,22 +77,35 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         failure.remove_older_failure(folder)
     kills = kills_by_kernel()
     child, numbers = _start_rank(folder, duty, rank)
-    watched = Watched(
-        rank, socket.gethostname(), child.pid, numbers, failure.log_path(folder, rank)
+    log = failure.log_path(folder, rank)
+    watched = WatchedRank(rank, socket.gethostname(), child.pid, numbers, log)
+    watch = HangWatch(
+        duty.hang_s, duty.heartbeat_s / BEATS_PER_PERIOD, partial(failure.write_hung, folder)
     )
-    lookout = Lookout(watched, folder, rank, world_size, duty.hang_s, duty.heartbeat_s)
+
+    def hang() -> str | None:
+        """Only the task of rank 0 hears all others."""
+        if HUNG in heartbeat.reports:
+            watch.hung = True
+        elif rank == 0 and len(heartbeat.reports) == world_size - 1:
+            watch.judge(heartbeat.reports)
+        return HUNG if watch.hung else None
+
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
-    with beside, _heartbeat(folder, duty, rank, world_size, lookout) as heartbeat:
+    report = partial(watch.report, watched)
+    with beside, _heartbeat(folder, duty, rank, world_size, report) as heartbeat:
         lost = heartbeat.wait(
             child.pid,
             until=lambda: (
                 _exit_superseded(folder)
-                or lookout.verdict(heartbeat.reports)
+                or hang()
                 or (_not_started(folder, world_size) if rank == 0 else None)
             ),
         )
-        if lookout.hung:
-            lookout.leave_stack(heartbeat)
+        if watch.hung:
+            if rank == 0:
+                heartbeat.tell_now()
+            watch.leave_stacks()
             child.kill()
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
@@ -102,7 +116,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         status = os.waitstatus_to_exitcode(status)
         if status == -signal.SIGTERM:
             asked.wait()
-        if rank == 0 and lookout.hung:
+        if rank == 0 and watch.hung:
             heartbeat.wait_for_goodbyes(duty.heartbeat_s)
         if status not in (0, SAVED) and not lost and not asked.to_end:
             failure.write_died(
@@ -145,7 +159,9 @@ def _start_rank(folder: Path, duty: Duty, rank: int) -> tuple[subprocess.Popen[b
     return child, numbers
 
 
-def _heartbeat(folder: Path, duty: Duty, rank: int, world_size: int, lookout: Lookout) -> Heartbeat:
+def _heartbeat(
+    folder: Path, duty: Duty, rank: int, world_size: int, report: Callable[[], str]
+) -> Heartbeat:
     def name_of(other: int) -> str:
         return _name_of(other, world_size)
 
@@ -159,7 +175,7 @@ def _heartbeat(folder: Path, duty: Duty, rank: int, world_size: int, lookout: Lo
         duty.heartbeat_s,
         start_seconds=duty.start_s,
         name_of=name_of,
-        report=lookout.report,
+        report=report,
     )
 
 

@@ -4,9 +4,9 @@ facts.py           what the engine needs to know of a transport: one row for eac
 base.py            what a move takes and returns, and what every transport can do
 collectives.py     the only entry: it chooses a transport and counts what every move sends
 native.py          the backend's own collectives (NCCL, fake), one for each move; message_layout.py lays out their
-                   messages, and journal.py ends waits of ranks that issued different collectives
+                   messages
 direct.py          every rank hands each peer what that peer owns, and sums in rank order:
-  messages.py        carries tensors between hosts as gloo messages; missing_messages.py ends waits for none
+  messages.py        carries tensors between hosts as gloo messages
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
                      offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
 gather_memory.py   provides the memory that chunks are gathered into: allocated, or mapped by stitching.py, which lets a

@@ -89,16 +89,19 @@ class Pending:
                 follow.wait()
 
 
-class Collective:
-    """A work of the backend in which all ranks take part: its wait is time that this rank waits for the others."""
+class TimedWork:
+    """A work of the backend: its wait is time that this rank waits for `peer`, or for all others.
 
-    def __init__(self, work: Any):
-        self._work = work
+    A work of gloo holds the tensor of its message, and here one of a group that moves nothing does so too.
+    """
+
+    def __init__(self, work: Any, peer: int | None = None, held: Tensor | None = None):
+        self._work, self._peer, self._held = work, peer, held
 
     def wait(self) -> None:
         began = time.perf_counter()
         self._work.wait()
-        meter.blocked(None, began)
+        meter.blocked(self._peer, began)
 
 
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends

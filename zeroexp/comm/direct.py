@@ -17,23 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
-    Collective,
     GatherMemory,
     GatherPart,
     Pending,
     Pieces,
     ReducePart,
+    TimedWork,
 )
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
-from zeroexp.comm.missing_messages import Watch
 from zeroexp.comm.offers import MOST_OFFERS
 from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
 from zeroexp.process import world as worlds
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 PASSING = MOST_OFFERS // 2  # the numbers above it name offers that serve one gather only
@@ -60,9 +60,9 @@ class Direct:
         self._num_gathers: dict[int, int] = {}  # offer -> gathers of it
         self._num_passing = PASSING  # the last of this step's offers for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
-        self._channels: dict[int, Channel] = {}
-        self._world = world
-        self._send_messages()
+        self._world, self._moves = world, Moves(world)
+        # `reserve` replaces the channels to peers that share memory.
+        self._channels: dict[int, Channel] = {p: GlooChannel(p, self._moves) for p in self._peers}
         self._share_memory = share_memory and world.size > 1
         self._neighbours: Neighbourhood | None = None
         self._arena: Arena | None = None
@@ -80,10 +80,11 @@ class Direct:
             mine = neighbour_identity(), listener.door, self._facts.page_bytes, self._first_tag
             hosts, doors, page_bytes, first_tags = zip(*worlds.gather_objects(mine), strict=True)
             self._first_tag = max(first_tags)
-            self._send_messages()
             if self._share_memory:
                 self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
         self._facts = self._find_facts(max(page_bytes))
+        if self._facts.name != "direct":
+            self._moves.start(str(self._first_tag))
 
     def _find_facts(self, page_bytes: int) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
@@ -194,17 +195,12 @@ class Direct:
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
-        return Pending([Collective(dist.all_reduce(value, async_op=True))])
+        return Pending([TimedWork(self._moves.watched(dist.all_reduce(value, async_op=True)))])
 
     def quiesce(self) -> None:
         self._num_passing = PASSING
         if self._arena is not None:
             self._arena.end_offers()
-
-    def _send_messages(self) -> None:
-        """Reach all peers by messages; `reserve` replaces the channels to those that share memory."""
-        watch = Watch(self._rank, len(self._ranks), str(self._first_tag))
-        self._channels |= {peer: GlooChannel(peer, watch) for peer in self._peers}
 
     def _offer(self, parts: Sequence[GatherPart], offer: int) -> None:
         if self._arena is not None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroexp.comm.missing_messages import Message, Watch, WatchedMessage
+from zeroexp.comm.base import TimedWork
+from zeroexp.process.watchdog.differs import Message, Moves
 
 SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~40 us a message
@@ -44,17 +45,13 @@ class Channel(Protocol):
 class GlooChannel:
     """Point-to-point messages of gloo, straight from and into the tensors."""
 
-    def __init__(self, peer: int, watch: Watch):
-        self._peer = peer
-        self._watch = watch
+    def __init__(self, peer: int, moves: Moves):
+        self._peer, self._moves = peer, moves
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
-        self._watch.sends(self._peer, tag)
-        return [
-            self._watched(_group().send([b], self._peer, tag), b, tag, what, given=True)
-            for b in buffers
-        ]
+        self._moves.record_message(self._peer, tag)
+        return [self._watched(_group().send([b], self._peer, tag), b, tag, what) for b in buffers]
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
@@ -63,7 +60,7 @@ class GlooChannel:
         for message in _messages(targets):
             buffer = message[0] if len(message) == 1 else _packed_like(message)
             work = _group().recv([buffer], self._peer, tag)
-            works.append(self._watched(work, buffer, tag, what, given=False))
+            works.append(self._watched(work, buffer, tag, what))
             if len(message) > 1:
                 packed.append((buffer, message))
 
@@ -76,12 +73,9 @@ class GlooChannel:
 
         return Arrival(wait, release=lambda: None)
 
-    def _watched(
-        self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool
-    ) -> WatchedMessage:
-        return WatchedMessage(
-            work, Message(self._peer, tag, buffer.nbytes, what, given), self._watch
-        )
+    def _watched(self, work: Any, buffer: Tensor, tag: int, what: str) -> TimedWork:
+        watched = self._moves.watched(work, Message(self._peer, tag, what))
+        return TimedWork(watched, self._peer, held=buffer)
 
 
 def _group() -> dist.ProcessGroup:

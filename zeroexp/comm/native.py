@@ -7,6 +7,7 @@ variant for a list of parts, which NCCL launches as one group. The backend decid
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,18 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
-    Collective,
     GatherMemory,
     GatherPart,
     Pending,
     Pieces,
     ReducePart,
     Sent,
+    TimedWork,
 )
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.gather_memory import Allocated
-from zeroexp.comm.journal import Journal
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
+from zeroexp.process import world as worlds
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 
@@ -42,15 +44,16 @@ class Native:
         # gloo gathers parts of one size only, so smaller parts are padded there.
         self._gathers_uneven = world.backend == "nccl"
         self._is_fake = world.is_fake
-        self._journal = Journal(world)
+        self._moves = Moves(world)
 
     @property
     def issued_checksum(self) -> int:
-        return self._journal.checksum
+        return self._moves.checksum
 
     def connect(self) -> None:
-        """Give the ranks' journals a common name; the backend finds its peers itself."""
-        self._journal.start()
+        """Let the ranks compare their moves; the backend finds its peers itself."""
+        if self._size > 1 and not self._is_fake:
+            self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         """Do nothing: the backend sends from any memory."""
@@ -68,7 +71,7 @@ class Native:
         return 0  # no offer is needed: the backend reads a piece when it is gathered
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
-        self._journal.record_collective(what)
+        self._moves.record_collective(what)
         layout = message_layout_of(tuple(part.chunk for part in parts))
         num_bytes = sum(part.piece.nbytes for part in parts) * (self._size - 1)
         if len(parts) == 1:
@@ -79,7 +82,7 @@ class Native:
         return Pending([gathered], lambda: layout.unpack_sections(message, parts)), num_bytes
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
-        self._journal.record_collective(what)
+        self._moves.record_collective(what)
         layout = message_layout_of(tuple(part.chunk for part in parts))
         message = parts[0].gradients[0].new_empty(layout.numel)
         layout.pack_gradients(message, [part.gradients for part in parts])
@@ -105,7 +108,7 @@ class Native:
         return self._pending(work, hand_out), message.nbytes - own.nbytes
 
     def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
-        self._journal.record_collective(what)
+        self._moves.record_collective(what)
         gradients = [gradient for part in parts for gradient in part.gradients]
         message = torch.cat(gradients)
         work = dist.all_reduce(message, async_op=True)
@@ -117,11 +120,11 @@ class Native:
         return self._pending(work, spread), 2 * message.nbytes * (self._size - 1) // self._size
 
     def sum(self, value: Tensor, what: str) -> Pending:
-        self._journal.record_collective(what)
+        self._moves.record_collective(what)
         return self._pending(dist.all_reduce(value, async_op=True))
 
     def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
-        return Pending([Collective(self._journal.watched(work))], then)
+        return Pending([TimedWork(self._moves.watched(work))], then)
 
     def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> Pending:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""

@@ -25,8 +25,7 @@ from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import TRANSPORTS as FACTS
 from zeroexp.comm.facts import Facts
-from zeroexp.comm.messages import Arrival, GlooChannel
-from zeroexp.comm.missing_messages import Message, Watch, WatchedMessage
+from zeroexp.comm.messages import Arrival
 from zeroexp.comm.paging import lies_on_pages, pages
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, mapped_bytes, num_slots
@@ -66,9 +65,6 @@ class DirectWithoutNeighbours(Direct):
         name = "direct" if len(self._host) == len(self._ranks) else messages
         return replace(FACTS[name], page_bytes=page_bytes)
 
-    def _send_messages(self) -> None:
-        self._channels = {peer: FarPeer(peer, NobodyWaits()) for peer in self._peers}
-
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if len(self._host) > 1:
             size = arena_bytes(
@@ -82,28 +78,6 @@ class DirectWithoutNeighbours(Direct):
         if self._slots is None:
             return super().gather_memory(units, device)
         return NeverMapped(units, self._rank, self._facts.page_bytes, self._storages)
-
-
-class FarPeer(GlooChannel):
-    """The channel to a peer of another host: a work of gloo holds its tensor, which one that moves nothing does not."""
-
-    def _watched(
-        self, work: Any, buffer: Tensor, tag: int, what: str, *, given: bool
-    ) -> WatchedMessage:
-        return super()._watched((work, buffer), buffer, tag, what, given=given)
-
-
-class NobodyWaits(Watch):
-    """No message is waited for, since none arrives."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1, name="")
-
-    def sends(self, peer: int, tag: int) -> None:
-        pass
-
-    def wait(self, work: Any, message: Message) -> None:
-        pass
 
 
 class NeverMapped:

@@ -1,7 +1,8 @@
 """A rank tells how far it is by a few numbers in memory that it shares with the process that started it.
 
-That process looks whether they move, and so notices a rank that hangs (cluster/hang.py). The rank writes them in less
-than a microsecond and never waits. Without such a process the numbers lie in a list that nobody reads.
+That process looks whether they move, and so notices a rank that hangs (watchdog/hung.py). The rank writes them in less
+than a microsecond and never waits. A thread of the rank looks too (watchdog/differs.py); without such a process the
+numbers lie in a list.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 DESCRIPTOR = "ZEROEXP_ADVANCE"  # the variable that holds the shared memory's descriptor
 LEAVES_STACK = signal.SIGUSR1  # has a rank write the stacks of its threads into its log
@@ -58,6 +60,12 @@ def note_phase(step: int, phase: str) -> None:
 def count_move() -> None:
     """Count a move between ranks that starts, or a wait for one that begins."""
     _numbers[NUM_MOVES] += 1
+
+
+def done(numbers: Sequence[int] | None = None) -> tuple[int, int, int]:
+    """Return the steps, phases of this step and moves of this phase that a rank has done; None is this one."""
+    numbers = numbers or _numbers
+    return numbers[NUM_STEPS], numbers[NUM_PHASES], numbers[NUM_MOVES]
 
 
 def _map(descriptor: int) -> memoryview[int]:

@@ -1,11 +1,13 @@
-"""Find a job whose ranks no longer advance, and the rank that holds up the others.
+"""Ranks that hang: none of those that should advance has advanced for `cluster.hang_s`.
 
     rank ── numbers in shared memory (progress.py) ──▶ the process that started it ── Sight ──▶ who sees all ranks
 
-A job hangs when no rank that should advance has advanced for `cluster.hang_s`. Its peers wait for the rank that is
-behind: the one that did the least, unless one is stopped. Before the first step a rank should only do anything at all
-(idle.py), and ranks that have met wait for those that still load. Before the job ends, every rank leaves the stacks of
-its threads in its log.
+Its peers wait for the rank that is behind: the one that did the least, unless one is stopped. Before the first step a
+rank should only do anything at all: imports, weights and data may take any time, as long as they work. Ranks that have
+met wait for those that still load. Before the job ends, every rank leaves the stacks of its threads in its log.
+
+On one machine one process starts all ranks. Under Slurm a task starts one, its beats (lost.py) carry the Sight of it to
+the task of rank 0, and the verdict back.
 """
 
 from __future__ import annotations
@@ -15,18 +17,63 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zeroexp.cluster.idle import Idle
 from zeroexp.process import progress
-from zeroexp.tracking import failure
 
 STACK_SECONDS = 5.0  # from the request for a stack to its end
 STILL_SECONDS = 0.2  # a log that has not grown for so long holds the whole stack
 STOPPED = ("T", "t")  # of man proc: by a signal, by a debugger
 LOOK_SECONDS = 5.0  # the longest time between two looks at the ranks of this machine
+HUNG = "the ranks hang"  # the verdict in a beat
+
+# Threads that only wait for a message wake now and then. A process that works uses far more than this share of a CPU.
+SHARE_OF_WAITING = 0.01
+# Fields of `man proc`, "stat", that follow the process name.
+STATE, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS = 0, 9, 11, 12
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class Looks:
+    """The looks of one process at others, `pause` seconds apart.
+
+    Where it was stopped itself, as by a suspended job, the others are not to blame: a pause counts at most twice.
+    """
+
+    def __init__(self, pause: float) -> None:
+        self.pause, self._last = pause, time.monotonic()
+
+    def are_due(self) -> bool:
+        return time.monotonic() - self._last >= self.pause
+
+    def take(self) -> float:
+        """Return the seconds since the last look, which count for the processes looked at."""
+        passed, self._last = time.monotonic() - self._last, time.monotonic()
+        return min(passed, 2 * self.pause)
+
+
+class Idle:
+    """Tells for how long a process did nothing: no CPU time, no bytes read or written, no page fetched."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._ticks, self._moved = pid, 0, ""
+        self._seconds = self._since_tick = 0.0
+
+    def look(self, seconds: float) -> float:
+        """Return the seconds for which it did nothing; `seconds` have passed since the last look."""
+        stat = _stat(self._pid)
+        ticks = int(stat[USER_TICKS]) + int(stat[SYSTEM_TICKS])
+        moved = stat[MAJOR_FAULTS] + _read(f"/proc/{self._pid}/io")  # some sites show it to nobody
+        self._since_tick += seconds
+        computed = ticks - self._ticks > SHARE_OF_WAITING * self._since_tick * TICKS_PER_SECOND
+        if stat[STATE] == "R" or computed or moved != self._moved:
+            self._seconds = self._since_tick = 0.0
+            self._ticks, self._moved = ticks, moved
+        else:
+            self._seconds += seconds
+        return self._seconds
 
 
 @dataclass(frozen=True)
@@ -72,7 +119,7 @@ class Sight:
         return f"no progress for {self.seconds:.0f} s in {where}; {how}"
 
 
-class Watched:
+class WatchedRank:
     """One rank that this process started."""
 
     def __init__(self, rank: int, host: str, pid: int, numbers: memoryview, log: Path) -> None:
@@ -82,12 +129,8 @@ class Watched:
 
     def look(self, seconds: float) -> Sight:
         """Return what the rank looks like; `seconds` have passed since the last look."""
-        numbers, state = self._numbers.tolist(), _process_state(self._pid)
-        done = (
-            numbers[progress.NUM_STEPS],
-            numbers[progress.NUM_PHASES],
-            numbers[progress.NUM_MOVES],
-        )
+        numbers, state = self._numbers.tolist(), _stat(self._pid)[STATE]
+        done = progress.done(numbers)
         self._seconds = self._seconds + seconds if done == self._done else 0.0
         self._done = done
         phase, kernel = progress.PHASES[numbers[progress.PHASE]], kernel_wait_of(self._pid)
@@ -125,13 +168,47 @@ class Watched:
             self._asked_at = log.tell()
 
 
-def leave_stacks(watched: Sequence[Watched], sights: Sequence[Sight]) -> None:
-    """Have these ranks leave their stacks, within STACK_SECONDS."""
-    for each, sight in zip(watched, sights, strict=True):
-        each.ask_for_stack(sight)
-    deadline = time.monotonic() + STACK_SECONDS
-    for each in watched:
-        each.await_stack(deadline)
+class HangWatch:
+    """Looks at ranks that this process started, and tells whether the job hangs.
+
+    blame: called with rank, host and message where this process finds it.
+    """
+
+    def __init__(
+        self, hang_seconds: float | None, pause: float, blame: Callable[[int, str, str], None]
+    ) -> None:
+        self.hung = False
+        self.looks = Looks(pause)
+        self._hang_seconds, self._blame = hang_seconds, blame
+        self._seen: list[tuple[WatchedRank, Sight]] = []
+
+    def look(self, ranks: Sequence[WatchedRank]) -> list[Sight]:
+        passed = self.looks.take()
+        self._seen = [(rank, rank.look(passed)) for rank in ranks]
+        return [sight for _, sight in self._seen]
+
+    def report(self, rank: WatchedRank) -> str:
+        """Return what a beat says of this rank: its Sight, or the verdict."""
+        if self.hung or self._hang_seconds is None:
+            return HUNG if self.hung else ""
+        return self.look([rank])[0].line()
+
+    def judge(self, others: Sequence[str] = ()) -> bool:
+        """Tell whether the ranks hang: those seen and the others of the job, whose reports these are."""
+        if self._hang_seconds is not None and not self.hung:
+            sights = [*(sight for _, sight in self._seen), *map(Sight.read, others)]
+            if behind := ranks_behind(sights, self._hang_seconds):
+                self.hung = True
+                self._blame(behind[0].rank, behind[0].host, _describe(behind))
+        return self.hung
+
+    def leave_stacks(self) -> None:
+        """Have the ranks seen leave their stacks, within STACK_SECONDS."""
+        for rank, sight in self._seen:
+            rank.ask_for_stack(sight)
+        deadline = time.monotonic() + STACK_SECONDS
+        for rank, _ in self._seen:
+            rank.await_stack(deadline)
 
 
 def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
@@ -150,26 +227,27 @@ def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
     return [sight for sight in sights if sight.done == least]
 
 
-def write_hang(folder: Path, guilty: Sequence[Sight]) -> None:
-    """Write failure.json: the rank that is behind; all of them if none of them is behind the others."""
-    first, *others = guilty
-    message = str(first)
-    if others:
-        who = ", ".join(str(sight.rank) for sight in guilty)
-        message = f"ranks {who} stand at the same place: {message}; see the stacks in all logs"
-    failure.write_hung(folder, first.rank, first.host, f"{message} (cluster.hang_s)")
-
-
-def _process_state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
-
-
 def kernel_wait_of(pid: int) -> str:
     """Return the kernel's function in which this process sleeps."""
+    return _read(f"/proc/{pid}/wchan").strip("0") or "no wait"
+
+
+def _describe(behind: Sequence[Sight]) -> str:
+    message = str(behind[0])
+    if len(behind) > 1:
+        who = ", ".join(str(sight.rank) for sight in behind)
+        message = f"ranks {who} stand at the same place: {message}; see the stacks in all logs"
+    return f"{message} (cluster.hang_s)"
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process after its name; one that has ended did nothing."""
+    text = _read(f"/proc/{pid}/stat").rpartition(")")[2]
+    return text.split() or ["Z", *["0"] * SYSTEM_TICKS]
+
+
+def _read(path: str) -> str:
     try:
-        return Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0") or "no wait"
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
-        return "unknown"
+        return ""

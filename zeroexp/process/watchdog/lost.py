@@ -1,10 +1,10 @@
-"""Let the tasks of a Slurm job notice each other's loss: a crashed node sends nothing, and its peers would wait.
+"""Tasks that are lost: a crashed node sends nothing, and its peers would wait.
 
-    task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1      (who is a task: handshake.py)
+    task of rank 0  ◀── one connection each ──▶  tasks of ranks 1 .. N-1      (who is a task: connection.py)
 
 Both ends send a beat three times per period and expect one within it. A task that ends for any reason says goodbye
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
-minutes. A beat carries what the task reports of its rank; what that means is the task's business (hang_watch.py).
+minutes. A beat carries what the task reports of its rank (hung.py).
 
 A task that never connects is noticed as well, one period after the time that a job has to start. The task of rank 0
 knows how many tasks should connect; the others know whether its machine answers at all. A machine that refuses their
@@ -18,26 +18,21 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from zeroexp.cluster.handshake import Introduction, Stranger
 from zeroexp.process import ports
+from zeroexp.process.watchdog.connection import BEAT, BYE, Connection, Stranger
 
-BEAT, BYE = b".", b"!"  # how a line begins; a report may follow
 BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
-CALL_SECONDS = 5.0
+CALL_SECONDS = 5.0  # for a call, and for an introduction
 NOBODYS_PORT = 1  # a machine that lives refuses a call there, as long as the hub has told no port
-PACKET_BYTES = 4096
-MAX_STRANGERS = (
-    64  # connections beyond those of the job's tasks that may be introducing themselves at once
-)
-MAX_LINE_BYTES = 64 << 10
+MAX_STRANGERS = 64  # connections beyond those of the job's tasks that may be there at once
 
 
 class Clock:
@@ -67,23 +62,6 @@ class Hub:
         return f"port {self.port} of {self.host}" if self.port else self.host
 
 
-@dataclass
-class Peer:
-    socket: socket.socket
-    name: str  # "rank 1 on node2"
-    heard: float  # the time of its last beat
-    left: bool = False
-    unread: bytes = b""  # the beginning of a line
-    report: str = ""  # the newest, empty before the first
-
-    def take(self, packet: bytes) -> None:
-        *lines, self.unread = (self.unread + packet).split(b"\n")
-        for line in lines:
-            self.left = self.left or line.startswith(BYE)
-            self.report = line[1:].decode(errors="replace") or self.report
-        self.unread = self.unread[:MAX_LINE_BYTES]
-
-
 class Heartbeat:
     """The heartbeat of one task; `hub` says where the task of rank 0 listens.
 
@@ -108,9 +86,7 @@ class Heartbeat:
         self._period, self._start = period_seconds, start_seconds
         self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
-        self._peers: dict[socket.socket, Peer] = {}
-        # Each stranger has until this time to introduce itself.
-        self._strangers: dict[socket.socket, tuple[Introduction, float]] = {}
+        self._connections: dict[socket.socket, Connection] = {}
         self._most_strangers = MAX_STRANGERS + world_size
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
@@ -148,18 +124,18 @@ class Heartbeat:
     @property
     def reports(self) -> list[str]:
         """The newest report of each task that has reported, without this one's."""
-        return [peer.report for peer in self._peers.values() if peer.report]
+        return [peer.report for peer in self._peers() if peer.report]
 
     def tell_now(self) -> None:
         """Send a beat though none is due."""
-        line = BEAT + self._report().encode() + b"\n"
-        for peer in self._peers.values():
-            self._send(peer, line)
+        report = self._report()
+        for peer in self._peers():
+            peer.send(BEAT, report)
 
     def wait_for_goodbyes(self, seconds: float) -> None:
         """Wait until every task that ever came has left, at most for so long."""
         deadline = self._clock.now() + seconds
-        while not all(peer.left for peer in self._peers.values()):
+        while not all(peer.left for peer in self._peers()):
             if (left := deadline - self._clock.now()) <= 0:
                 return
             ready = [key.fileobj for key, _ in self._clock.select(self._selector, left)]
@@ -175,14 +151,17 @@ class Heartbeat:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for peer in self._peers.values():
-            self._send(peer, BYE + b"\n")
-            peer.socket.close()
-        for stranger in self._strangers:
-            stranger.close()
+        for peer in self._peers():
+            peer.send(BYE)
+        for each in self._connections:
+            each.close()
         if self._listener:
             self._listener.close()
         self._selector.close()
+
+    def _peers(self) -> Iterator[Connection]:
+        """Tasks that ever came, also those that have left."""
+        return (each for each in self._connections.values() if each.name)
 
     def _listen(self, world_size: int) -> None:
         try:
@@ -207,38 +186,32 @@ class Heartbeat:
         for each in ready:
             if each is self._listener:
                 self._answer()
-            elif isinstance(each, socket.socket) and each in self._strangers:
-                self._introduce(each)
-            elif isinstance(each, socket.socket) and each in self._peers:
-                peer = self._peers[each]
-                if not self._read(peer):
+            elif isinstance(each, socket.socket) and each in self._connections:
+                peer = self._connections[each]
+                try:
+                    goes_on = peer.read(self._clock.now())
+                except Stranger:
+                    self._put_down(each)
+                    continue
+                if peer.rank is not None:
+                    self._missing.discard(peer.rank)
+                if not goes_on:
                     self._selector.unregister(each)
                     if not peer.left:
                         return f"{peer.name} is gone: its connection closed without a word"
         return None
 
-    def _read(self, peer: Peer) -> bool:
-        """Read from a peer; return False if the connection is closed."""
-        try:
-            packet = peer.socket.recv(PACKET_BYTES)
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            return False
-        peer.take(packet)
-        peer.heard = self._clock.now()
-        return bool(packet)
-
     def _silent(self) -> str | None:
         now = self._clock.now()
         if now - self._looked > self._period / 2:  # this task itself was stopped or short of CPU
             self._all_by += now - self._looked
-            for peer in self._peers.values():
+            for peer in self._peers():
                 peer.heard = now
         self._looked = now
-        for stranger in [each for each, (_, until) in self._strangers.items() if now > until]:
-            self._put_down(stranger)
-        for peer in self._peers.values():
+        for each, other in list(self._connections.items()):
+            if not other.name and now - other.heard > CALL_SECONDS:
+                self._put_down(each)
+        for peer in self._peers():
             if not peer.left and now - peer.heard > self._period:
                 return f"{peer.name} is gone: no sign of it for {self._period:.0f} s"
         return None
@@ -290,45 +263,22 @@ class Heartbeat:
         assert self._listener is not None
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            if len(self._strangers) < self._most_strangers:
+            num_strangers = sum(not each.name for each in self._connections.values())
+            if num_strangers < self._most_strangers:
                 self._meet(connection)
             else:
                 connection.close()
 
     def _meet(self, connection: socket.socket) -> None:
         """Begin to exchange names; nobody waits for the other end to go on."""
-        introduction = Introduction(connection, self._me, self._hub.secret, self._awaits)
-        self._strangers[connection] = introduction, self._clock.now() + CALL_SECONDS
+        self._connections[connection] = Connection(
+            connection, self._me, self._hub.secret, self._missing.__contains__, self._clock.now()
+        )
         self._selector.register(connection, selectors.EVENT_READ)
-
-    def _awaits(self, rank: int) -> bool:
-        """May a new connection come from this rank? Each comes once."""
-        return rank in self._missing
-
-    def _introduce(self, connection: socket.socket) -> None:
-        try:
-            known = self._strangers[connection][0].listen()
-        except Stranger:
-            self._put_down(connection)
-            return
-        if known:
-            rank, name, said = known
-            del self._strangers[connection]
-            self._missing.discard(rank)
-            peer = self._peers[connection] = Peer(connection, name, self._clock.now())
-            connection.settimeout(CALL_SECONDS)
-            peer.take(said)
 
     def _put_down(self, stranger: socket.socket) -> None:
         """Close a connection to no task of this job. A task of another rank than 0 then calls again."""
-        del self._strangers[stranger]
+        del self._connections[stranger]
         self._selector.unregister(stranger)
         stranger.close()
         self._calls = 0 in self._missing
-
-    def _send(self, peer: Peer, word: bytes) -> None:
-        """Send a word and ignore errors, because the reading side reports the loss."""
-        try:
-            peer.socket.sendall(word)
-        except OSError:
-            return

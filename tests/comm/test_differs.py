@@ -6,7 +6,6 @@ What ranks ask one store for while they are idle does not grow with their number
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from typing import Any
 
@@ -14,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroexp.comm import journal
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.journal import ComparingThread, Journal, describe_difference
-from zeroexp.comm.missing_messages import LateMessageThread, Message, Watch
+from zeroexp.process.watchdog import differs
+from zeroexp.process.watchdog.differs import Comparison, Message, Moves, describe_difference
 from zeroexp.process.world import World
 
 LOOKS = 0.05  # seconds of a look and of patience here
@@ -25,23 +23,22 @@ SHOWN_AND_READ_SECONDS = 8 * LOOKS  # both ranks have looked by then
 
 
 def test_the_first_number_with_different_words_is_told() -> None:
-    mine = {3: "the gather of a", 4: "the gather of b", 5: "the reduce of b"}
-    text = describe_difference(
-        1, mine, 0, {4: "the gather of b", 5: "the norm", 6: "the gather of a"}
-    )
+    mine = [(3, "the gather of a"), (4, "the gather of b"), (5, "the reduce of b")]
+    theirs = [(4, "the gather of b"), (5, "the norm"), (6, "the gather of a")]
+    text = describe_difference({1: mine, 0: theirs, 2: mine})
     assert text is not None
     assert "rank 0 is in the norm; rank 1 is in the reduce of b" in text
 
 
-@pytest.mark.parametrize("theirs", [{}, {1: "a"}, {2: "b", 3: "c"}, {4: "a", 5: "b"}])
+@pytest.mark.parametrize("theirs", [[], [(1, "a")], [(2, "b"), (3, "c")], [(4, "a"), (5, "b")]])
 def test_who_is_behind_or_ahead_is_not_accused(theirs) -> None:
-    assert describe_difference(0, {1: "a", 2: "b", 3: "c"}, 1, theirs) is None
+    assert describe_difference({0: [(1, "a"), (2, "b"), (3, "c")], 1: theirs}) is None
 
 
 def sum_with_a_slow_rank(world: World) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
-            patch.setattr(journal, name, LOOKS)
+            patch.setattr(differs, name, LOOKS)
         wire = Collectives(world, transport="native")
         wire.connect()
         sums: list[float] = []
@@ -76,6 +73,13 @@ class Counted:
         return most
 
 
+class Group:
+    """A process group of which a thread wants the store alone."""
+
+    def __init__(self, store: Any) -> None:
+        self.get_group_store = lambda: store
+
+
 class CountedStore:
     """The store as one rank asks it."""
 
@@ -89,55 +93,58 @@ class CountedStore:
 NUM_LOOKS = 5
 
 
+class Ranks:
+    """Ranks that look by turns, and what each of them does."""
+
+    def __init__(self, size: int) -> None:
+        self.store = Counted()
+        cpu = torch.device("cpu")
+        self.moves = [Moves(World(rank, size, cpu, "gloo")) for rank in range(size)]
+        groups: list[Any] = [Group(self.store.of(rank)) for rank in range(size)]
+        self._threads = list(map(Comparison, self.moves, ["engine"] * size, groups))
+        self.store.take_most()
+
+    def look(self) -> set[str | None]:
+        """What the ranks tell at one look of each."""
+        looks = zip(self._threads, self.moves, strict=True)
+        return {
+            thread.look(moves, self.store.of(rank)) for rank, (thread, moves) in enumerate(looks)
+        }
+
+
 @pytest.mark.parametrize("size", [2, 8, 200])
 def test_idle_ranks_ask_the_store_for_as_much_however_many_they_are(size: int) -> None:
-    store = Counted()
-    cpu = torch.device("cpu")
-    journals = [Journal(World(rank, size, cpu, "gloo")) for rank in range(size)]
-    threads = [ComparingThread(weakref.ref(j), j._world, "engine") for j in journals]
-
-    def look() -> set[str | None]:
-        pairs = enumerate(zip(threads, journals, strict=True))
-        return {thread.look(each, store.of(rank)) for rank, (thread, each) in pairs}
-
-    for each in journals:
-        each.record_collective("the gather of a")
-    assert look() == {None}
-    assert store.take_most() <= 5  # two of them write
+    ranks = Ranks(size)
+    for moves in ranks.moves:
+        moves.record_collective("the gather of a")
+    for _ in range(2):
+        assert ranks.look() == {None}, "and the others have yet to show it"
+    assert ranks.store.take_most() <= 6 + 3
     for _ in range(NUM_LOOKS):
-        assert look() == {None}
-        assert store.take_most() <= 3
-    # One rank goes another way: all are told within as many looks as there are distances, and one more.
+        assert ranks.look() == {None}
+        assert ranks.store.num_requests == {0: 3} | dict.fromkeys(range(1, size), 2)
+        ranks.store.take_most()
+    # One rank goes another way: all are told once each has shown it.
     odd = size // 3
-    for rank, each in enumerate(journals):
-        each.record_collective("the norm" if rank == odd else "the gather of b")
-    told = [look() for _ in range((size - 1).bit_length() + 1)]
-    assert store.take_most() <= 6 * len(told)
+    for rank, moves in enumerate(ranks.moves):
+        moves.record_collective("the norm" if rank == odd else "the gather of b")
+    told = [ranks.look() for _ in range(2)]
+    assert ranks.store.take_most() <= 6 * len(told)
     (text,) = told[-1]
     assert text is not None and f"rank {odd} is in the norm" in text
 
 
 @pytest.mark.parametrize("size", [3, 8, 200])
 def test_ranks_that_wait_for_one_ask_the_store_for_as_much_however_many_they_are(size: int) -> None:
-    store = Counted()
-    watches = [Watch(rank, size, "engine") for rank in range(size)]
-    threads = [LateMessageThread(weakref.ref(w), w.rank, size, "engine") for w in watches]
-
-    def look(ranks: range) -> None:
-        for rank in ranks:
-            watch = watches[rank]
-            assert watch.now is not None
-            threads[rank].look(watch, *watch.now, store.of(rank))
-
-    for rank in range(1, size):
-        watches[rank].now = (Message(0, 7, 4, "the gather of a", given=False), 1.0)
+    ranks = Ranks(size)
+    for moves in ranks.moves[1:]:
+        moves.waits = Message(0, 7, "the gather of a"), 1.0
     for _ in range(NUM_LOOKS):
-        look(range(1, size))
-        assert store.take_most() == 2
-    assert {watch.error for watch in watches} == {None}, "rank 0 computes"
-    watches[0].now = (Message(1, 9, 4, "the gather of b", given=False), 2.0)
-    for _ in range(2):
-        look(range(size))
-    assert store.take_most() <= 2 * (1 + 2 * 2 + 3)
-    for watch in watches:
-        assert watch.error is not None and "rank 0 waits for rank 1: the gather of b" in watch.error
+        assert ranks.look() == {None}, "rank 0 computes"
+        assert ranks.store.take_most() <= 3
+    ranks.moves[0].waits = Message(1, 9, "the gather of b"), 2.0
+    told = [ranks.look() for _ in range(2)]
+    assert ranks.store.take_most() <= 2 * (3 + 2 + 1)
+    (text,) = told[-1]
+    assert text is not None and "rank 0 waits for rank 1: the gather of b" in text
+    assert "rank 1 waits for rank 0: the gather of a" in text
