@@ -141,6 +141,10 @@ CASES = {
         [sight(0, (7, 2, 4), 9), sight(1, (7, 2, 5), 9, state="T")],
         [1],
     ),
+    "while a debugger holds one, nobody is": (
+        [sight(0, (7, 2, 5), 9), sight(1, (7, 2, 4), 9, state="t")],
+        [],
+    ),
     "nobody is behind": ([sight(0, (7, 2, 4), 9), sight(1, (7, 2, 4), 9)], [0, 1]),
     "loading may take any time": (
         [sight(0, (0, 0, 0), 0, **STARTS), sight(1, (0, 0, 0), 0, **STARTS)],

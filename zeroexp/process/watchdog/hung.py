@@ -25,7 +25,7 @@ from zeroexp.process import progress
 
 STACK_SECONDS = 5.0  # from the request for a stack to its end
 STILL_SECONDS = 0.2  # a log that has not grown for so long holds the whole stack
-STOPPED = ("T", "t")  # of man proc: by a signal, by a debugger
+STOPPED, TRACED = "T", "t"  # of man proc: by a signal, by a debugger
 LOOK_SECONDS = 5.0  # the longest time between two looks at the ranks of this machine
 HUNG = "the ranks hang"  # the verdict in a beat
 
@@ -91,8 +91,10 @@ class Sight:
 
     @property
     def must_advance(self) -> bool:
+        if self.state in (STOPPED, TRACED):
+            return self.state == STOPPED
         idle = self.phase in progress.STARTS and self.seconds > 0
-        return self.phase in progress.MUST_ADVANCE or self.state in STOPPED or idle
+        return self.phase in progress.MUST_ADVANCE or idle
 
     @property
     def loads(self) -> bool:
@@ -112,7 +114,6 @@ class Sight:
         where = self.phase if starts else f"{self.phase} of step {self.done[0]}"
         how = {
             "T": f"its process {self.pid} is stopped: kill -CONT {self.pid} there lets it go on",
-            "t": f"a debugger has stopped its process {self.pid}",
             "D": f"its process {self.pid} waits inside the kernel ({self.kernel}), as for a disk that does not answer",
             "R": f"its process {self.pid} computes",
         }.get(self.state, f"its process {self.pid} waits ({self.kernel})")
@@ -148,7 +149,7 @@ class WatchedRank:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, progress.LEAVES_STACK)
-            if sight.state in STOPPED:
+            if sight.state == STOPPED:
                 os.kill(self._pid, signal.SIGCONT)
 
     def await_stack(self, deadline: float) -> None:
@@ -214,12 +215,13 @@ class HangWatch:
 def ranks_behind(sights: Sequence[Sight], hang_seconds: float) -> list[Sight]:
     """Return the rank that the others wait for, once all that should advance stand still for so long; else nobody.
 
-    Several ranks that did equally little are returned together.
+    While a debugger holds one of them, they do not hang. Several ranks that did equally little are returned together.
     """
     should = [sight for sight in sights if sight.must_advance]
-    if not should or any(sight.seconds < hang_seconds for sight in should):
+    held = any(sight.state == TRACED for sight in sights)
+    if not should or held or any(sight.seconds < hang_seconds for sight in should):
         return []
-    if stopped := [sight for sight in should if sight.state in STOPPED]:
+    if stopped := [sight for sight in should if sight.state == STOPPED]:
         return stopped
     if all(sight.phase in progress.STARTS for sight in should) and any(s.loads for s in sights):
         return []
