@@ -82,15 +82,6 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
     watch = HangWatch(
         duty.hang_s, duty.heartbeat_s / BEATS_PER_PERIOD, partial(failure.write_hung, folder)
     )
-
-    def hang() -> str | None:
-        """Only the task of rank 0 hears all others."""
-        if HUNG in heartbeat.reports:
-            watch.hung = True
-        elif rank == 0 and len(heartbeat.reports) == world_size - 1:
-            watch.judge(heartbeat.reports)
-        return HUNG if watch.hung else None
-
     beside = sender(folder) if duty.sends and rank == 0 else nullcontext()
     report = partial(watch.report, watched)
     with beside, _heartbeat(folder, duty, rank, world_size, report) as heartbeat:
@@ -98,7 +89,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
             child.pid,
             until=lambda: (
                 _exit_superseded(folder)
-                or hang()
+                or _hang(watch, heartbeat.reports, rank, world_size)
                 or (_not_started(folder, world_size) if rank == 0 else None)
             ),
         )
@@ -177,6 +168,15 @@ def _heartbeat(
         name_of=name_of,
         report=report,
     )
+
+
+def _hang(watch: HangWatch, reports: list[str], rank: int, world_size: int) -> str | None:
+    """Return a message once the ranks hang, which the task of rank 0 finds: it alone hears all others."""
+    if HUNG in reports:
+        watch.hung = True
+    elif rank == 0 and len(reports) == world_size - 1:
+        watch.judge(reports)
+    return HUNG if watch.hung else None
 
 
 def _name_of(rank: int, world_size: int) -> str:
