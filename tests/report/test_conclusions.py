@@ -10,7 +10,7 @@ import pytest
 from tests.run_folders import write_run
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.compare import ONCE, conclude
-from zeroexp.report.facts import differences, lines_of_unequal_facts
+from zeroexp.report.differences import differences, lines_of_unequal_facts
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 

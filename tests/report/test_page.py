@@ -72,8 +72,8 @@ def timed(folder: Path, seconds: float) -> Path:
 def test_the_first_numbers_compare_what_can_be_compared(sweep: Path) -> None:
     made = {card.label: card for card in headline_cards(points(sweep))}
     assert made["least memory"].value == f"{2 * P:.1f} MiB"
-    assert made["least memory"].words.startswith("zero3 · buffer · ranks 2, 0.50 of")
-    assert made["least sent"].words == "ddp · buffer · ranks 2, like all others", (
+    assert made["least memory"].detail.startswith("zero3 · buffer · ranks 2, 0.50 of")
+    assert made["least sent"].detail == "ddp · buffer · ranks 2, like all others", (
         "one rank sends none"
     )
     assert made["losses"].value == "equal"
@@ -90,7 +90,7 @@ def test_the_peak_is_told_by_cause(sweep: Path) -> None:
     watched = replace(one.run, summary=replace(one.summary, memory=memory))
     chart = charts(page.render([Point(one.name, (watched,)), *others]))["causes"]
     assert bars(chart) == {"parameters": {one.name: 2.0}, "activations": {one.name: 3.0}}
-    assert chart["words"].endswith("in TanhBackward0 of the backward phase of blocks.1.")
+    assert chart["caption"].endswith("in TanhBackward0 of the backward phase of blocks.1.")
 
 
 def test_intervals_of_the_verdicts_are_drawn(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_an_interval_of_a_step_ends_within_its_axis_or_in_an_arrow(tmp_path: Pat
     # Student's ends: 4.303 × the scatter of the logs / √3 beyond their mean.
     assert ends == pytest.approx([1070.8, 1375.9, 3425.6], abs=0.1)
     assert drawn["interval goes on"] == {"zero3 · buffer": end} and end == 1.8 * 1500
-    assert "arrow" in told["words"]
+    assert "arrow" in told["caption"]
     for repeat in range(3):
         shutil.rmtree(folder / f"zero3-{repeat}")
     told = charts(page.render(points(folder)))["times"]
     assert told["layout"]["xaxis"]["range"][1] > 1375.9
-    assert "interval goes on" not in bars(told) and "arrow" not in told["words"]
+    assert "interval goes on" not in bars(told) and "arrow" not in told["caption"]
 
 
 def test_times_that_scatter_crown_nobody(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_step_is_cut_into_what_waits_for_each_verb_and_the_rest(sweep: Path) -
     assert drawn["reduce, exposed"][point] == pytest.approx(5)
     assert drawn["all else"][point] == pytest.approx(359.5 - 25)  # the mean of 20 steps in turn
     assert drawn["overlapped with compute"][point] == pytest.approx(70)
-    assert "rank 1 waited 10.0 ms a step for rank 0" in chart["words"]
+    assert "rank 1 waited 10.0 ms a step for rank 0" in chart["caption"]
 
 
 def test_lines_of_scaling_have_an_ideal(sweep: Path) -> None:
@@ -187,7 +187,7 @@ def test_one_world_size_is_a_sentence_and_no_empty_chart(tmp_path: Path) -> None
 
 
 def test_the_frontier_holds_what_no_point_beats(sweep: Path) -> None:
-    words = charts(page.render(points(sweep)))["pareto"]["words"]
+    words = charts(page.render(points(sweep)))["pareto"]["caption"]
     # One rank is slower and holds as much; of two ranks a later stage is slower and holds less.
     assert words.endswith(
         "both: ddp · buffer · ranks 2, zero2 · buffer · ranks 2, zero3 · buffer · ranks 2."
@@ -250,7 +250,7 @@ def test_nothing_is_compared_with_a_curve_that_holds_what_is_no_number(tmp_path:
     assert [trace["name"] for trace in chart["data"]] == [
         *("zero2 · buffer", "zero3 · buffer", "ddp · buffer")
     ]
-    assert chart["words"].startswith("ddp · buffer has other steps than zero2 · buffer")
+    assert chart["caption"].startswith("ddp · buffer has other steps than zero2 · buffer")
 
 
 def test_equal_curves_leave_no_empty_half_and_runs_that_are_done_no_column(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> None:
     (chart,) = timeline_charts(points_of(read_runs([run])[0]))
     assert (chart.name, chart.title) == ("timeline", "One step: zero3 · buffer")
-    assert chart.words.startswith("zero3 · buffer, step 9, traced")
+    assert chart.caption.startswith("zero3 · buffer, step 9, traced")
     bars = {(t["yaxis"], t["name"]): t for t in chart.data if t["type"] == "bar"}
     assert set(bars) == {(axis, name) for axis in ("y", "y3") for name in ("forward", "gather")}
     gather = bars["y", "gather"]
@@ -64,4 +64,4 @@ def test_the_engine_that_gathers_and_frees_is_shown_first(tmp_path: Path) -> Non
 def test_without_a_trace_the_page_says_how_to_get_one(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep/a")
     (chart,) = timeline_charts(points_of(read_runs([tmp_path / "sweep"])[0]))
-    assert chart.data == [] and "train.trace_steps=[5]" in chart.words
+    assert chart.data == [] and "train.trace_steps=[5]" in chart.caption

@@ -62,13 +62,15 @@ def _report(arguments: argparse.Namespace) -> int:
     shows_tables = all(getattr(arguments, option) != STANDARD_OUTPUT for option in TEXTS)
     if shows_tables:
         _show_tables(folders, sweeps)
-    found = conclude(points, arguments.reference)
+    conclusions = conclude(points, arguments.reference)
     if shows_tables:
-        print_lines([*found.verdicts, *found.doubts] if len(sweeps) == 1 else _moved(sweeps))
-    for line in found.broken:
+        print_lines(
+            [*conclusions.verdicts, *conclusions.doubts] if len(sweeps) == 1 else _moved(sweeps)
+        )
+    for line in conclusions.broken:
         print(f"zeroexp: {line}", file=sys.stderr)
-    _write(arguments, points, problems, found)
-    return BROKEN if found.broken else FINE
+    _write(arguments, points, problems, conclusions)
+    return BROKEN if conclusions.broken else FINE
 
 
 def _refuse_crowded_output(arguments: argparse.Namespace) -> None:
@@ -96,13 +98,13 @@ def _write(
     arguments: argparse.Namespace,
     points: Sequence[Point],
     problems: Sequence[str],
-    found: Conclusions,
+    conclusions: Conclusions,
 ) -> None:
     pooled = [point.pooled_summary for point in points]
     if arguments.html:
         from zeroexp.report import page  # with plotly, which takes its time to import
 
-        page.save(points, problems, arguments.html, found)
+        page.save(points, problems, arguments.html, conclusions)
     if arguments.figure:
         from zeroexp.report import figure  # so does matplotlib
 
@@ -112,7 +114,7 @@ def _write(
     texts = {
         "markdown": lambda: markdown.render(pooled),
         "csv": lambda: exports.as_csv(points),
-        "json": lambda: exports.as_json(points, found, problems=list(problems)),
+        "json": lambda: exports.as_json(points, conclusions, problems=list(problems)),
         "latex": lambda: exports.as_latex(points),
     }
     for option, text in texts.items():

@@ -3,7 +3,7 @@
 what                      beside                         equal means
 bytes, counts, losses     repeats; the sweep before      every bit
 step times                the reference, a sweep before  an interval over runs (statistics.py)
-what a study wants equal  all points                     one value (facts.py)
+what a study wants equal  all points                     one value (differences.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.facts import lines_of_unequal_facts
+from zeroexp.report.differences import lines_of_unequal_facts
 from zeroexp.report.measured_points import Point, settings_of
 from zeroexp.report.reading import records_of
 from zeroexp.report.statistics import Comparison, Verdict, compare_step_times, why_unsteady

@@ -50,12 +50,12 @@ def _explain_point(point: Point) -> Iterator[str]:
 
 def _explain_beside_plan(summary: RunSummary) -> Iterator[str]:
     """Say where closed forms, which know all of the above, are wrong."""
-    words = {"total": "holds", "sent": "sends"}
+    verbs = {"total": "holds", "sent": "sends"}
     for name, error in summary.plan_errors.items():
         planned = summary.plan[name]
-        if name in words and abs(error) > TOLERANCE * max(planned, 1):
+        if name in verbs and abs(error) > TOLERANCE * max(planned, 1):
             yield (
-                f"It {words[name]} {_mib(planned + error)} where its closed form says {_mib(planned)}: nothing here "
+                f"It {verbs[name]} {_mib(planned + error)} where its closed form says {_mib(planned)}: nothing here "
                 "explains that."
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroexp.report.columns import peak_flops_by_name, peak_name, printed_columns, utilisation
 from zeroexp.report.compare import Conclusions
-from zeroexp.report.facts import differences
+from zeroexp.report.differences import differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
@@ -73,20 +73,20 @@ def _row(point: Point, peaks: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def as_json(points: Sequence[Point], found: Conclusions, **more: Any) -> str:
+def as_json(points: Sequence[Point], conclusions: Conclusions, **more: Any) -> str:
     """Return one object: `format`, `points`, what is concluded of them, and whatever else a report knows."""
     content = {
         "format": FORMAT,
         "points": rows_of(points),
-        "reference": found.reference and found.reference.name,
+        "reference": conclusions.reference and conclusions.reference.name,
         "comparisons": [
             {"point": one.point.name, **asdict(c), "verdict": c.verdict.value}
-            for one in found.judged
+            for one in conclusions.judged
             if (c := one.comparison)
         ],
         "differences": differences(points),
-        "doubts": found.doubts,
-        "broken": found.broken,
+        "doubts": conclusions.doubts,
+        "broken": conclusions.broken,
     }
     return dumps({**content, **more}, indent=1)
 

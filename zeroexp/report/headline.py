@@ -18,7 +18,7 @@ class Card(NamedTuple):
 
     label: str
     value: str
-    words: str  # which point it is, and how it compares
+    detail: str  # which point it is, and how it compares
 
 
 def headline_sentences(points: Sequence[Point]) -> list[str]:

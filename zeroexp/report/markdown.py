@@ -32,8 +32,8 @@ def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
     begin, end = (f"<!-- {name}: {word} -->" for word in ("begin", "end"))
     try:
         before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
+        _, marker, after = rest.partition(end)
+        if not marker:
             raise ConfigError(
                 f"--write {page}: has no place for it; add the lines {begin} and {end}"
             )
@@ -55,14 +55,14 @@ def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
 
 def _circumstances(runs: Sequence[Run]) -> str:
     """Return the day, command, machine and versions of the first run that tells; all runs of a sweep share them."""
-    known = next((run.environment for run in runs if "command" in run.environment), {})
-    if not known:
+    facts = next((run.environment for run in runs if "command" in run.environment), {})
+    if not facts:
         return "No run tells when, where and with which command it ran."
     day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
     parts = [
-        f"Measured on {day} with `{known['command']}`",
-        f"{known.get('machine.processor', known['host'])}, {known['machine.num_cpus']} cores",
-        f"Python {known['versions.python']}, torch {known['versions.torch']}",
+        f"Measured on {day} with `{facts['command']}`",
+        f"{facts.get('machine.processor', facts['host'])}, {facts['machine.num_cpus']} cores",
+        f"Python {facts['versions.python']}, torch {facts['versions.torch']}",
     ]
     return f"{'; '.join(parts)}."
 

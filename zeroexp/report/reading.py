@@ -36,10 +36,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     runs: list[Run] = []
     problems: list[str] = []
     for folder in folders:
-        found, unread = _read_folder(folder)
-        if not found:
-            raise ConfigError(unread[0] if unread else _nothing_in(folder))
-        runs += found
+        read, unread = _read_folder(folder)
+        if not read:
+            raise ConfigError(
+                unread[0] if unread else f"{folder}: no run in there; give outputs/<sweep>"
+            )
+        runs += read
         problems += unread
     return runs, problems
 
@@ -91,12 +93,12 @@ def _files_left_out(run: Run) -> list[str]:
 def _why_unread(path: Path) -> str | None:
     """Say what is wrong with a file, from its head and how its lines end. Raises NewerFormat."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    found = FORMAT_AT.match(text[:HEAD])
-    refuse_newer_format({KEY: int(found[1]) if found else 1}, path.name)
+    format_ = FORMAT_AT.match(text[:HEAD])
+    refuse_newer_format({KEY: int(format_[1]) if format_ else 1}, path.name)
     lines = text.split("\n")[:-1] if path.name == RECORDS else [text.strip()]
     whole = all(line.startswith("{") and line.endswith("}") for line in lines)
     if whole and path.name == RECORDS and lines:
-        steps = [int(found[1]) for end in (lines[0], lines[-1]) if (found := STEP.search(end))]
+        steps = [int(step[1]) for end in (lines[0], lines[-1]) if (step := STEP.search(end))]
         whole = len(steps) < 2 or len(lines) > steps[1] - steps[0]  # else the curve has a hole
     return None if whole else "is torn and left out"
 
@@ -125,11 +127,7 @@ def _check_numbers(run: Run, summary: RunSummary) -> None:
 
 
 def _why_left_out(folder: Path, error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0] or "empty"
+    reason = str(error).strip().partition("\n")[0] or "empty"
     if isinstance(error, LookupError):
-        said = f"{said} is missing"
-    return f"{folder}: left out, its files cannot be read ({type(error).__name__}: {said[:120]})"
-
-
-def _nothing_in(folder: Path) -> str:
-    return f"{folder}: no run in there; give outputs/<sweep>"
+        reason = f"{reason} is missing"
+    return f"{folder}: left out, its files cannot be read ({type(error).__name__}: {reason[:120]})"

@@ -56,7 +56,7 @@ def compare_hashes(first: Path, second: Path, bound: float) -> Comparison:
             f"{first} and {second}: no step was hashed in both; use the same train.hash_steps"
         )
     differing = [key for key in shared if mine[key].exact != theirs[key].exact]
-    found = [
+    differences = [
         Difference(
             key, _verb(key, config, min(k[0] for k in shared)), mine[key].distance(theirs[key])
         )
@@ -65,8 +65,8 @@ def compare_hashes(first: Path, second: Path, bound: float) -> Comparison:
     return Comparison(
         num_steps=len({key[0] for key in shared}),
         num_tensors=len(shared),
-        exactly=found[0] if found else None,
-        beyond=next((each for each in found if not each.distance <= bound), None),
+        exactly=differences[0] if differences else None,
+        beyond=next((each for each in differences if not each.distance <= bound), None),
     )
 
 

@@ -87,9 +87,9 @@ def num_microbatches(run: Run) -> int:
 def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
     if run.implementation in ENGINES:
         return False
-    told = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
-    said = [word for word in told if word not in (None, "null")]
-    return [*said, reduce_each(stage.gradients.value)][0] == "microbatch"
+    settings = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
+    chosen = [word for word in settings if word not in (None, "null")]
+    return [*chosen, reduce_each(stage.gradients.value)][0] == "microbatch"
 
 
 def _num_moments(run: Run) -> int | None:
@@ -98,13 +98,15 @@ def _num_moments(run: Run) -> int | None:
     if name not in OPTIMIZERS:
         return None
     kind, own = OPTIMIZERS[name], "optimizer.settings."
-    told = {
+    settings = {
         key.removeprefix(own): _value(word)
         for key, word in run.config.items()
         if key.startswith(own)
     }
     momentum = float(run.config.get("optimizer.momentum", 0))
-    return kind.num_moments(OptimizerConfig(momentum=momentum, settings={**kind.settings, **told}))
+    return kind.num_moments(
+        OptimizerConfig(momentum=momentum, settings={**kind.settings, **settings})
+    )
 
 
 def _value(word: str) -> Any:

@@ -70,10 +70,13 @@ def write_into(folder: Path, points: Sequence[Point]) -> None:
 
 
 def save(
-    points: Sequence[Point], problems: Sequence[str], path: Path, found: Conclusions | None = None
+    points: Sequence[Point],
+    problems: Sequence[str],
+    path: Path,
+    conclusions: Conclusions | None = None,
 ) -> None:
     """Write the page. Raises ConfigError if the file cannot be written."""
-    text = render(points, problems, found)
+    text = render(points, problems, conclusions)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -85,18 +88,18 @@ def save(
 
 
 def render(
-    points: Sequence[Point], problems: Sequence[str] = (), found: Conclusions | None = None
+    points: Sequence[Point], problems: Sequence[str] = (), conclusions: Conclusions | None = None
 ) -> str:
     """Return the page about these points; `problems` are lines about runs that are not on it.
 
-    found: what is concluded of them, by default beside the first point.
+    conclusions: what is concluded of them, by default beside the first point.
     """
-    found = found or conclude(points)
-    verdicts = verdict_chart(found)
+    conclusions = conclusions or conclude(points)
+    verdicts = verdict_chart(conclusions)
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
     sections = [
         ("results", "Results", results_table(points)),
-        ("verdicts", verdicts.title, _figure(verdicts) + verdict_table(found)),
+        ("verdicts", verdicts.title, _figure(verdicts) + verdict_table(conclusions)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
         ("explanations", "Why runs differ from their tables", explanation_list(points)),
         ("differences", "What else differs", differences_table(points)),
@@ -108,8 +111,10 @@ def render(
         "title": escape(" and ".join(sweeps)),
         "cards": _each(CARD, headline_cards(points)),
         "headline": _each("<li>{}</li>", [(line,) for line in headline_sentences(points)]),
-        "doubts": _each('<p class="doubt">{}</p>', [(line,) for line in found.doubts]),
-        "problems": _each('<p class="problem">{}</p>', [(x,) for x in [*found.broken, *problems]]),
+        "doubts": _each('<p class="doubt">{}</p>', [(line,) for line in conclusions.doubts]),
+        "problems": _each(
+            '<p class="problem">{}</p>', [(x,) for x in [*conclusions.broken, *problems]]
+        ),
         "links": " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
         "sections": "\n".join(
             f'<section id="{name}"><h2>{escape(title)}</h2>\n{body}</section>'
@@ -141,12 +146,12 @@ def _plain(part: Any, key: str = "") -> Any:
 
 
 def _figure(chart: Chart) -> str:
-    caption = f"<figcaption>{escape(chart.words)}</figcaption>"
+    figcaption = f"<figcaption>{escape(chart.caption)}</figcaption>"
     if not chart.data:
-        return f"<figure>{caption}</figure>"
-    label = escape(f"{chart.title}. {chart.words}", quote=True)
+        return f"<figure>{figcaption}</figure>"
+    label = escape(f"{chart.title}. {chart.caption}", quote=True)
     box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="--height:{chart.height}px">'
-    return f"<figure>{caption}{box}</div></figure>"
+    return f"<figure>{figcaption}{box}</div></figure>"
 
 
 def _each(form: str, rows: Sequence[Sequence[str]]) -> str:

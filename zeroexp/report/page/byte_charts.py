@@ -177,8 +177,8 @@ def ranks_chart(points: Sequence[Point]) -> Chart:
         "yaxis": rows_axis(rows),
         "updatemenus": [{"type": "dropdown", "buttons": buttons, "showactive": True, **place}],
     }
-    words = f"MiB of each rank, the same scale for all; a choice above shows what. {_skew(done)}"
-    return Chart("ranks", "Rank by rank", words, data, layout, rows_height(rows) + 60)
+    caption = f"MiB of each rank, the same scale for all; a choice above shows what. {_skew(done)}"
+    return Chart("ranks", "Rank by rank", caption, data, layout, rows_height(rows) + 60)
 
 
 def _mebibytes_by_rank(spread: Spread | None, size: int) -> list[float | None]:

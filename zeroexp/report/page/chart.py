@@ -3,8 +3,8 @@
 Charts come in three forms: bars of one row for each point (`bar_chart`), marks on such rows, and lines or dots over two
 numbers (`scatter`). What all of a form share is said once, in DEFAULTS, which plotly takes as the template of each. The
 colour INK is that of the text, which depends on the reader's theme. No file of the page imports plotly but
-`__init__.py`, which takes the library's JavaScript from it. A chart's words are the page's for readers who see no
-picture.
+`__init__.py`, which takes the library's JavaScript from it. A chart's caption is all
+that readers have who see no picture.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DEFAULTS: dict[str, list[Trace]] = {
 class Chart:
     name: str  # the HTML id
     title: str
-    words: str  # what the chart shows, in a sentence or two
-    # Empty: the words say why there is nothing to draw.
+    caption: str  # what the chart shows, in a sentence or two
+    # Empty: the caption says why there is nothing to draw.
     data: list[Trace] = field(default_factory=list[Trace])
     layout: dict[str, Any] = field(default_factory=dict[str, Any])
     height: int = 380  # pixels
@@ -59,7 +59,7 @@ class Chart:
 def bar_chart(
     name: str,
     title: str,
-    words: str,
+    caption: str,
     *,
     axis: str,
     numbers: Mapping[str, Mapping[str, float]],  # row -> part -> number
@@ -99,7 +99,7 @@ def bar_chart(
     }
     if reach is not None:
         layout["xaxis"]["range"] = [0, reach]
-    return Chart(name, title, words, [*bars, *marks], layout, rows_height(rows))
+    return Chart(name, title, caption, [*bars, *marks], layout, rows_height(rows))
 
 
 def rows_axis(rows: Sequence[str]) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def rows_height(rows: Sequence[str]) -> int:
 
 def row_marks(name: str, values: Mapping[str, float | None], symbol: str, colour: str) -> Trace:
     """Return one mark per row that has a value."""
-    known = {row: value for row, value in values.items() if value is not None}
+    marked = {row: value for row, value in values.items() if value is not None}
     size, width = (15, 2.5) if symbol.startswith("line") else (9, 1.5)
     line = {"width": width, "color": colour}
     return {
-        **scatter(name, list(known.values()), list(known), "markers"),
+        **scatter(name, list(marked.values()), list(marked), "markers"),
         "marker": {"symbol": symbol, "size": size, "color": colour, "line": line},
         "hovertemplate": "%{x:,.1f}",
     }

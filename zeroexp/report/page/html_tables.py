@@ -9,15 +9,15 @@ from shlex import quote
 
 from zeroexp.report.columns import columns_of, describe_peak_flops
 from zeroexp.report.compare import Conclusions, Judged
+from zeroexp.report.differences import describe_values, differences
 from zeroexp.report.explain_difference import explanations
-from zeroexp.report.facts import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.settings import ABSENT
 from zeroexp.report.statistics import step_time_interval
 from zeroexp.tracking.run import Run
 
 LONG = 40  # characters of a cell that may break into lines
-Cell = tuple[str, bool]  # the text, and whether it is words rather than a number
+Cell = tuple[str, bool]  # the text, and whether it is aligned left, as words are
 # What the page says of where a run ran: key of its environment -> name.
 FACTS = {
     "host": "host",
@@ -34,47 +34,45 @@ def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     pooled = [point.pooled_summary for point in points]
     intervals = [step_time_interval(point) for point in points]
-    known = columns_of(pooled)
-    columns = [
-        *known.times,
-        *known.losses,
-        *known.fullest,
-    ]  # how ranks differ is shown rank by rank
+    groups = columns_of(pooled)
+    # How ranks differ is shown rank by rank.
+    columns = [*groups.times, *groups.losses, *groups.fullest]
     if any(run.status != "done" or run.reason for run in pooled):
-        columns.append(known.status)
+        columns.append(groups.status)
     heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
     rows: list[list[Cell]] = []
-    for point, run, found in zip(points, pooled, intervals, strict=True):
-        interval = f"{1e3 * found.low:,.1f}–{1e3 * found.high:,.1f}" if found else ABSENT
+    for point, run, each in zip(points, pooled, intervals, strict=True):
+        interval = f"{1e3 * each.low:,.1f}–{1e3 * each.high:,.1f}" if each else ABSENT
         cells = [(column.value(run), column.left) for column in columns]
         rows.append([(point.name, True), (interval, False), *cells])
-    over = {
+    meanings = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
     }
-    said = " or ".join(over[o] for o in dict.fromkeys(found.over for found in intervals if found))
+    over = dict.fromkeys(meanings[each.over] for each in intervals if each)
     notes = [
         "Bytes are MiB of the fullest rank. Step times are medians of rank 0 over the measured steps.",
-        f"The interval of the step is {said}." if said else "",
+        f"The interval of the step is {' or '.join(over)}." if over else "",
         escape(describe_peak_flops([point.run for point in points])),
     ]
     return f"{html_table(heads, rows)}<p>{' '.join(filter(None, notes))}</p>"
 
 
-def verdict_table(found: Conclusions) -> str:
+def verdict_table(conclusions: Conclusions) -> str:
     """Return each point's step time over that of the reference, with the verdict in words."""
-    if found.reference is None or len(found.judged) < 2:
+    if conclusions.reference is None or len(conclusions.judged) < 2:
         return ""
     heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
     return html_table(
-        heads, [[(one.point.name, True), *_verdict_cells(one, found)] for one in found.judged]
+        heads,
+        [[(one.point.name, True), *_verdict_cells(one, conclusions)] for one in conclusions.judged],
     )
 
 
-def _verdict_cells(one: Judged, found: Conclusions) -> list[Cell]:
+def _verdict_cells(one: Judged, conclusions: Conclusions) -> list[Cell]:
     comparison = one.comparison
     if comparison is None:
-        verdict = "the reference" if one.point is found.reference else ABSENT
+        verdict = "the reference" if one.point is conclusions.reference else ABSENT
         return [("1", False), ("", False), (verdict, True)]
     low, high = comparison.low, comparison.high
     interval = ABSENT if low is None else f"{low:.3f}–{high:.3f}"
@@ -88,11 +86,11 @@ def differences_table(points: Sequence[Point]) -> str:
     if not facts:
         return "<p>Nothing: precision, clipping, batch, versions, machine and load are the same for all points.</p>"
     rows = [(key, describe_values(values)) for key, values in facts.items()]
-    words = (
+    introduction = (
         "Beside what is compared, the points differ in this. Defaults of one implementation are among it, since they "
         "are part of what it costs."
     )
-    return f"<p>{words}</p>{_table_of_words(('fact', 'values'), rows)}"
+    return f"<p>{introduction}</p>{_table_of_words(('fact', 'values'), rows)}"
 
 
 def explanation_list(points: Sequence[Point]) -> str:
@@ -148,15 +146,15 @@ def _table_of_words(heads: Sequence[str], rows: Sequence[tuple[str, str]]) -> st
 
 def html_table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[Cell]]) -> str:
     """Return a table that scrolls sideways where it must, under heads of (name, unit)."""
-    words = [left for _, left in rows[0]] if rows else [True] * len(heads)
+    lefts = [left for _, left in rows[0]] if rows else [True] * len(heads)
     top = "".join(
         f"<th{' class=left' if left else ''}>{escape(name)}<small>{escape(unit)}</small></th>"
-        for (name, unit), left in zip(heads, words, strict=True)
+        for (name, unit), left in zip(heads, lefts, strict=True)
     )
     body = "\n".join(f"<tr>{''.join(_cell(*cell) for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
-def _cell(text: str, words: bool) -> str:
-    long = " long" if words and len(text) > LONG else ""
-    return f'<td class="left{long}">{escape(text)}</td>' if words else f"<td>{escape(text)}</td>"
+def _cell(text: str, left: bool) -> str:
+    long = " long" if left and len(text) > LONG else ""
+    return f'<td class="left{long}">{escape(text)}</td>' if left else f"<td>{escape(text)}</td>"

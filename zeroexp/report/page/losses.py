@@ -37,9 +37,9 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         "hovermode": "closest",
         "showlegend": len(curves) <= MANY,
     }
-    words = largest_distance(curves)
+    caption = largest_distance(curves)
     if not distances:
-        return Chart("losses", "Loss curves", words, data, layout)
+        return Chart("losses", "Loss curves", caption, data, layout)
     data += [
         _line(name, curve, index, below=True)
         for index, (name, curve) in enumerate(zip(curves, away, strict=True))
@@ -53,7 +53,7 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         exponentformat="power",
         **_decades(distances),
     )
-    return Chart("losses", "Loss curves", f"{words} {BELOW}", data, layout, 520)
+    return Chart("losses", "Loss curves", f"{caption} {BELOW}", data, layout, 520)
 
 
 def _decades(distances: Sequence[float]) -> dict[str, object]:

@@ -36,12 +36,12 @@ class Dot:
 def pareto_chart(points: Sequence[Point]) -> Chart:
     dots = _dots(points)
     best = frontier(dots)
-    words = (
+    caption = (
         "Peak memory of the fullest rank (the most held at one moment where no peak is known) over median step time. "
         f"No point beats these in both: {', '.join(dot.point.name for dot in best) or 'none'}."
     )
     if not dots:
-        return Chart("pareto", "Memory against time", words)
+        return Chart("pareto", "Memory against time", caption)
     across, up = ([dot.milliseconds for dot in dots], [dot.mebibytes for dot in dots])
     layout = {
         "xaxis": axis("ms per step", range=_range(across)),
@@ -58,7 +58,7 @@ def pareto_chart(points: Sequence[Point]) -> Chart:
     )
     places = _places(dots if len(dots) <= MANY else best, best)
     return Chart(
-        "pareto", "Memory against time", words, [line, *_groups(dots, places)], layout, 460
+        "pareto", "Memory against time", caption, [line, *_groups(dots, places)], layout, 460
     )
 
 

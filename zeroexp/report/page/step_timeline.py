@@ -1,4 +1,4 @@
-"""This chart shows one traced step, rank under rank: what each does at every moment and what it holds meanwhile.
+"""One traced step as a chart, rank under rank: what each does at every moment and what it holds meanwhile.
 
 It reads `trace.<rank>.<step>.json` of a run's folder, in the trace-event format that `measure/timeline.py` describes.
 Under ZeRO-3 one sees a unit gathered, used and freed: the verb's span, the block's span, and the bytes that rise before
@@ -37,7 +37,7 @@ NOTHING = (
     "No step was traced. With train.trace_steps=[5] each rank writes what it did and held in that step, and this page "
     "shows it."
 )
-WORDS = (
+CAPTION = (
     "step {step}, traced, so that it is slower than others. For each rank: the phase, the block that computes, the "
     "verbs of the engine (issued and waited for), the time in which the rank only waits, and moves under way beside "
     "compute. Below, the bytes it holds, by cause."
@@ -83,14 +83,14 @@ def _shows_less(point: Point) -> tuple[bool, bool]:
 
 def read_traces(folder: Path) -> list[RankTrace]:
     """Return the last traced step of each rank that traced it; files that cannot be read are passed over."""
-    found: dict[int, list[RankTrace]] = {}
+    traces: dict[int, list[RankTrace]] = {}
     for path in sorted(folder.glob("trace.*.*.json")):
         try:
             one = _read_trace(path)
         except UNREADABLE:
             continue
-        found.setdefault(one.step, []).append(one)
-    return sorted(found[max(found)], key=lambda one: one.rank) if found else []
+        traces.setdefault(one.step, []).append(one)
+    return sorted(traces[max(traces)], key=lambda one: one.rank) if traces else []
 
 
 def _read_trace(path: Path) -> RankTrace:
@@ -142,9 +142,9 @@ def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
     for trace in data:
         trace["legendgroup"], trace["showlegend"] = trace["name"], trace["name"] not in in_legend
         in_legend.add(trace["name"])
-    words = f"{point.name}, {WORDS.format(step=ranks[0].step)}"
+    caption = f"{point.name}, {CAPTION.format(step=ranks[0].step)}"
     title = f"{TITLE}: {point.name}"
-    return Chart(name, title, words, data, layout, 120 + HEIGHT * len(ranks))
+    return Chart(name, title, caption, data, layout, 120 + HEIGHT * len(ranks))
 
 
 def _span_traces(rank: RankTrace, lanes: str, shift: float) -> list[Trace]:

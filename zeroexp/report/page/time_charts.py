@@ -43,7 +43,7 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
     longest = LONGEST * max(medians.values(), default=1.0)
     cut = {row: high for row, high in highs.items() if high > longest}
     reach = longest if cut else 1.04 * max(highs.values(), default=1.0)
-    words = (
+    caption = (
         "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
         "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
         "median of the whole step, and its whiskers are the 95 % interval of that median."
@@ -53,8 +53,8 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
     marks = [whole]
     if cut:
         named = len(done) <= MANY
-        words += " An arrow at the edge stands for an interval that goes on beyond it"
-        words += ", to the number beside it." if named else "."
+        caption += " An arrow at the edge stands for an interval that goes on beyond it"
+        caption += ", to the number beside it." if named else "."
         arrows = {
             **row_marks("interval goes on", dict.fromkeys(cut, reach), "triangle-right", INK),
             "mode": "markers+text" if named else "markers",
@@ -69,7 +69,7 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
     return bar_chart(
         "times",
         "Time of a step",
-        words,
+        caption,
         axis="ms per step",
         numbers={row: summary.phase_seconds_median for row, summary in done.items()},
         factor=1e3,
@@ -103,7 +103,7 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
     circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
     # White with a dark edge is seen on a light bar and beside it, in dark mode too.
     circles["marker"]["line"] = {"width": 1.5, "color": "#1b1b1b"}
-    words = (
+    caption = (
         "Means over measured steps and ranks, of the repeat whose step time is the median. A verb's exposed part is "
         "the time in which a rank waits for it and does nothing else; the circle is what communication ran beside "
         "compute and cost nothing. PyTorch's engines show only what the training loop itself sends: what they wait for "
@@ -112,7 +112,7 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
     return bar_chart(
         "exposed",
         title,
-        f"{words} {_longest_wait(done)}".rstrip(),
+        f"{caption} {_longest_wait(done)}".rstrip(),
         axis="ms per step",
         numbers=numbers,
         factor=1e3,
@@ -160,24 +160,24 @@ CLOSE = 1.6  # below this reach of the axis, ticks are close together
 TICKS = (0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.4), (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
 
 
-def verdict_chart(found: Conclusions) -> Chart:
+def verdict_chart(conclusions: Conclusions) -> Chart:
     """Return the chart; without an interval there is nothing to draw, and the table says so."""
     title = "Which differences are real"
-    compared = [(one.point.name, one.comparison) for one in found.judged if one.comparison]
-    if found.reference is None or not compared:
+    compared = [(one.point.name, one.comparison) for one in conclusions.judged if one.comparison]
+    if conclusions.reference is None or not compared:
         return Chart("forest", title, "One point has nothing to be compared with.")
-    words = f"Step time over that of {found.reference.name}"
+    caption = f"Step time over that of {conclusions.reference.name}"
     if all(comparison.low is None for _, comparison in compared):
         too_few = "With fewer than three runs each nobody knows how much runs differ, so nothing is claimed"
-        return Chart("forest", title, f"{words}. {too_few}; repeats=5 would tell.")
-    words += (
+        return Chart("forest", title, f"{caption}. {too_few}; repeats=5 would tell.")
+    caption += (
         ", from pairs of runs of one round; intervals hold with 95 % for all points together. Left of the line is "
         "faster; within the grey band, ±2 %, counts as no difference."
     )
     ends = [end for _, c in compared for end in (c.low or c.ratio, c.high or c.ratio)]
     reach = min(WIDEST, 1.1 * max(max(end, 1 / end) for end in [*ends, 1.2]))
     if max(*ends, 1 / min(ends)) > reach:
-        words += (
+        caption += (
             " An interval without an end in the chart goes on beyond it; the table has its end."
         )
     rows, ticks = [name for name, _ in compared], TICKS[reach > CLOSE]
@@ -214,7 +214,7 @@ def verdict_chart(found: Conclusions) -> Chart:
         )
         data.append({**trace, "text": [c.verdict_with_numbers for _, c in mine]})
     drawn = [trace for trace in data if trace["x"]]
-    return Chart("forest", title, words, drawn, layout, rows_height(rows))
+    return Chart("forest", title, caption, drawn, layout, rows_height(rows))
 
 
 # ---- tokens per second over the number of ranks, one line per kind of point, beside the ideal
@@ -244,11 +244,11 @@ def scaling_chart(points: Sequence[Point]) -> Chart:
         "hovermode": "x unified",
     }
     drawn = [{**line, "hovertemplate": "%{y:,.0f} tokens/s"} for line in [*data, ideal]]
-    words = (
+    caption = (
         "Tokens per second of all ranks; the grey line is the fastest start times the number of ranks. "
         f"Of its own ideal reaches, by ranks: {'; '.join(map(_efficiency, curves, curves.values()))}."
     )
-    return Chart("scaling", title, words, drawn, layout, 440)
+    return Chart("scaling", title, caption, drawn, layout, 440)
 
 
 def _curves(points: Sequence[Point]) -> dict[str, dict[int, float]]:
