@@ -18,6 +18,7 @@ def size_of(picture: Path) -> tuple[int, int]:
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @needs_browser
 def test_each_picture_has_its_size(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.composing import composed
 from tests.run_folders import PARAMETER_BYTES, records, summaries, write_config, write_run
-from zeroexp.config.keys import load, save
+from zeroexp.config.keys import Config, load, save
 from zeroexp.measure.summary import spread, summarise
 from zeroexp.report.results_table import print_lines, render
 from zeroexp.report.settings import LONGEST, column_name, setting_text
@@ -205,14 +206,18 @@ def test_settings_that_tell_two_points_apart_become_columns(tmp_path: Path) -> N
     assert "seq_len" not in render([read_run(folders[0]), read_run(other)])
 
 
+@cache
+def config_with(option: str) -> Config:
+    """Composing takes a third of a second, and several tests want the same."""
+    return replace(composed(*option.split()), world_size=2)
+
+
 def _sweep_over(folder: Path, *options: str) -> list[Run]:
     """Runs of zero3/buffer with what these options change."""
     runs = []
     for index, option in enumerate(options):
         path = write_run(folder / str(index))
-        config = composed(*option.split())
-        config = replace(config, world_size=2)
-        save(config, path / "config.yaml")
+        save(config_with(option), path / "config.yaml")
         runs.append(read_run(path))
     return runs
 

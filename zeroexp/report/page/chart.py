@@ -3,8 +3,8 @@
 Charts come in three forms: bars of one row for each point (`bar_chart`), marks on such rows, and lines or dots over two
 numbers (`scatter`). What all of a form share is said once, in DEFAULTS, which plotly takes as the template of each. The
 colour INK is that of the text, which depends on the reader's theme. No file of the page imports plotly but
-`__init__.py`, which takes the library's JavaScript from it. A chart's caption is all
-that readers have who see no picture.
+`__init__.py`, which takes the library's JavaScript from it. A chart's caption is all that readers have who see no
+picture.
 """
 
 from __future__ import annotations
