@@ -1,9 +1,13 @@
-"""`python -m benchmarks.published_page > docs/published.md`: published figures beside ours, as a page."""
+"""`python -m benchmarks.published_page > docs/published.md`: published figures beside ours, as a page.
+
+With the names of studies (`table_a` to `table_d`, `traffic`): their tables alone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from benchmarks.published import (
@@ -27,14 +31,21 @@ than the rounding of what was published. This page is the output of `{COMMAND}`.
 
 def main() -> int:
     safe_output.keep_going()
-    print(page())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("studies", nargs="*", choices=[[], *(t.study for t in TABLES)])
+    asked = parser.parse_args().studies
+    print(page() if not asked else sections(asked))
     return 0
+
+
+def sections(studies: Sequence[str]) -> str:
+    return "\n\n".join(section(t, compare_study(t)) for t in TABLES if t.study in studies)
 
 
 def page() -> str:
     parts = ["# Published tables, planned", _wrapped(INTRODUCTION)]
-    parts += [section(table, compare_study(table)) for table in TABLES]
-    return "\n\n".join([*parts, _redundant_optimizers()])
+    parts += [sections([table.study for table in TABLES]), _redundant_optimizers()]
+    return "\n\n".join(parts)
 
 
 def compare_study(table: PublishedTable) -> list[ComparedCell]:

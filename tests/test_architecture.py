@@ -56,7 +56,7 @@ DOORS = {
     },
     "datasets": {"zeroexp.data.table_rows"},
     "xxhash": {"zeroexp.process.content_hash"},
-    "matplotlib": {"zeroexp.report.figure", "zeroexp.plan.frontier_figure"},
+    "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.statistics"},
 }
@@ -113,6 +113,13 @@ def row_of(module: str) -> tuple[int, str] | None:
         return None
     _, index, prefix = max(matches)
     return index, prefix
+
+
+def test_what_is_installed_asks_for_nothing_that_is_not():
+    found = {
+        path: {module.partition(".")[0] for _, module in imported_modules(path)} for path in SOURCES
+    }
+    assert [path for path, roots in found.items() if roots & {"benchmarks", "tests"}] == []
 
 
 def test_every_module_has_a_place_in_the_order():

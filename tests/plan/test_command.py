@@ -120,11 +120,6 @@ WRONG = {
     "--fast": ("--fast:", "use one of --json"),
     "--json --csv": ("--json --csv:", "leave out all but one"),
     "--cfg job": ("--cfg:", "use one of"),
-    "--figure": ("--figure: no file", "name one that ends in .svg"),
-    "--fit --figure x.png": ("--figure x.png: the picture is an SVG", "ends in .svg"),
-    "--fit --figure nowhere/x.svg": ("--figure nowhere/x.svg: no folder nowhere", "that is there"),
-    "--fit --figure=x.svg --figure y.svg": ("--figure x.svg: one of two", "use one file"),
-    "--figure=x.svg": ("--figure x.svg: only --fit draws a picture", "add it"),
     "hydra/sweeper=optuna": ("hydra/sweeper=optuna:", "leave it out"),
 }
 
@@ -285,12 +280,11 @@ def test_every_lever_is_accepted_and_changes_what_it_says(settings, planned):
 
 
 @pytest.mark.slow
-def test_fit_shows_the_frontier_and_draws_it(planned, tmp_path):
+def test_fit_shows_the_frontier(planned):
     """DDP sends least and holds most, ZeRO-3 the other way round: neither beats the other."""
     line = "model=tiny data.seq_len=16 world_size=16 strategy=ddp,zero3 cluster.device=cuda"
-    picture = tmp_path.parent / "frontier.svg"
     words = "strategy.unit=model,block strategy.overlap=false"
-    _, out, _ = planned(f"{line} {words} cluster.device_memory_gib=1 --fit --figure={picture}")
+    _, out, _ = planned(f"{line} {words} cluster.device_memory_gib=1 --fit")
     assert max(map(len, out.splitlines())) <= 80
     _, frontier = out.split("The frontier")
     _, out, _ = planned(f"{line} {words} --rehearse --csv")
@@ -309,8 +303,6 @@ def test_fit_shows_the_frontier_and_draws_it(planned, tmp_path):
     shown = [line for line in frontier.splitlines() if line.startswith(("ddp", "zero3"))]
     assert len(costs) == 4 and len(shown) == 4 - len(beaten) > 1
     assert f"{len(beaten)} more are beaten" in " ".join(frontier.split())
-    text = picture.read_text()
-    assert all(name in text for name in costs) and "limit, 1 GiB" in text
 
 
 def test_a_strategy_of_a_name_of_its_own_has_remedies(planned):

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from tests.composing import composed
-from zeroexp.config.keys import ConfigError
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.frontier import Dot, Work, frontier
-from zeroexp.plan.frontier_figure import save_frontier
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
 
@@ -28,12 +24,7 @@ def dot(name: str, seconds: float, gib: int, ranks: int = 8, **more: Any) -> Dot
     return Dot(outcome, rehearsed, Work("mlp_tiny", ranks, 16, 16, "")._replace(**more))
 
 
-def test_no_point_makes_no_picture(tmp_path):
-    with pytest.raises(ConfigError, match="no point was rehearsed"):
-        save_frontier([], tmp_path / "frontier.svg")
-
-
-def test_a_point_is_beaten_by_one_that_is_as_fast_and_holds_less(tmp_path):
+def test_a_point_is_beaten_by_one_that_is_as_fast_and_holds_less():
     dots = [
         dot("slow-small", 3.0, 1),
         dot("fast-large", 1.0, 4),
@@ -47,7 +38,3 @@ def test_a_point_is_beaten_by_one_that_is_as_fast_and_holds_less(tmp_path):
     best = [each.outcome.name for each in frontier(dots)]
     others = ["other-work", "of-another-shape", "longer"]
     assert sorted(best) == sorted([*others, "fast-large", "middle", "slow-small"])
-    picture = tmp_path / "frontier.svg"
-    save_frontier(dots, picture)
-    text = picture.read_text()
-    assert all(each.outcome.name in text for each in dots) and "limit, 5 GiB" in text

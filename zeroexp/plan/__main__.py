@@ -10,7 +10,6 @@ The words are those of a run, lists and studies too:
 --json      every rank's bytes; --csv: one line for each point
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
             largest micro-batch and the longest sequence; and the points that no other beats in memory and time
---figure F  with --fit: a picture of memory against time, into the file F (.svg)
 --explain   one point down to its units and tensors: what makes its peak, by a rehearsal, and what each setting would
             change of model states and traffic; with --rehearse of the peak and the milliseconds
 
@@ -24,7 +23,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline.mistakes import MISTAKES, explain
@@ -38,10 +36,10 @@ from zeroexp.process import locks, safe_output, signals
 FORMS: dict[str, Callable[[Plans], str]] = {
     "--json": lambda plans: as_json(plans.planned),
     "--csv": lambda plans: as_csv(plans.planned),
-    "--fit": lambda plans: _fit(plans, None),
+    "--fit": lambda plans: _fit(plans),
     "--explain": lambda plans: _explain(plans),
 }
-REHEARSE, FIGURE = "--rehearse", "--figure"
+REHEARSE = "--rehearse"
 ALLOWED = ("-m", "--multirun")
 
 
@@ -68,13 +66,10 @@ def main() -> int:
 def _answer(arguments: Sequence[str]) -> str:
     if "-h" in arguments or "--help" in arguments:
         return str(__doc__).rstrip()
-    arguments, figure = _figure(arguments)
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
     flags = [flag for flag in flags if flag != REHEARSE]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
-    if figure is not None and flags != ["--fit"]:
-        raise ConfigError(f"{FIGURE} {figure}: only --fit draws a picture; add it")
     plans = Plans(words, rehearses=REHEARSE in arguments)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with ExitStack() as at_end:
@@ -86,39 +81,17 @@ def _answer(arguments: Sequence[str]) -> str:
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     if not flags:
         return render(plans.planned, plans.notes)
-    told = FORMS[flags[0]](plans) if figure is None else _fit(plans, figure)
+    told = FORMS[flags[0]](plans)
     for note in plans.notes:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
 
 
-def _fit(plans: Plans, figure: Path | None) -> str:
+def _fit(plans: Plans) -> str:
     # The training loop takes a second to import.
     from zeroexp.plan.fewest_ranks import fit
 
-    return fit(plans, figure)
-
-
-def _figure(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return the arguments without the picture's file, and that file."""
-    flat: list[str] = []
-    for word in arguments:
-        flag, equals, file = word.partition("=")
-        flat += [flag, file] if equals and flag == FIGURE else [word]
-    if FIGURE not in flat:
-        return flat, None
-    at = flat.index(FIGURE)
-    if not flat[at + 1 : at + 2] or flat[at + 1].startswith("-"):
-        raise ConfigError(f"{FIGURE}: no file; name one that ends in .svg")
-    path = Path(flat[at + 1])
-    if path.suffix != ".svg":
-        raise ConfigError(f"{FIGURE} {path}: the picture is an SVG; use a name that ends in .svg")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{FIGURE} {path}: no folder {path.parent}; use one that is there")
-    left = flat[:at] + flat[at + 2 :]
-    if FIGURE in left:
-        raise ConfigError(f"{FIGURE} {path}: one of two; use one file")
-    return left, path
+    return fit(plans)
 
 
 def _explain(plans: Plans) -> str:

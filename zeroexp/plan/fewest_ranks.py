@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config.keys import Config, ConfigError
@@ -39,11 +38,8 @@ FRONTIER = (
 )
 
 
-def fit(plans: Plans, figure: Path | None = None) -> str:
-    """Return a line for each strategy, layout and settings, and the frontier, which `figure` is to show.
-
-    Raises ConfigError without a limit, and if the figure can not be written.
-    """
+def fit(plans: Plans) -> str:
+    """Return a line for each strategy, layout and settings, and the frontier. Raises ConfigError without a limit."""
     asked: dict[tuple[str, ...], Planned] = {}
     for each in plans.planned:
         if each.outcome is not None:
@@ -72,17 +68,12 @@ def fit(plans: Plans, figure: Path | None = None) -> str:
         if each.outcome is None:
             notes[f"skipped {each.point.name}: {each.point.refusal}"] = None
     lines += [line for note in notes for line in ("", *wrap(note, WIDTH))]
-    return "\n".join([*lines, "", *_frontier(plans.planned, figure)])
+    return "\n".join([*lines, "", *_frontier(plans.planned)])
 
 
-def _frontier(planned: Sequence[Planned], figure: Path | None) -> list[str]:
-    """Return the table of the points that no other beats in memory and time, and draw all of them."""
+def _frontier(planned: Sequence[Planned]) -> list[str]:
+    """Return the table of the points that no other beats in memory and time."""
     dots, reasons = dots_of(planned)
-    if figure is not None:
-        # matplotlib takes half a second to import.
-        from zeroexp.plan.frontier_figure import save_frontier
-
-        save_frontier(dots, figure)
     best = [dot.outcome for dot in frontier(dots)]
     speeds = "; ".join(dict.fromkeys(dot.rehearsed.speed for dot in dots))
     unit, size = unit_of([dot.peak_bytes for dot in dots])

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroexp.plan.local_operations import LocalOperations
 from zeroexp.plan.storages import MESSAGES, Storages
 
 REDUCE, GATHER = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
 COPIED = {REDUCE: 1, GATHER: 0}  # collective -> which of its arguments gloo copies
 
 
-class GlooCopies(TorchDispatchMode):
+class GlooCopies(LocalOperations):
     """Lets `storages`, the mode outside of this one, see the copies; `late`: as late as gloo may let go of them."""
 
     def __init__(self, storages: Storages, *, late: bool = False) -> None:
@@ -34,13 +34,7 @@ class GlooCopies(TorchDispatchMode):
         self._late = late
         self._held: list[Tensor] = []  # by each of gloo's threads, see [Note: late]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name in COPIED:
             copy = torch.empty_like(args[COPIED[name]])
@@ -48,4 +42,4 @@ class GlooCopies(TorchDispatchMode):
             if self._late:
                 largest = sorted(self._held, key=lambda tensor: tensor.nbytes)[-1:]
                 self._held = [*largest, copy if name == REDUCE else args[0]]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

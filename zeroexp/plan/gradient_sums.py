@@ -13,13 +13,13 @@ import sys
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroexp.plan.local_operations import LocalOperations
 
 ADD = torch.ops.aten.add.Tensor
 
 
-class GradientSums(TorchDispatchMode):
+class GradientSums(LocalOperations):
     """Adds in place where autograd would. Enter it last: a mode inside of it would hold the operands as well."""
 
     def __init__(self) -> None:
@@ -35,22 +35,14 @@ class GradientSums(TorchDispatchMode):
         assert self._of_autograd_alone is not None
         return self
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it comes back with the local tensors
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is ADD and _is_in_backward():
             references = _references(args[0])
             if self._of_autograd_alone is None:
                 self._of_autograd_alone = references
             if references == self._of_autograd_alone:
                 return args[0].add_(args[1])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_in_backward() -> bool:

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.plan.local_operations import LocalOperations
 
 PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
 GROUPED_PRODUCT = "aten::_grouped_mm"
@@ -80,23 +79,14 @@ def _scratch_of_product(rows: int) -> int:
     return peak - before
 
 
-class KernelScratch(TorchDispatchMode):
+class KernelScratch(LocalOperations):
     """Lets `Storages`, the mode outside of this one, see what a kernel allocates beside its results."""
 
     def __init__(self, product: ProductScratch) -> None:
         super().__init__()
         self._product = product
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it comes back with the local tensors
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if num_bytes := self._scratch_bytes(func._schema.name, args, kwargs, result):
             torch.empty(num_bytes, dtype=torch.uint8)  # it dies at once, beside the results

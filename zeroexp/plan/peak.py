@@ -40,14 +40,6 @@ MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reduct
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 
 
-def rehearse_point(
-    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome, speed: Speed
-) -> RehearsedPeaks:
-    """Rehearse a point that has been planned. Raises ConfigError in one line for what can not be rehearsed."""
-    (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [speed])
-    return found
-
-
 def rehearse_at_speeds(
     config: Config,
     machines: Machines,
@@ -66,11 +58,12 @@ def with_rehearsal(
 
     Seconds are those of the device's calibration, where there is one; else a prior's.
     """
-    speed = _speed_of(machines)
+    ranks, speed = _telling_ranks(form, outcome), _speed_of(machines)
     try:
-        return replace(outcome, rehearsed=rehearse_point(config, machines, form, outcome, speed))
+        (found,) = _rehearse_ranks(config, machines, form, ranks, [speed])
     except ConfigError as error:
         return replace(outcome, not_rehearsed=str(error))
+    return replace(outcome, rehearsed=found)
 
 
 def _speed_of(machines: Machines) -> Speed:
@@ -98,18 +91,18 @@ def product_scratch_of(machines: Machines) -> ProductScratch | None:
 def rehearse_fullest_rank(
     config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
 ) -> RankPeak:
-    """Rehearse the ranks of `rehearse_point`, and return the fullest."""
+    """Rehearse the ranks that tell of the peak, and return the fullest."""
     (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [])
     return found.fullest
 
 
 def _telling_ranks(form: ClosedForm, outcome: Outcome) -> list[int]:
-    """Return the first rank, the last, and the one whose closed form is the largest.
+    """Return the first rank, the last, and the one whose closed form is the largest; of those that are alike one.
 
     The third is not always the fullest: closed forms know what rests, beside which other ranks may hold more.
     """
-    ranks = {0, _fullest_rank(outcome), outcome.world_size - 1}
-    return one_rank_of_each_class(form, ranks)
+    ranks = sorted({0, _fullest_rank(outcome), outcome.world_size - 1}, reverse=True)
+    return sorted({form.equivalence_key(rank): rank for rank in ranks}.values())
 
 
 def _fullest_rank(outcome: Outcome) -> int:
@@ -124,19 +117,6 @@ def rehearse_spending(
     found = _rehearse(config, machines, form, [0], [speed])
     phases = found.ranks[0].seconds[speed.label]
     return {phase: seconds.spent for phase, seconds in phases.items()}
-
-
-def rehearse_ranks(
-    config: Config, machines: Machines, form: ClosedForm, ranks: Sequence[int]
-) -> list[RehearsedRank]:
-    """Rehearse these ranks of a point, without seconds."""
-    return _rehearse(config, machines, form, [*ranks], []).ranks
-
-
-def one_rank_of_each_class(form: ClosedForm, ranks: set[int]) -> list[int]:
-    """Return the ranks, of those that hold and send as much only the first."""
-    first = {form.equivalence_key(rank): rank for rank in sorted(ranks, reverse=True)}
-    return sorted(first.values())
 
 
 def _rehearse_ranks(

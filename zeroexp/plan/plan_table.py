@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 
-from benchmarks.published import compare_cells
-from benchmarks.published_tables import TABLES
 from zeroexp.measure.record import KINDS
 from zeroexp.plan.outcome import Outcome, RankPeak
 from zeroexp.plan.plan_points import Planned
@@ -68,7 +66,6 @@ def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
         *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
         *_foot(planned, outcomes),
         *[line for note in notes for line in _wrapped(note)],
-        *_published(planned),
     ]
     return "\n".join(lines).rstrip()
 
@@ -285,29 +282,6 @@ def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
         *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],
     ]
     return [line for sentence in sentences for line in _wrapped(sentence)]
-
-
-def _published(planned: Sequence[Planned]) -> list[str]:
-    """Return the published figures beside ours, if the points are those of a published table."""
-    study = planned[0].point.config.study.name
-    table = next((table for table in TABLES if table.study == study), None)
-    forms = {
-        (p.outcome.strategy, p.outcome.implementation): p.form
-        for p in planned
-        if p.outcome and p.form
-    }
-    if table is None or table.rows[0].engine not in forms:
-        return []
-    cells = compare_cells(table, forms)
-    lines = ["", *_wrapped(f"Published: {table.title}; {table.unit}"), ""]
-    lines.append(f"{'point':26}{'column':20}{'published':>11}{'planned':>11}")
-    for cell in cells:
-        ours = f"{cell.ours:.{cell.digits}f}"
-        told = "" if cell.agrees else "  differs"
-        point = "/".join(cell.row.engine)
-        lines.append(f"{point:26}{cell.column:20}{cell.published:>11}{ours:>11}{told}")
-    whys = dict.fromkeys(f"{'/'.join(c.row.engine)}: {c.row.why}" for c in cells if c.row.why)
-    return [*lines, "", *[line for text in (*whys, *table.notes) for line in _wrapped(text)]]
 
 
 def _remedy(outcome: Outcome) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -110,27 +110,37 @@ class Rehearsal:
     depths: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How ranks are rehearsed.
+
+    reads: whether the third step runs, in which memory is read at the named moments; without it the ranks have no
+    `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated. ranks_per_host:
+    how many CPU ranks follow one another on a host, where they read each other's memory; hosts send messages; None: all
+    ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late: gloo lets go of what it
+    copied as late as it may. product_scratch: of the CPU, where its calibration knows it.
+    """
+
+    reads: bool = True
+    speeds: Sequence[Speed] = ()
+    ranks_per_host: int | None = None
+    most_microbatches: int | None = None
+    late: bool = False
+    product_scratch: ProductScratch | None = None
+
+
 def rehearse(
     config: Config,
     *,
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
-    reads: bool = True,
-    speeds: Sequence[Speed] = (),
-    ranks_per_host: int | None = None,
-    most_microbatches: int | None = None,
-    late: bool = False,
-    product_scratch: ProductScratch | None = None,
+    **settings: Any,
 ) -> Rehearsal:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
     world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
-    the fullest. reads: whether the third step runs, in which memory is read at the named moments; without it the ranks
-    have no `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated.
-    ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts send
-    messages. None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late: gloo
-    lets go of what it copied as late as it may. product_scratch: of the CPU, where its calibration knows it.
-    Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
+    the fullest. settings: those of `Settings`. Raises ConfigError in one line for what can not be rehearsed. The
+    process must have no process group.
     """
     config = prepared(config, world_size)
     size = config.world_size
@@ -141,20 +151,7 @@ def rehearse(
     device = _device(config)
 
     def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
-        return [
-            rehearse_rank(
-                at,
-                rank,
-                device,
-                reads=reads,
-                speeds=speeds,
-                ranks_per_host=ranks_per_host,
-                most_microbatches=most_microbatches,
-                late=late,
-                product_scratch=product_scratch,
-            )
-            for rank in chosen
-        ]
+        return [rehearse_rank(at, rank, device, **settings) for rank in chosen]
 
     # One rank tells whether further blocks cost what a line says.
     found, depths = measure_at_depth(
@@ -204,24 +201,14 @@ def _device(config: Config) -> str:
     return "cuda" if has_cuda and config.cluster.device != "cpu" else "cpu"
 
 
-def rehearse_rank(
-    config: Config,
-    rank: int,
-    device: str,
-    *,
-    reads: bool = True,
-    speeds: Sequence[Speed] = (),
-    ranks_per_host: int | None = None,
-    most_microbatches: int | None = None,
-    late: bool = False,
-    product_scratch: ProductScratch | None = None,
-) -> RehearsedRank:
+def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
+    how = Settings(**settings)
     words = words_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))
-    timeline = Timeline(*speeds)
+    timeline = Timeline(*how.speeds)
     with (
         _needs_of_values_told(config.model.family),
         fake_world(rank, config.world_size, device) as world,
@@ -229,12 +216,8 @@ def rehearse_rank(
         buckets_in_python(),
         mode,
         storages,
-        nullcontext() if ranks_per_host is None else GlooCopies(storages, late=late),
-        nullcontext()
-        if ranks_per_host is None
-        else KernelScratch(product_scratch or prior_product_scratch()),
+        _on_host(storages, how),
         timeline,
-        nullcontext() if ranks_per_host is None else absent_neighbours(storages, ranks_per_host),
         GradientSums(),
     ):
         materialize(model.module, device)
@@ -242,12 +225,12 @@ def rehearse_rank(
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())
-        on_host = ranks_per_host is not None
-        data = cast(Data, NoData(config, most_microbatches, holds_others=on_host))
+        on_host = how.ranks_per_host is not None
+        data = cast(Data, NoData(config, how.most_microbatches, holds_others=on_host))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)
         records = list[StepRecord]()
         staging, every = Staging(world.device), config.checkpoint.every if device == "cpu" else None
-        for record in islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1):
+        for record in islice(steps, NUM_STEPS if how.reads else UNDISTURBED_STEP + 1):
             records.append(record)
             if every is not None and (record.step + 1) % every == 0:
                 staged = staging.copy(flat_state(strategy))
@@ -258,6 +241,20 @@ def rehearse_rank(
     traffic = records[UNDISTURBED_STEP].traffic
     peaks = {p: max(h.values(), key=lambda peak: peak.num_bytes) for p, h in watched.halves.items()}
     return RehearsedRank(rank, peaks, held, traffic, watched.seconds, watched.halves)
+
+
+@contextmanager
+def _on_host(storages: Storages, how: Settings) -> Generator[None]:
+    """Add what a CPU rank has beside its tensors: neighbours, gloo's copies, and memory of kernels."""
+    if how.ranks_per_host is None:
+        yield
+        return
+    with (
+        GlooCopies(storages, late=how.late),
+        KernelScratch(how.product_scratch or prior_product_scratch()),
+        absent_neighbours(storages, how.ranks_per_host),
+    ):
+        yield
 
 
 @contextmanager

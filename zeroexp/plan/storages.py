@@ -31,11 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zeroexp.measure.verb_seconds import meter
+from zeroexp.plan.local_operations import LocalOperations
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
 MESSAGES = "messages"  # born while the engine issues a move
@@ -75,7 +74,7 @@ class _Phase:
     changes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
-class Storages(TorchDispatchMode):
+class Storages(LocalOperations):
     """Follows all storages of fake tensors of `mode`; enter it inside of that mode."""
 
     def __init__(self, mode: FakeTensorMode, num_words: int | None = None) -> None:
@@ -108,18 +107,10 @@ class Storages(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it comes back with the local tensors
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default and not isinstance(args[0], FakeTensor):
             return args[0]._fake_device  # [Note: guarded parameters]
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             # DTensor asks for shapes with tensors of its own, which no rank ever holds.
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from zeroexp.measure.verb_seconds import TimedMove, meter
+from zeroexp.plan.local_operations import LocalOperations
 from zeroexp.plan.speed import Speed
 
 DEVICE = torch.ops.prim.device.default
@@ -69,7 +69,7 @@ class Seconds:
         return self.compute + self.exposed
 
 
-class Timeline(TorchDispatchMode):
+class Timeline(LocalOperations):
     """Follows one rank's compute and links at each of several speeds; without any it follows nothing."""
 
     def __init__(self, *speeds: Speed) -> None:
@@ -84,20 +84,14 @@ class Timeline(TorchDispatchMode):
         meter.observe = None
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):  # thousands of times in a backward
             return args[0].fake_device
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if func.namespace == "prim":  # a question that only fakes answer here, and no operation
             return result
         for walk in self._walks:
-            walk.compute(func, args, kwargs or {}, result)
+            walk.compute(func, args, kwargs, result)
         return result
 
     def enter(self, phase: str) -> None:

@@ -1,6 +1,6 @@
 """Draw a sweep's memory after backward, per point and kind, as an SVG made only from run folders.
 
-Only this file and plan/frontier_figure.py import matplotlib, which MLflow depends on, and they are imported only when a
+Only this file imports matplotlib, which MLflow depends on, and it is imported only when a
 picture is wanted. The text of the SVG is text, and its background is opaque, so that it reads the same on a light and
 on a dark page. The same runs give the same file, byte for byte, under one version of matplotlib.
 """
