@@ -194,7 +194,10 @@ def two_samples(folder: Path, task: str) -> tuple[str, ...]:
     ("task", "source", "target"),
     [
         ("causal", "strategy=zero3", ("strategy=zero1", "strategy.implementation=torch")),
-        ("classification", "strategy.implementation=torch", ("strategy=zero2",)),
+        pytest.param(
+            *("classification", "strategy.implementation=torch", ("strategy=zero2",)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_starts_from_it_sees_the_next_steps_loss(local, tmp_path, task, source, target):

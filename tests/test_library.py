@@ -46,6 +46,7 @@ def threads():
 """
 
 
+@pytest.mark.slow
 def test_the_program_trains_the_same_model_on_one_rank_and_on_two(tmp_path):
     """And no thread of the group outlives it: it would abort the process if it let go of a tensor in its end."""
     script, counted = tmp_path / "loop.py", tmp_path / "counted.py"

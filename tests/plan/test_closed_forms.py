@@ -303,7 +303,13 @@ def check_on_ranks(world: World, stage: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport"), [(1, "gloo"), (2, "direct"), (3, "direct"), (3, "gloo")]
+    ("world_size", "transport"),
+    [
+        (2, "direct"),
+        (3, "gloo"),
+        pytest.param(3, "direct", marks=pytest.mark.slow),
+        pytest.param(1, "gloo", marks=pytest.mark.slow),
+    ],
 )
 def test_real_ranks_count_and_hold_the_same(ranks, transport, world_size):
     for stage in STAGES:

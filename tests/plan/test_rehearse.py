@@ -165,7 +165,11 @@ def test_the_peak_is_that_of_the_same_step_with_memory(
 
 
 @pytest.mark.parametrize(
-    "words", ["train.recompute_every=3", "train.recompute_except=[aten.mm,aten.addmm.default]"]
+    "words",
+    [
+        pytest.param("train.recompute_every=3", marks=pytest.mark.slow),
+        "train.recompute_except=[aten.mm,aten.addmm.default]",
+    ],
 )
 def test_blocks_that_recompute_a_part_have_the_peak_of_the_same_step_with_memory(words):
     if reason := count_cpu_allocations():
@@ -217,7 +221,7 @@ def test_a_tied_weight_is_given_its_gradient_while_it_is_guarded():
     assert peak is not None and peak - before == rehearsed.peak_bytes
 
 
-@pytest.mark.parametrize("frozen", [[], ["*experts*"]])
+@pytest.mark.parametrize("frozen", [[], pytest.param(["*experts*"], marks=pytest.mark.slow)])
 def test_fused_experts_have_the_peak_of_the_same_step_with_memory(frozen):
     """Frozen experts have no gradient, and keep no input for it."""
     if reason := count_cpu_allocations():

@@ -64,7 +64,7 @@ def check_on_ranks(world: World) -> None:
             barrier()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_real_ranks_hold_what_the_forms_say(ranks, world_size):
     ranks(check_on_ranks, world_size=world_size)
 

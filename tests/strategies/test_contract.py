@@ -84,7 +84,7 @@ def test_a_block_that_runs_twice(ranks, engine):
     check(ranks, engine, Recipe(model="reused"))
 
 
-@every_engine
+@native_and_one
 def test_rows_kept_apart_change_no_bit(ranks, engine):
     """`model.tied_rows` is a setting of the model, which every engine trains to the same bits."""
     recipes = (Recipe(model=each, accumulation=2) for each in ("words", "rows_apart"))

@@ -82,12 +82,10 @@ def activations(ranks) -> int:
     return ranks(activation_bytes, world_size=1)[0]
 
 
-# The other two are there to the byte in tests/plan/test_absent_neighbours.py.
-FEW = ("zero1", "zero3")
-
-
+# The others are rehearsed to the byte: tests/plan/test_rehearse.py, test_absent_neighbours.py.
 @pytest.mark.parametrize(
-    "stage", [*FEW, *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "zero2"))]
+    "stage",
+    ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "zero1", "zero2"))],
 )
 def test_nothing_but_states_and_activations(ranks, activations, stage):
     for rank, (peak, states) in enumerate(ranks(peak_and_states, f"{stage}_buffer")):

@@ -300,6 +300,7 @@ def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
     tracker.write_views(folders[0].parent.name)
 
 
+@pytest.mark.slow
 def test_several_sweeps_at_once_on_a_fresh_store_lose_no_metric(tmp_path: Path) -> None:
     num_sweeps, num_runs = 2, 3
     context = multiprocessing.get_context("forkserver")
