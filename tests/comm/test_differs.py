@@ -132,6 +132,7 @@ def test_idle_ranks_ask_the_store_for_as_much_however_many_they_are(size: int) -
     assert ranks.store.take_most() <= 6 * len(told)
     (text,) = told[-1]
     assert text is not None and f"rank {odd} is in the norm" in text
+    assert f"rank {int(odd == 0)} is in the gather of b" in text, "the lowest of those that agree"
 
 
 @pytest.mark.parametrize("size", [3, 8, 200])

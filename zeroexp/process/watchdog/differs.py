@@ -208,7 +208,7 @@ class Comparison:
         def read(rank: int, kind: str) -> Any:
             return json.loads(store.get(f"{self._keys[rank]}/words"))[kind]
 
-        one_of_each = {line["did"]: rank for rank, line in enumerate(lines)}
+        one_of_each = {lines[rank]["did"]: rank for rank in reversed(range(len(lines)))}
         self._words = {
             did: self._words.get(did) or read(rank, "collectives")
             for did, rank in one_of_each.items()
