@@ -21,7 +21,7 @@ import pytest
 from zeroexp.process import ports
 from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
-from zeroexp.process.watchdog.lost import START_SECONDS, Clock, Heartbeat, Hub
+from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Clock, Heartbeat, Hub
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"
@@ -213,6 +213,51 @@ def test_a_task_that_slept_itself_misses_nobody(
         far.sendall(BYE)
         clock.pass_by(PERIOD_SECONDS)
         assert str(hub.lost()).startswith("rank 2 is gone: it did not reach port")
+
+
+BEAT_SECONDS = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from beat to beat
+ASLEEP = 10 * PERIOD_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waits"),
+    [
+        ([BEAT_SECONDS] * 4, False),
+        ([ASLEEP, BEAT_SECONDS, BEAT_SECONDS], True),
+        ([ASLEEP] * 3, True),
+        ([ASLEEP, *[BEAT_SECONDS] * 4], False),
+    ],
+    ids=["awake", "asleep once", "asleep all the time", "awake again"],
+)
+def test_silence_while_it_slept_is_no_loss(
+    hub_at: Hub,
+    child: subprocess.Popen[bytes],
+    clock: SteeredClock,
+    seconds: list[float],
+    waits: bool,
+) -> None:
+    hub = Task(0, hub_at, child, clock)
+    with peer(hub_at, clock, "rank 1 on far"):
+        for each in seconds:
+            clock.jump(each)
+        assert hub.waits == waits
+        child.kill()
+        lost = "rank 1 on far is gone: no sign of it for 2 s"
+        assert hub.lost() == (None if waits else lost)
+
+
+@pytest.mark.parametrize(("beats", "waits"), [(1, True), (7, True), (9, False)])
+def test_who_may_still_come_gets_the_time_that_was_slept(
+    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, beats: int, waits: bool
+) -> None:
+    """Two periods to start in and one more: nine beats, of which one was before it slept."""
+    hub = Task(0, hub_at, child, clock, start_seconds=2 * PERIOD_SECONDS)
+    for each in [BEAT_SECONDS, ASLEEP, *[BEAT_SECONDS] * beats]:
+        clock.jump(each)
+    assert hub.waits == waits
+    child.kill()
+    lost = f"rank 1 is gone: it did not reach port {ports.read_published_port(hub_at.file)} of 127.0.0.1"
+    assert str(hub.lost()).startswith("None" if waits else lost)
 
 
 def test_a_closed_connection_is_a_loss_at_once(
