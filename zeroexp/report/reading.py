@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import types
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from yaml import YAMLError
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.measure.formats import KEY, NewerFormat, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.report.declared import refuse_wrong_types
 from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.files import RECORDS, read_records
 from zeroexp.tracking.run import Run, read_run
@@ -26,6 +29,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLE
 UNREADABLE += (ArithmeticError, RecursionError)
 STEP = re.compile(r'"step": (\d+)')
 LATEST = 1e11  # Unix seconds: no calendar goes further
+NUMBER = (int, float)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -131,3 +135,36 @@ def _why_left_out(folder: Path, error: Exception) -> str:
     if isinstance(error, LookupError):
         reason = f"{reason} is missing"
     return f"{folder}: left out, its files cannot be read ({type(error).__name__}: {reason[:120]})"
+
+
+# ---- types: Python takes whatever it is given, so that a torn file would fail far from where it was read
+
+
+def refuse_wrong_types(content: Any, name: str) -> None:
+    """Raise TypeError naming the first field of a dataclass, or of what it holds, that has not its declared type."""
+    for field, declared in _hints(type(content)).items():
+        _check_type(getattr(content, field), declared, f"{name}.{field}")
+
+
+# A report of hundreds of runs checks a hundred thousand values, of a few types.
+_hints = cache(get_type_hints)
+
+
+@cache
+def _parts(declared: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(declared) or declared, get_args(declared)
+
+
+def _check_type(value: Any, declared: Any, name: str) -> None:
+    kind, parts = _parts(declared)
+    if kind in (Union, types.UnionType):
+        if value is not None or types.NoneType not in parts:
+            _check_type(value, next(part for part in parts if part is not types.NoneType), name)
+        return
+    if not isinstance(value, NUMBER if kind in NUMBER else kind):
+        raise TypeError(f"{name} is {value!r}")
+    if parts and kind in (list, dict):
+        for key, each in value.items() if kind is dict else enumerate(value):
+            _check_type(each, parts[-1], f"{name}.{key}")
+    if is_dataclass(value):
+        refuse_wrong_types(value, name)
