@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import load, save
@@ -83,6 +82,8 @@ def test_what_nobody_can_read_keeps_no_other_sweep_out(
 def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(
     tracker: MlflowTracker, outputs: Path, name: str
 ) -> None:
+    from mlflow import MlflowClient  # seconds, which every process that collects tests would pay
+
     run_id = tracker.log_run(write_run(outputs / name / "run", num_steps=4))
     experiment = ask(outputs, "select experiment_id from runs where run_uuid = ?", run_id)[0][0]
     found = MlflowClient(tracker.store.uri).search_runs([str(experiment)], filter_of(name))
