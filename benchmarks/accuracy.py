@@ -35,8 +35,7 @@ from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import machines_of
-from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
+from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import rehearse_at_speeds, rehearse_fullest_rank
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import Speed, calibrated_speed
@@ -205,10 +204,7 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
         name = name_of(shape, row)
         _tell(name)
         config = _config(shape, row, FEW_STEPS, PEAK_MICROBATCHES)
-        machines = machines_of(config, "cpu")
-        form = form_of(config, build_on_meta(config), machines.transport)
-        outcome = outcome_of("", config, form, machines)
-        planned = rehearse_fullest_rank(config, machines, form, outcome)
+        planned = rehearse_fullest_rank(*plan_point(config, None, "cpu"))
         peak = summary_of(config).memory.peak
         if peak is None:
             raise SystemExit("peaks are not counted here; a C++ compiler is needed")
@@ -269,10 +265,7 @@ def num_steps(step_seconds: float) -> int:
 
 
 def predict(config: Config, speed: Speed) -> RehearsedPeaks:
-    machines = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), machines.transport)
-    outcome = outcome_of("", config, form, machines)
-    (found,) = rehearse_at_speeds(config, machines, form, outcome, [speed])
+    (found,) = rehearse_at_speeds(*plan_point(config, None, "cpu"), [speed])
     return found
 
 

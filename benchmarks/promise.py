@@ -36,9 +36,7 @@ from benchmarks.table import machine, replace_in
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
-from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import machines_of
-from zeroexp.plan.outcome import RankPeak, outcome_of
+from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.report.markdown import wrapped
 from zeroexp.run import rank
@@ -121,9 +119,7 @@ def judge(name: Sequence[str]) -> Row:
 
 def planned_peak(config: Config) -> RankPeak:
     """Return the rehearsed peak of the fullest rank."""
-    place = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), place.transport)
-    return rehearse_fullest_rank(config, place, form, outcome_of("", config, form, place))
+    return rehearse_fullest_rank(*plan_point(config, None, "cpu"))
 
 
 # -- ranks under a limit ---------------------------------------------------------------------------

@@ -6,19 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from tests.composing import composed
-from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.frontier import Dot, Work, frontier
-from zeroexp.plan.machines import machines_of
-from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
+from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 
 GIB = 2**30
 
 
 def dot(name: str, seconds: float, gib: int, ranks: int = 8, **more: Any) -> Dot:
     config = composed("model=mlp_tiny", "data=vectors", "world_size=2", "cluster.device=cpu")
-    machines = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), machines.transport)
-    outcome = replace(outcome_of(name, config, form, machines), memory_gib=5.0)
+    outcome = replace(plan_point(config, None, "cpu", name).outcome, memory_gib=5.0)
     peak = RankPeak(0, "backward", gib * GIB, {}, {}, [])
     rehearsed = RehearsedPeaks([peak], "cpu", (2,), (seconds, seconds, seconds))
     return Dot(outcome, rehearsed, Work("mlp_tiny", ranks, 16, 16, "")._replace(**more))

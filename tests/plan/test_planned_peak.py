@@ -21,10 +21,9 @@ from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations
 from zeroexp.measure.record import Traffic
 from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
-from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.kernel_scratch import KernelScratch, prior_product_scratch
-from zeroexp.plan.machines import JobShape, Machines, machines_of
-from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, outcome_of
+from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import OUTPUTS, product_scratch_of, rehearse_fullest_rank
 from zeroexp.plan.rehearse import PHASES, RehearsedRank, prepared, rehearse, rehearse_rank
 from zeroexp.plan.speed import Calibration, calibration_path, save, this_machine
@@ -44,9 +43,7 @@ SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger th
 
 
 def planned(config: Config) -> RankPeak:
-    machines = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), machines.transport)
-    return rehearse_fullest_rank(config, machines, form, outcome_of("", config, form, machines))
+    return rehearse_fullest_rank(*plan_point(config, None, "cpu"))
 
 
 # Few operations, each of which takes a rehearsal half a millisecond.
@@ -234,11 +231,9 @@ def test_fsdp2_may_hold_what_gloo_lets_go_late(ranks):
 @pytest.mark.parametrize(("limit", "verdict"), [(99, "no"), (109, "tight"), (110, "yes")])
 def test_a_rehearsed_point_is_tight_where_it_fits_unless_gloo_is_late(limit, verdict):
     config = config_of(*WIDE, "strategy=zero3", "strategy.implementation=torch")
-    machines = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), machines.transport)
     peak = RankPeak(0, "backward", 100, {}, {}, [], late_bytes=10)
     outcome = replace(
-        outcome_of("", config, form, machines),
+        plan_point(config, None, "cpu").outcome,
         memory_gib=limit / 2**30,
         rehearsed=RehearsedPeaks([peak], "cpu", ()),
     )

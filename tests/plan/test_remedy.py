@@ -7,7 +7,8 @@ import pytest
 from tests.composing import composed
 from zeroexp.config.keys import Config
 from zeroexp.plan.form_of_config import build_on_meta
-from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
+from zeroexp.plan.outcome import plan_point
+from zeroexp.plan.remedy import most_ranks, smallest_world, with_world
 
 
 def fewest(config: Config, limit_mib: float, *, above: int = 0) -> int | None:
@@ -16,8 +17,7 @@ def fewest(config: Config, limit_mib: float, *, above: int = 0) -> int | None:
 
 
 def states_mib(config: Config, world_size: int) -> float:
-    outcome = plan_point(with_world(config, world_size), build_on_meta(config), "cpu")
-    assert outcome is not None
+    outcome = plan_point(with_world(config, world_size), None, "cpu").outcome
     return outcome.total.fullest / 2**20
 
 
@@ -45,7 +45,6 @@ def test_one_rank_lays_out_nothing_for_others():
     config = composed("model=tiny", "strategy=zero2", "world_size=1")
     buffers: list[float] = []
     for size in (1, 2):
-        outcome = plan_point(with_world(config, size), build_on_meta(config), "cpu")
-        assert outcome is not None
+        outcome = plan_point(with_world(config, size), None, "cpu").outcome
         buffers.append(outcome.by_kind["buffers"].fullest)
     assert buffers[0] == 0 < buffers[1]

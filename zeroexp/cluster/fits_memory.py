@@ -59,22 +59,19 @@ def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
 
 def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
     """Return what is planned of a point and for which machines, or why nothing is."""
-    from zeroexp.plan.form_of_config import build_on_meta, form_of
-    from zeroexp.plan.machines import machines_of
-    from zeroexp.plan.outcome import outcome_of
+    from zeroexp.plan.outcome import plan_point
     from zeroexp.plan.peak import with_rehearsal
 
-    config = point.config
-    machines = machines_of(config, "cpu" if config.cluster.device == "cpu" else "cuda")
+    device = "cpu" if point.config.cluster.device == "cpu" else "cuda"
     try:
-        form = form_of(config, build_on_meta(config), machines.transport)
+        planned = plan_point(point.config, None, device, point.name)
     except UndefinedCombination as error:
         return str(error)
-    outcome = outcome_of(point.name, config, form, machines)
+    outcome, machines = planned.outcome, planned.machines
     if not rehearses:
         return outcome, machines
     try:
-        return with_rehearsal(config, machines, form, outcome), machines
+        return with_rehearsal(*planned), machines
     # A rehearsal informs: what it can not do must not keep a job from its nodes.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]

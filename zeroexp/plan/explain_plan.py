@@ -16,10 +16,8 @@ from zeroexp.config.keys import Config, PrecisionConfig, resolve
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.machines import Machines
-from zeroexp.plan.outcome import Outcome, RehearsedPeaks
-from zeroexp.plan.remedy import complete_words, plan_point_with_form, with_stage, with_world
+from zeroexp.plan.outcome import Outcome, PlannedPoint, RehearsedPeaks
+from zeroexp.plan.remedy import complete_words, plan_if_defined, with_stage, with_world
 from zeroexp.sharding.grouping import group_parameters
 
 MIB, WIDTH = 2**20, 80
@@ -98,27 +96,25 @@ def compute_levers(
     now = outcome.rehearsed if rehearses else None
     changes = _changed_configs(config) if now is None else _all_changed_configs(config)
     for changing, changed in changes:
-        planned = plan_point_with_form(changed, model, device)
+        planned = plan_if_defined(changed, model, device)
         if planned is None:
             continue
-        other = planned[2]
+        other = planned.outcome
         words = complete_words(changing, config, changed, device, named)
         sent = other.sent.fullest - outcome.sent.fullest
         if now is None:
             found.append(Lever(words, other.total.fullest - outcome.total.fullest, sent))
-        elif then := _rehearsed(changed, planned):
+        elif then := _rehearsed(planned):
             peak = then.fullest.num_bytes - now.fullest.num_bytes
             found.append(Lever(words, peak, sent, then.step_seconds[1] - now.step_seconds[1]))
     return sorted(found, key=lambda lever: lever.num_bytes)
 
 
-def _rehearsed(
-    config: Config, planned: tuple[Machines, ClosedForm, Outcome]
-) -> RehearsedPeaks | None:
+def _rehearsed(planned: PlannedPoint) -> RehearsedPeaks | None:
     # The training loop takes a second to import.
     from zeroexp.plan.peak import with_rehearsal
 
-    return with_rehearsal(config, *planned).rehearsed
+    return with_rehearsal(*planned).rehearsed
 
 
 def _changed_configs(config: Config) -> Iterator[tuple[str, Config]]:

@@ -15,14 +15,12 @@ from textwrap import wrap
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.form_of_config import form_of
 from zeroexp.plan.frontier import dots_of, frontier
-from zeroexp.plan.machines import machines_of
-from zeroexp.plan.outcome import Outcome, RehearsedPeaks, outcome_of
+from zeroexp.plan.outcome import Outcome, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import rehearse_fullest_rank
 from zeroexp.plan.plan_points import Planned, Plans
 from zeroexp.plan.plan_table import Column, amount, lines_of, point_columns, settings_of, unit_of
-from zeroexp.plan.remedy import most_ranks, plan_point, smallest_world, with_world
+from zeroexp.plan.remedy import most_ranks, smallest_world, with_world
 
 GIB, WIDTH = 2**30, 80
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -112,10 +110,10 @@ def _answer(plans: Plans, each: Planned, unit: int) -> tuple[str, str]:
             size *= 2
     except ConfigError as refusal:
         note = f"Model states alone: {refusal}."
-        outcome = plan_point(with_world(config, size), model, each.device) if size else None
-        return (
-            _cells(size, outcome.total.fullest, limit, unit) if size and outcome else none
-        ), note
+        if size is None:
+            return none, note
+        outcome = plan_point(with_world(config, size), model, each.device).outcome
+        return _cells(size, outcome.total.fullest, limit, unit), note
     return none, ""
 
 
@@ -184,8 +182,4 @@ def _longest(model: BuiltModel) -> int:
 
 
 def _peak(config: Config, model: BuiltModel, device: str) -> int:
-    machines = machines_of(config, device)
-    form = form_of(config, model, machines.transport)
-    return rehearse_fullest_rank(
-        config, machines, form, outcome_of("", config, form, machines)
-    ).most_bytes
+    return rehearse_fullest_rank(*plan_point(config, model, device)).most_bytes

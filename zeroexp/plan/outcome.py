@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
+from zeroexp.models.module import BuiltModel
 from zeroexp.plan.closed_forms import HeldElements
-from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.machines import Machines
+from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
+from zeroexp.plan.machines import Machines, machines_of
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,27 @@ class PlannedRank:
     sent: dict[str, int]
     held_elements: HeldElements
     bytes_at: dict[str, int]  # moment -> bytes of all kinds
+
+
+class PlannedPoint(NamedTuple):
+    """What a rehearsal (peak.py) takes."""
+
+    config: Config
+    machines: Machines
+    form: ClosedForm
+    outcome: Outcome
+
+
+def plan_point(
+    config: Config, model: BuiltModel | None, device: str, name: str = ""
+) -> PlannedPoint:
+    """Plan one point; `model` may be on the device `meta`, and is built there where it is None.
+
+    Raises UndefinedCombination for an engine that brings no form.
+    """
+    machines = machines_of(config, device)
+    form = form_of(config, model or build_on_meta(config), machines.transport)
+    return PlannedPoint(config, machines, form, outcome_of(name, config, form, machines))
 
 
 def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:

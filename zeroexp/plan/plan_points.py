@@ -15,9 +15,9 @@ from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
+from zeroexp.plan.form_of_config import ClosedForm, build_on_meta
 from zeroexp.plan.machines import Machines, device_of, machines_of
-from zeroexp.plan.outcome import Outcome, outcome_of
+from zeroexp.plan.outcome import Outcome, plan_point
 from zeroexp.plan.remedy import remedies
 
 on_paper = partial(check, on_paper=True)
@@ -108,13 +108,11 @@ class Plans:
         device = auto if device == "auto" else device
         if point.refusal:
             return Planned(point, device, None)
-        planned = Planned(point, device, None)
-        model = self._model(point.config)
+        planned, model = Planned(point, device, None), self._model(point.config)
         try:
-            form = form_of(point.config, model, planned.machines.transport)
+            _, _, form, outcome = plan_point(point.config, model, device, point.name)
         except UndefinedCombination as error:
             return replace(planned, point=replace(point, refusal=str(error)))
-        outcome = outcome_of(point.name, point.config, form, planned.machines)
         if self.rehearses:
             outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
         if outcome.fits is False and outcome.rehearsed is None:

@@ -10,9 +10,7 @@ from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import ENGINE_SETTINGS, Config, ConfigError, resolve
 from zeroexp.cut.stage import STAGES, Placement
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.form_of_config import ClosedForm, form_of
-from zeroexp.plan.machines import Machines, machines_of
-from zeroexp.plan.outcome import Outcome, outcome_of
+from zeroexp.plan.outcome import PlannedPoint, plan_point
 
 LATER, OF_TORCHS_DDP = ("zero1", "zero2", "zero3"), ("ddp", "zero1")
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
@@ -56,23 +54,14 @@ def smallest_world(config: Config, model: BuiltModel, device: str, *, above: int
     return None
 
 
-def plan_point(config: Config, model: BuiltModel, device: str) -> Outcome | None:
+def plan_if_defined(config: Config, model: BuiltModel, device: str) -> PlannedPoint | None:
     """Plan a changed point; None if it is not defined."""
-    found = plan_point_with_form(config, model, device)
-    return None if found is None else found[2]
-
-
-def plan_point_with_form(
-    config: Config, model: BuiltModel, device: str
-) -> tuple[Machines, ClosedForm, Outcome] | None:
-    machines = machines_of(config, device)
     try:
         check(config, on_paper=True)
         check_strategy(config)
-        form = form_of(config, model, machines.transport)
+        return plan_point(config, model, device)
     except ConfigError:
         return None
-    return machines, form, outcome_of("", config, form, machines)
 
 
 def with_stage(config: Config, stage: str) -> Config:
@@ -152,5 +141,5 @@ def _later(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, model: BuiltModel, device: str) -> bool:
-    outcome = plan_point(config, model, device)
-    return outcome is not None and outcome.fits is True
+    planned = plan_if_defined(config, model, device)
+    return planned is not None and planned.outcome.fits is True
