@@ -13,9 +13,9 @@ from pathlib import Path
 
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
+from zeroexp.tracking.uploads import Uploads
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ from zeroexp.cluster.follow import cancel, follow, refresh, unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held, slurm_id
 from zeroexp.cluster.sweep import Sweep
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
 from zeroexp.report.measured_points import points_of
@@ -29,6 +28,7 @@ from zeroexp.report.sweep_progress import Progress
 from zeroexp.sync import open_uploads, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_runs
+from zeroexp.tracking.uploads import Uploads
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130

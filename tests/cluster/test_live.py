@@ -14,13 +14,13 @@ import pytest
 
 from tests.mlflow_server import MlflowServer
 from tests.run_folders import record, write_run
-from zeroexp.cluster import live
-from zeroexp.cluster.live import LOG, sender, sends_live
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import TrackingConfig, load, save
 from zeroexp.measure.record import StepRecord
 from zeroexp.measure.summary import summarise, summarise_rank
+from zeroexp.tracking import live
 from zeroexp.tracking.files import RecordWriter, read_records, write_json, write_summary
+from zeroexp.tracking.live import LOG, sender, sends_live
+from zeroexp.tracking.uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -170,7 +170,7 @@ def test_it_ends_with_the_task_that_is_killed(server: MlflowServer, tmp_path: Pa
 TASK = """
 import sys, time
 from pathlib import Path
-from zeroexp.cluster import live
+from zeroexp.tracking import live
 live.END_SECONDS = 300
 with live.sender(Path(sys.argv[1])):
     time.sleep(1000)

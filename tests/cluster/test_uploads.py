@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.run_folders import record, write_run
-from zeroexp.cluster import uploads
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import TrackingConfig
+from zeroexp.tracking import uploads
 from zeroexp.tracking.files import RecordWriter, write_json
+from zeroexp.tracking.uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -20,11 +20,10 @@ from tests.cluster.test_dead_owner import FOR_EVER, wait_for_steps
 from tests.cluster.test_sweep import LIGHT, jobs, start, statuses
 from tests.run_folders import write_run
 from tests.somebody_else import not_root, open_to_all, read_only
-from zeroexp.cluster import uploads
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config.keys import ConfigError, TrackingConfig
-from zeroexp.tracking import store
+from zeroexp.tracking import store, uploads
 from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.uploads import Uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import record, records, summaries
-from zeroexp.cluster.follow_file import Tail
 from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.summary import summarise
 from zeroexp.tracking.files import (
@@ -27,6 +26,7 @@ from zeroexp.tracking.files import (
     write_json,
     write_summary,
 )
+from zeroexp.tracking.follow_file import Tail
 from zeroexp.tracking.run import flatten
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.run_folders import record, write_run
-from zeroexp.cluster.sender import Sender
 from zeroexp.config.keys import ConfigError, load, save
 from zeroexp.tracking import owner, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.sender import Sender
 from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
 
 # What mlflow's own libraries think of one another is none of our business.

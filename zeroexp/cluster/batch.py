@@ -24,7 +24,6 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.live import sends_live
 from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.cluster.task import HEARTBEAT_AT, HOSTS, PREEMPTED, TIME_LIMIT, WANTS_ANOTHER, Duty
 from zeroexp.config import plugins
@@ -33,6 +32,7 @@ from zeroexp.plan.machines import JobShape
 from zeroexp.process.ports import RANGE, SCHEME, SECRET
 from zeroexp.tracking import attempt
 from zeroexp.tracking.files import working_folder_of
+from zeroexp.tracking.live import sends_live
 from zeroexp.tracking.run import SLURM_FILE
 
 ELEMENT = "batch.sh"  # of a run that is an element of a job array, in its folder slurm

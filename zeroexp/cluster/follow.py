@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.follow_file import Complaints, Tail
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, SlurmSilent
 from zeroexp.cluster.submit import SUBMITTING, adopt, is_held, slurm_id, submit_all
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking.files import RECORDS, read_json, read_rows, step_record, write_json
+from zeroexp.tracking.follow_file import Complaints, Tail
 from zeroexp.tracking.run import SLURM_FILE, UNFINISHED, state_of
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two queries to Slurm
@@ -179,7 +180,7 @@ class _Followed:
         assert job_id is not None, "only what was submitted can be followed"
         self.job_id, self.job = job_id, job
         self._number, self._progress, self._on_step = number, progress, on_step
-        self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder)
+        self._records, self._complaints = Tail(job.folder / RECORDS), Complaints(job.folder / LOG)
         self._started = False
         self._waits_for: str | None = None
         self.status = job.status

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from zeroexp.cluster.follow_file import Complaints, Tail
+from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.config.keys import ClusterConfig
 from zeroexp.process.watchdog.hung import LOOK_SECONDS, Idle, Looks, kernel_wait_of
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import read_rows
+from zeroexp.tracking.follow_file import Complaints, Tail
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
@@ -56,7 +57,10 @@ class LocalCluster:
         `on_record` gets each line of records.jsonl as it appears, `on_event` each message for the user.
         """
         config = job.config
-        records, complaints = Tail(job.folder / "records.jsonl", skip=True), Complaints(job.folder)
+        records, complaints = (
+            Tail(job.folder / "records.jsonl", skip=True),
+            Complaints(job.folder / LOG),
+        )
         if self._process.poll() is not None:
             on_event("the process that starts ranks has died; starting another")
             self._close()

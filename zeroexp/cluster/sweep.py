@@ -26,7 +26,6 @@ from zeroexp.cluster.local import LocalCluster
 from zeroexp.cluster.machine_load import measured_load
 from zeroexp.cluster.slurm_state import require_slurm
 from zeroexp.cluster.submit import slurm_id, submit_all
-from zeroexp.cluster.uploads import Uploads
 from zeroexp.config import plugins
 from zeroexp.config.keys import (
     ClusterConfig,
@@ -48,6 +47,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.link import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 from zeroexp.tracking.store import with_store
+from zeroexp.tracking.uploads import Uploads
 
 FINE = ("done", "skipped")
 HYDRA = ".hydra"  # its folder in every run, as its users expect

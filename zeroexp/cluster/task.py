@@ -31,11 +31,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from zeroexp.cluster.live import sender
 from zeroexp.process import ports, progress
 from zeroexp.process.watchdog.hung import HUNG, HangWatch, WatchedRank
 from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, Heartbeat, Hub
 from zeroexp.tracking import attempt, failure
+from zeroexp.tracking.live import sender
 from zeroexp.tracking.out_of_memory import kills_by_kernel
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED
 

@@ -30,7 +30,7 @@ def sender(folder: Path) -> Iterator[None]:
     """Send the run's steps as they appear in its folder during the block, then the rest within END_SECONDS."""
     with (folder / "logs" / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zeroexp.cluster.sender", str(folder), str(END_SECONDS)],
+            [sys.executable, "-m", "zeroexp.tracking.sender", str(folder), str(END_SECONDS)],
             stdin=subprocess.PIPE,  # closes when this process ends for any reason
             stdout=log,
             stderr=log,

@@ -6,8 +6,6 @@ import json
 import os
 from pathlib import Path
 
-from zeroexp.checkpoint.folders import LOG
-
 MARK_BYTES = 256  # bytes before the position, kept to recognize a replaced file
 
 
@@ -45,10 +43,10 @@ class Tail:
 
 
 class Complaints:
-    """New complaints about a run's checkpoints: a failed save, or a damaged checkpoint that was passed over."""
+    """New complaints in a log of a run's checkpoints: a failed save, or a damaged checkpoint that was passed over."""
 
-    def __init__(self, run: Path) -> None:
-        self._log = Tail(run / LOG, skip=True)
+    def __init__(self, log: Path) -> None:
+        self._log = Tail(log, skip=True)
 
     def new_complaints(self) -> list[str]:
         return [error for line in self._log.new_lines() if (error := json.loads(line)["error"])]

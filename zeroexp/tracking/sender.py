@@ -1,4 +1,4 @@
-"""`python -m zeroexp.cluster.sender <run folder> <seconds>`: live.py starts this on the first node of a job.
+"""`python -m zeroexp.tracking.sender <run folder> <seconds>`: live.py starts this on the first node of a job.
 
 It sends the run to its MLflow server until standard input closes, then the rest for at most that many seconds. The
 files hold everything, and zeroexp.watch or zeroexp.sync can send the remaining steps to the same MLflow run: a server
@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from zeroexp.cluster.follow_file import Tail
 from zeroexp.config.keys import load
 from zeroexp.measure.record import StepRecord
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking.failure import FAILURE
 from zeroexp.tracking.files import RECORDS, SUMMARY, read_rows, step_record
+from zeroexp.tracking.follow_file import Tail
 from zeroexp.tracking.mlflow import MlflowTracker
 
 NICENESS = 19
