@@ -136,6 +136,7 @@ def names_rank_and_unit(ranks, way: str) -> None:
     assert "the ranks do not do the same" in text, text
     assert "rank 0 waits for rank 1: the" in text and "rank 1 waits for rank 0: the" in text
     assert "of unit blocks." in text or "of unit (root)" in text
+    assert "Timed out waiting" not in text, "the wait was ended, and did not run out"
 
 
 def test_by_message_ranks_that_differ_end_with_an_error(ranks):
