@@ -59,6 +59,7 @@ DOORS = {
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.statistics"},
+    "difflib": {"zeroexp.config.did_you_mean"},  # one home for what a wrong word could have meant
 }
 
 COLLECTIVES = {

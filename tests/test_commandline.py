@@ -19,6 +19,7 @@ from zeroexp.check.sweep_points import LONGEST_NAME_BYTES, Composed, points_of
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import help
 from zeroexp.commandline.commands import VERBS
+from zeroexp.config.keys import KEYS
 
 HERE = {**os.environ, "PYTHONPATH": str(CONF.parent)}
 TINY = ["model=tiny", "data=synthetic", "tracking=files", "world_size=1"]
@@ -40,8 +41,8 @@ def test_help_is_one_screen(monkeypatch, capsys):
 
 
 def test_every_key_and_group_has_help(monkeypatch, capsys):
-    for key, kind, _ in help.keys_of():
-        assert help.about(key, CONF).startswith(f"{key}: {kind}")
+    for key, item in KEYS.items():
+        assert help.about(key, CONF).startswith(f"{key}: {item.type}")
     assert say(monkeypatch, "--help", "strategy.prefetch", "precision") == 0
     told = capsys.readouterr().out
     assert "units gathered ahead (zero3)" in told and "at most 1024" in told

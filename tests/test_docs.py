@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tokenize
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,57 @@ def test_table_and_picture_of_the_readme_show_the_same_runs() -> None:
     assert [text for text in texts if " · " in text] == list(peaks)
     drawn = [float(text.partition(", peak ")[2]) for text in texts if ", peak " in text]
     assert drawn == pytest.approx(list(peaks.values()), abs=0.6)
+
+
+SOURCES = sorted(
+    path for path in PATHS if path.suffix == ".py" and path.is_relative_to(ROOT / "zeroexp")
+)
+# Names on the pages that no code holds: those of others, and two that are made of parts.
+ON_PAGES = {
+    *("set_requires_gradient_sync", "odeint_adjoint", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_TOKEN", "ReqNodeNotAvail", "PartitionConfig"),
+    *("plan_total_mib", "plan_error_total_mib"),
+}
+
+
+@cache
+def names_that_exist() -> set[str]:
+    """Every name in the code and its short strings, in YAML and TOML, and of every file."""
+    names = {word for path in PATHS for word in re.findall(r"\w+", str(path.relative_to(ROOT)))}
+    for path in [*PATHS, ROOT / "pyproject.toml"]:
+        if path.suffix in (".yaml", ".toml"):
+            names |= set(re.findall(r"[A-Za-z_]\w+", path.read_text()))
+        elif path.suffix == ".py":
+            for token in tokenize.generate_tokens(StringIO(path.read_text()).readline):
+                if token.type == tokenize.NAME:
+                    names.add(token.string)
+                elif (
+                    token.type == tokenize.STRING
+                    and "\n" not in token.string
+                    and len(token.string) < 60
+                ):
+                    names |= set(re.findall(r"[A-Za-z_]\w+", token.string))
+    return names
+
+
+def prose_of(path: Path) -> str:
+    """The comments and docstrings of a source, the whole text of a page."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    docs = [ast.get_docstring(node) or "" for node in nodes]
+    tokens = tokenize.generate_tokens(StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join([*docs, *comments])
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_prose_exist(path: Path) -> None:
+    text, names = prose_of(path), names_that_exist()
+    names = names | ON_PAGES if path in PAGES else names
+    quoted = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+    files = re.findall(r"\b[a-z_]+\.py\b", text) if path in SOURCES else []
+    assert [name for name in quoted if name.split(".")[-1] not in names] == []
+    assert [name for name in files if not any(file.endswith(f"/{name}") for file in FILES)] == []

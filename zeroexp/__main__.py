@@ -72,8 +72,8 @@ def main() -> int:
             sweep.conclude()
             return INTERRUPTED
         except Exception as error:
-            if told := plugins.blamed(error):
-                print(f"zeroexp: {told}", file=sys.stderr)
+            if problem := plugins.blamed(error):
+                print(f"zeroexp: {problem}", file=sys.stderr)
                 return REFUSED
             if not isinstance(error, OSError) or error.errno not in OF_THE_DISK:
                 raise
@@ -87,8 +87,8 @@ def _run(sweep: Sweep, arguments: list[str]) -> None:
     if not _exists_here():
         raise ConfigError("the folder that you are in has been removed; change to one that exists")
     plugins.load(plugins.modules_named_in(arguments))
-    if told := _help_or_version(arguments):
-        print(told)
+    if answer := _help_or_version(arguments):
+        print(answer)
     elif "--rerun" in arguments:
         if len(arguments) != 2 or not Path(arguments[-1]).is_dir():
             raise ConfigError("--rerun: needs one folder and nothing else; --rerun outputs/<sweep>")
@@ -171,8 +171,8 @@ def compose(
         if not taker.has_failures:
             if error in raised or isinstance(error, (*MISTAKES, OSError)):
                 raise
-            told = f"{' '.join(words)}: {NOT_UNDERSTOOD} ({first_line(error)})"
-            raise ConfigError(told) from error
+            problem = f"{' '.join(words)}: {NOT_UNDERSTOOD} ({first_line(error)})"
+            raise ConfigError(problem) from error
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
 

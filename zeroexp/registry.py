@@ -116,9 +116,9 @@ class Registry(Mapping[str, Value], Generic[Value]):
         try:
             value = entry.load()
         except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
+            message = " ".join(f"{type(error).__name__}: {error}".split())
             raise RegistryError(
-                f"{self.key}={entry.name}: {_who(entry)} can not be loaded ({said}); "
+                f"{self.key}={entry.name}: {_who(entry)} can not be loaded ({message}); "
                 "repair or uninstall it, or use another word"
             ) from error
         self._refuse_unfit(entry.name, value, _who(entry))
@@ -154,10 +154,10 @@ def _who(entry: metadata.EntryPoint) -> str:
 @cache
 def _entry_points(group: str) -> dict[str, list[metadata.EntryPoint]]:
     """Return the group's entry points by name; one that two copies of a package's metadata list counts once."""
-    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    by_name: dict[str, dict[str, metadata.EntryPoint]] = {}
     for entry in sorted(metadata.entry_points(group=group), key=_who):
-        found.setdefault(entry.name, {}).setdefault(entry.value, entry)
-    return {name: [*entries.values()] for name, entries in found.items()}
+        by_name.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {name: [*entries.values()] for name, entries in by_name.items()}
 
 
 class Later:

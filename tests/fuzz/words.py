@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
 
 from tests.composing import options
-from zeroexp.check.rules_of_one_key import WORDS
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import KEYS
 from zeroexp.config.plugins import REGISTRIES
 
 LONG = "x" * 300
@@ -105,41 +101,32 @@ LOOSE = (
 )
 
 
-def keys(schema: type = Config, parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key that holds a value, with its type."""
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        kind = hints[item.name]
-        if is_dataclass(kind):
-            yield from keys(kind, f"{parent}{item.name}.")
-        else:
-            yield parent + item.name, kind
-
-
-def values(key: str, kind: Any) -> list[str]:
-    told = str(kind)
+def values(key: str, kind: str) -> list[str]:
+    """Return words for a key of this type."""
     registered = [word for registry in REGISTRIES.get(key, ()) for word in registry]
-    found = [str(word) for word in (*WORDS.get(key, ()), *registered) if word is not None]
-    if "int" in told or kind is Any:
+    found = [*KEYS[key].metadata.get("words", ()), *registered]
+    if "int" in kind or kind == "Any":
         found += INTS.split()
-    if "float" in told or kind is Any:
+    if "float" in kind or kind == "Any":
         found += FLOATS.split()
-    if kind is bool or "bool" in told:
+    if "bool" in kind:
         found += ["true", "false", "1", "0", "yes", "maybe"]
-    if "str" in told and not told.startswith(("list", "dict")):
+    if "str" in kind and not kind.startswith(("list", "dict")):
         found += TEXTS
-    if told.startswith("list"):
+    if kind.startswith("list"):
         found += LISTS
     if key == "cluster.slurm.ports":
         found += PORTS
-    if told.startswith("dict"):
+    if kind.startswith("dict"):
         found += DICTS
     return list(dict.fromkeys([*found, *FOR_ALL]))
 
 
 def single() -> list[str]:
     """Every word of this file, each once."""
-    found = [f"{key}={value}" for key, kind in keys() for value in values(key, kind)]
+    found = [
+        f"{key}={value}" for key, item in KEYS.items() for value in values(key, str(item.type))
+    ]
     for group in GROUPS:
         words = [
             *options(group),

@@ -57,31 +57,31 @@ def main() -> int:
         return 2
     torch.set_num_threads(1)
     began = time.perf_counter()
-    found = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
+    calibration = calibrate() if args.device == "cpu" else rates("cuda", num_gpus())
     path = calibration_path(outputs, args.device)
     try:
-        save(found, path)
+        save(calibration, path)
     except OSError as error:
         print(f"zeroexp: --outputs {outputs}: {error}", file=sys.stderr)
         return 2
-    print(_summary_lines(found))
+    print(_summary_lines(calibration))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
     return 0
 
 
 def calibrate() -> Calibration:
     """Measure the CPU of this machine."""
-    found = rates()
-    return replace(found, factors=fit_factors(practise(calibrated_speed(found, "direct"))))
+    measured = rates()
+    return replace(measured, factors=fit_factors(practise(calibrated_speed(measured, "direct"))))
 
 
 def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
     """Measure what each thing takes by itself; there are no factors yet."""
-    found = on_ranks(measure_rates, device, num_ranks)
-    moves = found.pop("moves")
+    measured = on_ranks(measure_rates, device, num_ranks)
+    moves = measured.pop("moves")
     links = {name: fit_link(list(PROBED_BYTES), seconds) for name, seconds in moves.items()}
     return Calibration(
-        **found,
+        **measured,
         machine=this_machine() if device == "cpu" else these_gpus(),
         device=device,
         torch=torch.__version__,
@@ -97,23 +97,23 @@ def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
     )
 
 
-def _summary_lines(found: Calibration) -> str:
+def _summary_lines(calibration: Calibration) -> str:
     products = ", ".join(
-        f"{name} {max(rates.values()) / 1e9:.1f}" for name, rates in found.products.items()
+        f"{name} {max(rates.values()) / 1e9:.1f}" for name, rates in calibration.products.items()
     )
     lines = [
-        f"machine     {found.machine}",
+        f"machine     {calibration.machine}",
         f"products    {products} Gflop/s",
-        f"memory      {found.bytes_per_second / 1e9:.1f} GB/s",
-        f"launch      {1e6 * found.launch_seconds:.1f} us",
+        f"memory      {calibration.bytes_per_second / 1e9:.1f} GB/s",
+        f"launch      {1e6 * calibration.launch_seconds:.1f} us",
     ]
-    for name, (latency, rate) in found.links.items():
+    for name, (latency, rate) in calibration.links.items():
         lines.append(f"{name:12}{1e6 * latency:.0f} us, {rate / 1e9:.2f} GB/s sent")
-    if found.product_scratch is not None:
-        lines.append(f"scratch     {ProductScratch(found.product_scratch, 'measured')}")
-    if found.factors:
+    if calibration.product_scratch is not None:
+        lines.append(f"scratch     {ProductScratch(calibration.product_scratch, 'measured')}")
+    if calibration.factors:
         lines.append("in a step, times the above:")
-    lines += [f"  {name:28}{factor:6.2f}" for name, factor in found.factors.items()]
+    lines += [f"  {name:28}{factor:6.2f}" for name, factor in calibration.factors.items()]
     return "\n".join(lines)
 
 

@@ -53,6 +53,6 @@ def _rank(
     os.environ.update(worlds.environment_of_rank(place))
     os.environ["ZEROEXP_RENDEZVOUS"] = rendezvous
     with worlds.joined_process_group(device=device) as world:
-        found = task(world)
+        result = task(world)
         if place.rank == 0:
-            results.put(found)
+            results.put(result)

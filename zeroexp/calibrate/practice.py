@@ -79,15 +79,15 @@ POINTS = (
 def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
     """Return (what is spent, measured seconds) of every phase of every point, and of its whole step."""
     rounds = [[measured(each.config) for each in POINTS] for _ in range(NUM_ROUNDS)]
-    found: list[tuple[dict[str, float], float]] = []
+    pairs: list[tuple[dict[str, float], float]] = []
     for index, point in enumerate(POINTS):
         spent = rehearsed_phases(point.config, speed)
         seconds = min((each[index] for each in rounds), key=lambda phases: sum(phases.values()))
-        found += [(spent[phase], seconds[phase]) for phase in PHASES]
+        pairs += [(spent[phase], seconds[phase]) for phase in PHASES]
         names = {name for each in spent.values() for name in each}
         whole = {name: sum(each.get(name, 0.0) for each in spent.values()) for name in names}
-        found.append((whole, sum(seconds.values())))
-    return found
+        pairs.append((whole, sum(seconds.values())))
+    return pairs
 
 
 def rehearsed_phases(config: Config, speed: Speed) -> dict[str, dict[str, float]]:
@@ -112,5 +112,5 @@ def _train(config: Config, world: World) -> dict[str, float]:
     instruments = Instruments(config.train, world, Path())
     records = list(train(strategy, data, config=config, world=world, instruments=instruments))
     fastest = min(records[NUM_WARMUP:], key=lambda record: record.step_seconds).phase_seconds
-    found = {phase: fastest[phase] for phase in ("forward", "backward")}
-    return {**found, "step": fastest["optimizer"] + fastest["step"]}
+    factors = {phase: fastest[phase] for phase in ("forward", "backward")}
+    return {**factors, "step": fastest["optimizer"] + fastest["step"]}

@@ -1,8 +1,13 @@
 """Refuse wrong configurations before any rank starts, in one line with key, value and remedy.
 
-`single` and `slurm` hold rules about one key, whose breach ends a whole sweep (ConfigError). `strategy`, `data`, `fit`
-and `unused` hold rules about several keys, whose breach skips the point (UndefinedCombination). `inputs` checks that
-the remaining points can read their inputs. No torch.
+refusal.py             one line: key=value: problem; remedy
+rules_of_one_key.py    rules whose breach ends a whole sweep (ConfigError)
+rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
+                       rules about several keys, whose breach skips the point (UndefinedCombination)
+sweep_points.py        the points of a sweep, each checked by these rules
+readable.py            can the points read their files, and find their names on the hub?
+try_model.py, try_data.py, try_strategy.py
+                       the model is built without memory, the data are packed, code of others runs once
 """
 
 from __future__ import annotations
@@ -11,9 +16,8 @@ from zeroexp.check import (
     rules_batch,
     rules_data,
     rules_of_one_key,
-    rules_slurm,
     rules_strategy,
-    unused,
+    without_effect,
 )
 from zeroexp.config.keys import Config
 
@@ -33,8 +37,8 @@ def check(config: Config, *, on_paper: bool = False) -> None:
         *rules_strategy.RULES,
         *rules_data.RULES,
         *rules_batch.RULES,
-        *unused.RULES,
+        *without_effect.RULES,
         *machine,
     )
-    for rule in (*rules_of_one_key.RULES, *rules_slurm.RULES, *several):
+    for rule in (*rules_of_one_key.RULES, *several):
         rule(config)

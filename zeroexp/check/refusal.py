@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any, NoReturn, cast
 
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
@@ -31,19 +29,6 @@ def refuse_key(key: str, value: object, problem: str, remedy: str) -> NoReturn:
 def refuse_combination(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
     """Refuse keys that are valid alone but mean nothing together: a sweep skips the point."""
     raise UndefinedCombination(f"{key}={as_typed(value_of(config, key))}: {problem}; {remedy}")
-
-
-def refuse_without_effect(config: Config, key: str, why: str) -> None:
-    """Refuse an explicit setting that the chosen path would ignore."""
-    if value_of(config, key) is not None:
-        refuse_combination(config, key, f"no effect, {why}", "leave it null")
-
-
-def suggest_nearest(word: object, words: Iterable[str]) -> str:
-    """Return the probably intended word, then all known words."""
-    words = list(words)
-    close = get_close_matches(str(word), words, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]}? " if close else "") + f"use one of {', '.join(words)}"
 
 
 def as_typed(value: object) -> str:

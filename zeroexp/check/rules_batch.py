@@ -68,23 +68,25 @@ def check_warmup(config: Config) -> None:
 
 def check_requeue(config: Config) -> None:
     """Allow a requeue in Slurm only if the run saves checkpoints and has the time to save."""
-    cluster = config.cluster
-    if cluster.requeue:
-        if cluster.kind != "slurm":
-            refuse_combination(
-                config, "cluster.requeue", "no effect on this machine", "leave it null"
-            )
-        if config.checkpoint.every is None:
-            problem = "nothing is saved that a job could go on from"
-            refuse_combination(
-                config, "cluster.requeue", problem, "set checkpoint.every, or leave it null"
-            )
+    cluster, key = config.cluster, "cluster.requeue"
+    if cluster.requeue and cluster.kind != "slurm":
+        refuse_combination(config, key, "no effect on this machine", "leave it null")
+    if cluster.requeue and config.checkpoint.every is None:
+        problem = "nothing is saved that a job could go on from"
+        refuse_combination(config, key, problem, "set checkpoint.every, or leave it null")
     limit = math.ceil(cluster.timeout_s / 60) * 60
     if resolve(config).cluster.requeue and cluster.slurm.save_s >= limit:
         problem = f"no earlier than the start of a job of cluster.timeout_s={cluster.timeout_s}"
         refuse_combination(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
 
 
-RULES = (check_batch, check_warmup, check_requeue)
+def check_reserved_memory(config: Config) -> None:
+    limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
+    if limit is not None and reserved is not None and reserved >= limit:
+        problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
+        refuse_combination(config, "cluster.reserved_gib", problem, "use less than that")
+
+
+RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory)
 # A run needs these rules about the machine, and a plan does not.
 RULES_OF_MACHINE = (check_device, check_ranks_fit_machine)

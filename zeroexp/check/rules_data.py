@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from zeroexp.check.refusal import refuse_combination, refuse_without_effect
+from zeroexp.check.refusal import refuse_combination
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.families import MODELS, shape_of
 from zeroexp.config.families import vocabulary as words_of
 from zeroexp.config.keys import Config
 from zeroexp.config.vocabulary import SHIPPED_WORDS
-
-OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
 
 
 def check_task(config: Config) -> None:
@@ -28,22 +26,18 @@ def check_task(config: Config) -> None:
         refuse_combination(config, "data.task", problem, f"use {' or '.join(given)}")
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
-        refuse_combination(
-            config, "data.task", problem, f"use data.task={model.task} or another model"
-        )
+        remedy = f"use data.task={model.task} or another model"
+        refuse_combination(config, "data.task", problem, remedy)
 
 
 def check_labels(config: Config) -> None:
     task = config.model.task
     if task == "classification" and config.model.num_labels is None:
-        refuse_combination(
-            config, "model.num_labels", "the head needs it", "use model.num_labels=5"
-        )
+        remedy = "use model.num_labels=5"
+        refuse_combination(config, "model.num_labels", "the head needs it", remedy)
     if task == "classification" and config.model.num_labels == 1:
         problem = "of one class the loss is 0, whatever the head says"
         refuse_combination(config, "model.num_labels", problem, "use 2 or more")
-    if task != "classification":
-        refuse_without_effect(config, "model.num_labels", f"model.task={task} has no labels")
     named = config.data.labels
     if named is not None and task == "classification" and len(named) != config.model.num_labels:
         problem = f"names {len(named)} classes for model.num_labels={config.model.num_labels}"
@@ -61,69 +55,46 @@ def check_sequence_length(config: Config) -> None:
 
 
 def check_vocabulary(config: Config) -> None:
-    known, asked, data = words_of(config.model), config.data.vocab_size, config.data
+    vocabulary, asked, data = words_of(config.model), config.data.vocab_size, config.data
     tokenizes = DATA[data.kind].tokenizes
     if asked is not None and tokenizes and asked != SHIPPED_WORDS:
         problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
         refuse_combination(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
-    if data.task == "regression":
-        refuse_without_effect(config, "data.vocab_size", "vectors have no words")
-    if data.kind == "synthetic" and data.task == "causal" and known is None and asked is None:
+    if data.kind == "synthetic" and data.task == "causal" and vocabulary is None and asked is None:
         problem, remedy = "the model names no vocabulary", f"set data.vocab_size={SHIPPED_WORDS}"
         refuse_combination(config, "data.vocab_size", problem, remedy)
     words = asked or (SHIPPED_WORDS if tokenizes else None)
-    if words and isinstance(known, int) and config.model.weights is None and words > known:
-        problem = f"model={config.model.name} knows {known} words of the data's {words}"
-        refuse_combination(
-            config, "data.vocab_size", problem, "use a model with a larger vocabulary"
-        )
+    if (
+        words
+        and isinstance(vocabulary, int)
+        and config.model.weights is None
+        and words > vocabulary
+    ):
+        problem = f"model={config.model.name} knows {vocabulary} words of the data's {words}"
+        remedy = "use a model with a larger vocabulary"
+        refuse_combination(config, "data.vocab_size", problem, remedy)
 
 
 def check_source(config: Config) -> None:
-    kind = DATA[config.data.kind]
-    if not kind.suffixes:
-        refuse_without_effect(config, "data.path", f"{config.data.kind} data has no files")
-    if not kind.is_table:
-        for key in OF_TABLES:
-            why = f"data.kind={config.data.kind} reads no table"
-            refuse_without_effect(config, f"data.{key}", why)
-    elif config.data.path is None:
+    if DATA[config.data.kind].is_table and config.data.path is None:
         problem, remedy = "names nothing to read", "name a file, a folder or an id on the hub"
         refuse_combination(config, "data.path", problem, remedy)
-    if config.data.task != "classification":
-        for key in ("data.label_column", "data.labels"):
-            refuse_without_effect(config, key, f"data.task={config.data.task} reads no labels")
 
 
 def check_validation(config: Config) -> None:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
-    if not DATA[data.kind].is_table:
-        why = f"data.kind={data.kind} has no splits; set data.validation_samples"
-        refuse_without_effect(config, "data.validation_split", why)
     if data.validation_split is not None and data.validation_split == (data.split or "train"):
         problem, remedy = "is what is trained on", "use another split, or data.validation_samples"
         refuse_combination(config, "data.validation_split", problem, remedy)
     nothing = data.validation_split is None and data.validation_samples is None
     if config.train.validate_every is not None and nothing:
+        problem = "there is nothing to validate on"
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
-        refuse_combination(
-            config, "train.validate_every", "there is nothing to validate on", remedy
-        )
-
-
-def check_weights(config: Config) -> None:
-    if not MODELS[config.model.family].of_transformers:
-        why = f"model.family={config.model.family} starts from train.seed"
-        refuse_without_effect(config, "model.weights", why)
+        refuse_combination(config, "train.validate_every", problem, remedy)
 
 
 RULES = (
-    check_task,
-    check_labels,
-    check_sequence_length,
-    check_vocabulary,
-    check_source,
+    *(check_task, check_labels, check_sequence_length, check_vocabulary, check_source),
     check_validation,
-    check_weights,
 )

@@ -1,4 +1,7 @@
-"""Rules about one key at a time: words and ranges. Breaking one is a ConfigError."""
+"""Rules about one key at a time. Breaking one is a ConfigError.
+
+Words and bounds stand beside the keys themselves, in config/keys.py.
+"""
 
 from __future__ import annotations
 
@@ -8,113 +11,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from zeroexp.check.aliases import suggest_word
-from zeroexp.check.refusal import refuse_key, suggest_nearest, value_of
-from zeroexp.config.keys import AUTO, ENGINE_SETTINGS, Config, ConfigError
+from zeroexp.check.refusal import refuse_key, value_of
+from zeroexp.config.did_you_mean import suggest_nearest, suggest_word
+from zeroexp.config.keys import AUTO, KEYS, Config, ConfigError
 from zeroexp.config.plugins import REGISTRIES
-from zeroexp.cut.stage import Placement
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry import RegistryError
 
-DTYPES = ("float32", "bfloat16")
-PLACEMENTS = tuple(placement.value for placement in Placement)
-TASKS = ("causal", "classification", "regression")
-
-# None means "left to the default", for keys that allow it. Words that others may add to: open_words.
-WORDS: dict[str, tuple[str | None, ...]] = {
-    "model.task": TASKS,
-    "data.task": TASKS,
-    "strategy.parameters.placement": PLACEMENTS,
-    "strategy.gradients.placement": PLACEMENTS,
-    "strategy.optimizer.placement": PLACEMENTS,
-    "precision.compute": DTYPES,
-    "precision.reduce": DTYPES,
-    "precision.master": DTYPES,
-    "strategy.parameters.dtype": DTYPES,
-    "strategy.gradients.dtype": DTYPES,
-    "strategy.optimizer.dtype": DTYPES,
-    **{f"strategy.{k}": (None, *v["words"]) for k, v in ENGINE_SETTINGS.items() if v["words"]},
-    "optimizer.schedule": ("constant", "cosine", "linear"),
-    "cluster.kind": ("local", "slurm"),
-    "cluster.device": ("auto", "cpu", "cuda"),
-}
-
-MOST_REPEATS = 100
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
-AT_LEAST = {
-    "repeats": 1,
-    "data.seq_len": 1,
-    "data.global_batch_size": 1,
-    "data.micro_batch_size": 1,
-    "data.vocab_size": 1,
-    "data.limit": 1,
-    "data.validation_samples": 1,
-    "model.num_labels": 1,
-    "strategy.prefetch": 0,
-    "optimizer.momentum": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.min_lr_ratio": 0,
-    "train.seed": 0,
-    "train.warmup_steps": 0,
-    "train.steps": 1,
-    "train.validate_every": 1,
-    "train.recompute_every": 1,
-    "checkpoint.every": 1,
-    "checkpoint.keep": 1,
-    "cluster.threads_per_rank": 1,
-    "cluster.timeout_s": 1,
-    "cluster.heartbeat_s": 1,
-    "cluster.rehearse_s": 0,
-    "cluster.start_s": 1,
-    "cluster.hang_s": 1,
-    "tracking.system_s": 0.1,  # a sample takes milliseconds
-    "cluster.slurm.ranks_per_node": 1,
-    "cluster.slurm.cpus_per_rank": 1,
-    "cluster.slurm.max_running": 1,
-    "cluster.slurm.max_requeues": 1,
-    "cluster.slurm.save_s": 1,
-}
 WATCHED = ("trace_steps", "profile_steps", "hash_steps")
-ABOVE_ZERO = (
-    *("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "study.loss_agreement"),
-    *("cluster.device_memory_gib", "cluster.reserved_gib", "cluster.peak_tflops"),
-    "cluster.slurm.memory_gb",
-)
-# No experiment needs more, and beyond these the system, torch or a person's patience gives up.
-YEAR_S = 366 * 24 * 60 * 60
-AT_MOST = {
-    "data.seq_len": 1 << 24,
-    "data.global_batch_size": 1 << 31,
-    "data.micro_batch_size": 1 << 24,
-    "data.vocab_size": 1 << 31,
-    "data.limit": 1 << 31,
-    "model.num_labels": 1 << 20,
-    "strategy.prefetch": 1024,
-    "optimizer.momentum": 1,
-    "optimizer.min_lr_ratio": 1,
-    "optimizer.warmup_steps": 10**9,
-    "train.seed": 2**32 - 1,
-    "train.warmup_steps": 10**9,
-    "train.steps": 10**9,
-    "checkpoint.every": 10**9,
-    "checkpoint.keep": 10**6,
-    "cluster.threads_per_rank": 1024,
-    "cluster.timeout_s": YEAR_S,
-    "cluster.heartbeat_s": YEAR_S,
-    "cluster.rehearse_s": YEAR_S,
-    "cluster.hang_s": YEAR_S,
-    "cluster.device_memory_gib": 10**6,
-    "cluster.reserved_gib": 10**6,
-    "cluster.slurm.ranks_per_node": 1024,
-    "cluster.slurm.cpus_per_rank": 1024,
-    "cluster.slurm.max_running": 10**6,
-    "cluster.slurm.max_requeues": 10**6,
-    "cluster.slurm.memory_gb": 10**6,
-    "cluster.slurm.save_s": YEAR_S,
-}
 MOST_RANKS = 1 << 24
 BUCKET_MB = (0.001, 1 << 20)
 # Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
@@ -125,13 +32,11 @@ MOST_OF_SHAPE = {
 MOST_OF_ANY = (1 << 31) - 1
 MOST_MODULES = 10_000  # experts of all layers
 
-LISTS_OF_WORDS = (
-    *("model.freeze", "model.blocks", "data.labels", "study.must_equal", "train.recompute_except"),
-    *("cluster.slurm.setup", "cluster.slurm.srun"),
-)
-
 # The name of a folder contains no path separator, and file systems accept it.
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
+SLURM_NAME = re.compile(r"\w[\w.,+@:-]{0,199}")
+SLURM_FEATURES = re.compile(r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}")  # man sbatch, --constraint
+SBATCH_OPTION = re.compile(r"[a-zA-Z][\w-]*")
 
 
 def check_all_given(config: Config) -> None:
@@ -144,9 +49,8 @@ def check_all_given(config: Config) -> None:
             refuse_key(key, value, "no value", "give it one")
         published = key.startswith("model.published.")
         if isinstance(value, float) and not math.isfinite(value) and not published:
-            refuse_key(
-                key, value, "no finite number", "use a finite one, or null where that is allowed"
-            )
+            remedy = "use a finite one, or null where that is allowed"
+            refuse_key(key, value, "no finite number", remedy)
 
 
 def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,52 +80,56 @@ def check_names(config: Config) -> None:
 
 def check_lists_of_words(config: Config) -> None:
     """Require plain lists, since OmegaConf takes a list in a list for a word."""
-    for key in LISTS_OF_WORDS:
-        value = value_of(config, key)
-        if any(item is None or isinstance(item, list | dict) for item in value or ()):
-            refuse_key(key, value, "no list of words", "use one such as [a,b]")
+    for key, item in KEYS.items():
+        if str(item.type).startswith(("list[str]", "list[Any]")):
+            value = value_of(config, key)
+            if any(each is None or isinstance(each, list | dict) for each in value or ()):
+                refuse_key(key, value, "no list of words", "use one such as [a,b]")
 
 
-def open_words() -> dict[str, tuple[str | None, ...]]:
-    """Return the registered words of each key; a strategy's name may also be anything of a file of one's own."""
-    known = {
-        key: tuple(word for registry in registries for word in registry)
-        for key, registries in REGISTRIES.items()
-        if key != "strategy.name"
+def words_of_keys() -> dict[str, list[str]]:
+    """Return the words that each key may be, registered ones too.
+
+    A strategy's name may also be anything of a file of one's own.
+    """
+    open_keys = REGISTRIES.keys() - {"strategy.name"}
+    return {
+        **{
+            key: [*item.metadata["words"]]
+            for key, item in KEYS.items()
+            if item.metadata.get("words")
+        },
+        **{key: [word for words in REGISTRIES[key] for word in words] for key in sorted(open_keys)},
     }
-    return {**known, "strategy.owners": (None, *known["strategy.owners"])}
 
 
 def check_words(config: Config) -> None:
-    for key, known in {**WORDS, **open_words()}.items():
-        if (value := value_of(config, key)) not in known:
-            words = [word for word in known if word]
-            refuse_key(
-                key,
-                value,
-                "unknown word",
-                suggest_word(key, value, words) or suggest_nearest(value, words),
-            )
-    for key, registries in REGISTRIES.items():
-        word = value_of(config, key)
-        for registry in registries:
-            if word in registry:
-                try:
-                    registry[word]
-                except RegistryError as error:
-                    raise ConfigError(str(error)) from error
+    words_of = words_of_keys()
+    # The dtypes of a strategy follow those of the precision, which the user wrote.
+    for key in sorted(words_of, key=lambda key: key.startswith("strategy.")):
+        value, words = value_of(config, key), words_of[key]
+        if value not in words and (value is not None or KEYS[key].default is not None):
+            remedy = suggest_word(key, value, words) or suggest_nearest(value, words)
+            refuse_key(key, value, "unknown word", remedy)
+    try:
+        for key, registries in REGISTRIES.items():
+            for registry in registries:
+                registry.get(value_of(config, key))
+    except RegistryError as error:
+        raise ConfigError(str(error)) from error
 
 
-def check_ranges(config: Config) -> None:
-    for key, low in AT_LEAST.items():
-        if (value := value_of(config, key)) is not None and value < low:
-            refuse_key(key, value, "too small", f"use at least {low}")
-    for key in ABOVE_ZERO:
-        if (value := value_of(config, key)) is not None and value <= 0:
-            refuse_key(key, value, "too small", "use more than 0")
-    for key, high in AT_MOST.items():
-        if (number := value_of(config, key)) is not None and number > high:
-            refuse_key(key, number, "too large", f"use at most {high}")
+def check_bounds(config: Config) -> None:
+    for key, item in KEYS.items():
+        value, bounds = value_of(config, key), item.metadata
+        if value is None:
+            continue
+        if (least := bounds.get("least")) is not None and value < least:
+            refuse_key(key, value, "too small", f"use at least {least}")
+        if (above := bounds.get("above")) is not None and value <= above:
+            refuse_key(key, value, "too small", f"use more than {above}")
+        if (most := bounds.get("most")) is not None and value > most:
+            refuse_key(key, value, "too large", f"use at most {most}")
 
 
 def check_shapes(config: Config) -> None:
@@ -232,10 +140,8 @@ def check_shapes(config: Config) -> None:
                 refuse_key(key, value, "too large", f"use at most {most}")
     depth, experts = config.model.moe.get("depth"), config.model.moe.get("num_experts")
     if isinstance(depth, int) and isinstance(experts, int) and depth * experts > MOST_MODULES:
-        problem = f"too many with model.moe.depth={depth}"
-        refuse_key(
-            "model.moe.num_experts", experts, problem, f"use at most {MOST_MODULES // depth}"
-        )
+        problem, remedy = f"too many with model.moe.depth={depth}", MOST_MODULES // depth
+        refuse_key("model.moe.num_experts", experts, problem, f"use at most {remedy}")
 
 
 def check_betas(config: Config) -> None:
@@ -251,9 +157,8 @@ def check_world_sizes(config: Config) -> None:
         value = value_of(config, key)
         for size in value if key == "cluster.world_sizes" else [value]:
             if type(size) is not int or size < 1:
-                refuse_key(
-                    key, size, "not a number of ranks", "use 1 or more (world_size also: all)"
-                )
+                remedy = "use 1 or more (world_size also: all)"
+                refuse_key(key, size, "not a number of ranks", remedy)
             if size > MOST_RANKS:
                 refuse_key(key, size, "too large", f"use at most {MOST_RANKS}")
 
@@ -268,38 +173,46 @@ def check_bucket(config: Config) -> None:
         refuse_key("strategy.bucket_mb", size, "not a size in MiB", remedy)
 
 
-def check_repeats(config: Config) -> None:
-    if config.repeats > MOST_REPEATS:
-        refuse_key("repeats", config.repeats, "too large", f"use at most {MOST_REPEATS}")
-
-
 def check_watched_steps(config: Config) -> None:
     """Require that steps and ranks to watch exist."""
-    train, size = config.train, config.world_size
-    num_steps = train.warmup_steps + train.steps
-    rows = [
-        *[(f"train.{key}", getattr(train, key), num_steps, "step") for key in WATCHED],
-        *(
-            [("train.profile_ranks", train.profile_ranks, size, "rank")]
-            if type(size) is int
-            else []
-        ),
-    ]
-    for key, chosen, number, what in rows:
-        for each in chosen:
-            if type(each) is not int or not 0 <= each < number:
-                refuse_key(
-                    key, each, f"no {what} of this run", f"use numbers from 0 to {number - 1}"
-                )
+    num_steps = config.train.warmup_steps + config.train.steps
+    counts = {f"train.{key}": (num_steps, "step") for key in WATCHED}
+    if type(config.world_size) is int:
+        counts["train.profile_ranks"] = (config.world_size, "rank")
+    for key, (count, what) in counts.items():
+        for each in value_of(config, key):
+            if type(each) is not int or not 0 <= each < count:
+                remedy = f"use numbers from 0 to {count - 1}"
+                refuse_key(key, each, f"no {what} of this run", remedy)
 
 
 def check_range_of_ports(config: Config) -> None:
-    if (told := config.cluster.slurm.ports) is not None:
-        try:
-            parse_port_range(told)
-        except ValueError:
-            key = "cluster.slurm.ports"
-            refuse_key(key, told, "no range of ports", "use two of 1 to 65535, as 60001-63000")
+    if (ports := config.cluster.slurm.ports) is None:
+        return
+    try:
+        parse_port_range(ports)
+    except ValueError:
+        remedy = "use two of 1 to 65535, as 60001-63000"
+        refuse_key("cluster.slurm.ports", ports, "no range of ports", remedy)
+
+
+def check_slurm_names(config: Config) -> None:
+    """Require names that Slurm could have: it would refuse others after the submission, or read another word."""
+    for name in ("partition", "account", "qos", "constraint"):
+        key = f"cluster.slurm.{name}"
+        pattern = SLURM_FEATURES if name == "constraint" else SLURM_NAME
+        if (value := value_of(config, key)) is not None and not pattern.fullmatch(value):
+            refuse_key(key, value[:100], "no name that Slurm could have", "use the site's, or null")
+
+
+def check_sbatch_options(config: Config) -> None:
+    for name, value in config.cluster.slurm.sbatch.items():
+        key = f"cluster.slurm.sbatch.{name}"
+        if not SBATCH_OPTION.fullmatch(str(name)) or isinstance(value, dict | list):
+            remedy = "use +cluster.slurm.sbatch.reservation=mine"
+            refuse_key(key, value, "no option of sbatch with one value", remedy)
+        if "\n" in str(value):
+            refuse_key(key, repr(value), "more than one line", "use one line")
 
 
 def check_study(config: Config) -> None:
@@ -310,30 +223,14 @@ def check_study(config: Config) -> None:
     for word in config.study.must_equal:
         group = word.partition(".")[0]
         if group not in RUN_FACTS and not hasattr(config, group):
-            known = [*RUN_FACTS, *(field.name for field in fields(config))]
-            refuse_key(
-                "study.must_equal",
-                word,
-                "no key and no fact of a run",
-                suggest_nearest(word, known),
-            )
+            remedy = suggest_nearest(word, [*RUN_FACTS, *(field.name for field in fields(config))])
+            refuse_key("study.must_equal", word, "no key and no fact of a run", remedy)
         if group not in RUN_FACTS:
             value_of(config, word)
 
 
 RULES = (
-    *(
-        check_all_given,
-        check_names,
-        check_lists_of_words,
-        check_words,
-        check_ranges,
-        check_shapes,
-        check_betas,
-        check_world_sizes,
-        check_bucket,
-        check_repeats,
-        check_watched_steps,
-    ),
-    *(check_range_of_ports, check_study),
+    *(check_all_given, check_names, check_lists_of_words, check_words, check_bounds, check_shapes),
+    *(check_betas, check_world_sizes, check_bucket, check_watched_steps, check_range_of_ports),
+    *(check_study, check_slurm_names, check_sbatch_options),
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from zeroexp.check.refusal import refuse_combination, refuse_without_effect
+from zeroexp.check.refusal import refuse_combination
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.keys import ENGINE_SETTINGS, Config, StrategyConfig
-from zeroexp.cut.layout import LAYOUTS
+from zeroexp.config.keys import Config, StrategyConfig
 from zeroexp.cut.stage import STAGES
 
 
@@ -19,8 +18,8 @@ def check_stage_of_rows(config: Config) -> None:
         return
     stage = {str(stage): name for name, stage in STAGES.items()}.get(row)
     if stage is None:
-        known = "; ".join(f"{name} ({row})" for name, row in STAGES.items())
-        refuse_combination(config, "strategy", f"no stage rests as {row}", f"use one of {known}")
+        rows = "; ".join(f"{name} ({row})" for name, row in STAGES.items())
+        refuse_combination(config, "strategy", f"no stage rests as {row}", f"use one of {rows}")
     if strategy.name in STAGES and stage != strategy.name:
         refuse_combination(config, "strategy", f"{row} is {stage}", f"use strategy={stage}")
 
@@ -32,45 +31,48 @@ def check_stages_of_engines(config: Config) -> None:
     if name not in ENGINES:
         return
     if _is_torch(strategy) and strategy.name == "zero1_allreduce":
+        problem = "undefined with strategy.implementation=torch"
         remedy = "use zero1: torch's ZeRO-1 is this row (gradients rest replicated)"
-        refuse_combination(
-            config, "strategy", "undefined with strategy.implementation=torch", remedy
-        )
+        refuse_combination(config, "strategy", problem, remedy)
     engine = ENGINES[name]
     if strategy.name not in engine.stages:
-        known = ", ".join(engine.stages)
-        refuse_combination(config, "strategy", f"{name} has no such stage", f"use one of {known}")
+        stages = ", ".join(engine.stages)
+        refuse_combination(config, "strategy", f"{name} has no such stage", f"use one of {stages}")
     if engine.refuse is not None and (problem := engine.refuse(config)):
         refuse_combination(config, "strategy.implementation", problem, "use another implementation")
 
 
 def check_precision(config: Config) -> None:
-    strategy, mode = config.strategy, config.precision
-    dtypes = (mode.compute, mode.reduce, mode.master)
-    if mode.compute == "float32" and dtypes != ("float32",) * 3:
-        remedy = "use precision=bf16_master"
-        refuse_combination(
-            config, "precision.compute", f"narrower than {', '.join(dtypes[1:])}", remedy
-        )
+    mode = config.precision
+    if mode.compute == "float32" and (mode.reduce, mode.master) != ("float32", "float32"):
+        problem, remedy = f"narrower than {mode.reduce}, {mode.master}", "use precision=bf16_master"
+        refuse_combination(config, "precision.compute", problem, remedy)
     if mode.autocast and mode.compute != "float32":
-        refuse_combination(
-            config, "precision.autocast", "parameters are fp32 there", "precision=autocast"
-        )
-    if strategy.implementation in ENGINES and not ENGINES[strategy.implementation].mixes_dtypes:
-        if mode.autocast or set(dtypes) != {"float32"}:
-            problem = f"strategy.implementation={strategy.implementation} computes in fp32 alone"
-            refuse_combination(config, "precision", problem, "use precision=fp32")
+        problem, remedy = "parameters are fp32 there", "precision=autocast"
+        refuse_combination(config, "precision.autocast", problem, remedy)
+    if reason := _precision_without_engine(config):
+        refuse_combination(config, "precision", *reason)
+
+
+def _precision_without_engine(config: Config) -> tuple[str, str] | None:
+    """Return why the engine has no such precision, and what to use; None where it has."""
+    strategy, mode = config.strategy, config.precision
+    name, dtypes = strategy.implementation, {mode.compute, mode.reduce, mode.master}
+    if name in ENGINES and not ENGINES[name].mixes_dtypes:
+        wrong = mode.autocast or dtypes != {"float32"}
+        reason = f"strategy.implementation={name} computes in fp32 alone", "use precision=fp32"
     elif not _is_torch(strategy):
-        if mode.autocast:
-            remedy = "use precision=bf16_master, its peer"
-            refuse_combination(config, "precision", "our engine has no autocast", remedy)
+        wrong = mode.autocast
+        reason = "our engine has no autocast", "use precision=bf16_master, its peer"
     elif _is_ddp(strategy):
-        if len(set(dtypes)) > 1:
-            problem = f"torch's {strategy.name} keeps no master weights"
-            refuse_combination(config, "precision", problem, "use precision=autocast, its peer")
-    elif mode.autocast or mode.master != "float32":
+        wrong = len(dtypes) > 1
+        problem = f"torch's {strategy.name} keeps no master weights"
+        reason = problem, "use precision=autocast, its peer"
+    else:
+        wrong = mode.autocast or mode.master != "float32"
         problem = f"torch's {strategy.name} (FSDP2) has fp32 shards and casts when it gathers"
-        refuse_combination(config, "precision", problem, "use precision=bf16_master or fp32")
+        reason = problem, "use precision=bf16_master or fp32"
+    return reason if wrong else None
 
 
 def check_dtypes_of_engines(config: Config) -> None:
@@ -83,24 +85,6 @@ def check_dtypes_of_engines(config: Config) -> None:
             refuse_combination(config, f"strategy.{kind}.dtype", problem, "use the precision group")
 
 
-def check_settings_of_engines(config: Config) -> None:
-    strategy = config.strategy
-    name = strategy.implementation
-    read = ENGINES[name].keys if name in ENGINES else ()
-    if "gradient_as_bucket_view" not in read or (_is_torch(strategy) and not _is_ddp(strategy)):
-        why = "only torch's DistributedDataParallel has it (ddp, zero1)"
-        refuse_without_effect(config, "strategy.gradient_as_bucket_view", why)
-    if name not in ENGINES:
-        return
-    for key in ENGINE_SETTINGS:
-        if key not in read:
-            refuse_without_effect(config, f"strategy.{key}", f"{name}'s engines do not have it")
-    if _is_torch(strategy) and (_is_ddp(strategy) or strategy.unit != "block"):
-        refuse_without_effect(
-            config, "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model"
-        )
-
-
 def check_skipped_experts(config: Config) -> None:
     """Refuse FSDP2 where ranks skip different experts: it reduces present gradients together, so sizes would differ."""
     strategy, family = config.strategy, config.model.family
@@ -111,28 +95,6 @@ def check_skipped_experts(config: Config) -> None:
         )
         remedy = "use buffer, or model=mixtral_tiny, whose experts always have a gradient"
         refuse_combination(config, "strategy.implementation", problem, remedy)
-
-
-def check_settings_of_ours(config: Config) -> None:
-    strategy = config.strategy
-    if strategy.implementation not in LAYOUTS:
-        return
-    name, layout = strategy.name, strategy.implementation
-    if not LAYOUTS[layout].has_owners:
-        refuse_without_effect(
-            config, "strategy.owners", f"{layout} cuts evenly, nothing has an owner"
-        )
-    if strategy.optimizer.placement != "shard":
-        refuse_without_effect(config, "strategy.owners", f"strategy={name} shards nothing")
-    if strategy.parameters.placement != "shard":
-        for key in ("prefetch", "keep"):
-            refuse_without_effect(
-                config, f"strategy.{key}", f"strategy={name} never gathers parameters"
-            )
-    if strategy.overlap is False and strategy.prefetch:
-        refuse_without_effect(
-            config, "strategy.prefetch", "nothing is gathered ahead without overlap"
-        )
 
 
 def check_reduce_each(config: Config) -> None:
@@ -151,13 +113,16 @@ def _is_ddp(strategy: StrategyConfig) -> bool:
     return strategy.name in ("ddp", "zero1")
 
 
+def check_selective_recomputation(config: Config) -> None:
+    if config.train.recompute_except and config.strategy.unit == "module":
+        # torch counts each operator of forward and of the recomputation, and those of gathers differ.
+        problem = (
+            "strategy.unit=module gathers inside of recomputed blocks, whose operators torch counts"
+        )
+        refuse_combination(config, "train.recompute_except", problem, "use strategy.unit=block")
+
+
 RULES = (
-    check_stage_of_rows,
-    check_stages_of_engines,
-    check_precision,
-    check_dtypes_of_engines,
-    check_settings_of_engines,
-    check_skipped_experts,
-    check_settings_of_ours,
-    check_reduce_each,
+    *(check_stage_of_rows, check_stages_of_engines, check_precision, check_dtypes_of_engines),
+    *(check_skipped_experts, check_reduce_each, check_selective_recomputation),
 )

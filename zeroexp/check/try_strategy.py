@@ -50,17 +50,17 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     strategy, name = config.strategy, config.strategy.implementation
     groups = parameter_groups(model.module, config.optimizer)
     factory = optimizer_factory(config.optimizer)
-    told = f"optimizer.name={config.optimizer.name}"
+    key = f"optimizer.name={config.optimizer.name}"
     num_moments = OPTIMIZERS[config.optimizer.name].num_moments(config.optimizer)
     if type(num_moments) is not int or num_moments < 0:
         problem, remedy = f"num_moments returns {num_moments!r:.40}", "return how many it keeps"
-        raise ConfigError(f"{told}: {problem}; {remedy}")
+        raise ConfigError(f"{key}: {problem}; {remedy}")
     try:
         try_out(factory, groups)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{told}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     shards = strategy.optimizer.placement == "shard" and config.world_size > 1
     cuts = name in LAYOUTS and not LAYOUTS[name].has_owners
     shared = name in LAYOUTS or (name == "torch" and strategy.name == "zero1")
@@ -69,4 +69,4 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
             factory, groups, family=name, cut=shards and cuts, shared=shards and shared
         )
     except ValueError as error:
-        raise UndefinedCombination(f"{told}: {error}") from error
+        raise UndefinedCombination(f"{key}: {error}") from error

@@ -39,8 +39,8 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints, sorted by steps. A folder without a manifest is ignored."""
-    found = [path for path in (run / FOLDER).glob("step-*") if WHOLE.fullmatch(path.name)]
-    return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
+    whole = [path for path in (run / FOLDER).glob("step-*") if WHOLE.fullmatch(path.name)]
+    return sorted((path for path in whole if (path / MANIFEST).is_file()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

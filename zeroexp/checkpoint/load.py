@@ -74,11 +74,11 @@ def load_newest(
 
 
 def _pass_over(run: Path, checkpoint: Path, error: Damaged, whence: str) -> None:
-    told = str(error).partition(";")[0]
+    problem = str(error).partition(";")[0]
     with contextlib.suppress(OSError):  # if the folder cannot be written, the next save reports it
-        told += f"; now {folders.set_aside(checkpoint).name}, the run goes on {whence}"
-        folders.append_to_log(run, {"step": folders.step_of(checkpoint), "error": told})
-    print(told, file=sys.stderr)
+        problem += f"; now {folders.set_aside(checkpoint).name}, the run goes on {whence}"
+        folders.append_to_log(run, {"step": folders.step_of(checkpoint), "error": problem})
+    print(problem, file=sys.stderr)
 
 
 def _require_same_model(checkpoint: Path, manifest: Manifest, shapes: Shapes) -> None:
@@ -86,8 +86,10 @@ def _require_same_model(checkpoint: Path, manifest: Manifest, shapes: Shapes) ->
     for name in (*shapes, *stored):
         if shapes.get(name) != stored.get(name):
             has, saved = _shape(shapes, name), _shape(stored, name)
-            told = f"{name} is {saved} in it, {has} in this model"
-            raise CheckpointError(f"{checkpoint}: of another model: {told}; give one of this model")
+            difference = f"{name} is {saved} in it, {has} in this model"
+            raise CheckpointError(
+                f"{checkpoint}: of another model: {difference}; give one of this model"
+            )
 
 
 def _shape(shapes: Shapes, name: str) -> str:
@@ -102,8 +104,8 @@ def _read_verified(checkpoint: Path, world: World) -> Manifest:
     manifest, problem = None, None
     try:
         manifest = read_manifest(checkpoint)
-        if told := find_damage(checkpoint, manifest, rank=world.rank, size=world.size):
-            problem = Damaged(told)
+        if damage := find_damage(checkpoint, manifest, rank=world.rank, size=world.size):
+            problem = Damaged(damage)
     except CheckpointError as error:
         problem = error
     for error in filter(None, worlds.gather_objects(problem)):

@@ -109,15 +109,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
     newer = f"written in format {content['format']}, this zeroexp reads up to {FORMAT}"
     is_newer = content["format"] > FORMAT
     if content.pop("hash", None) != hash_of([_canonical(content)]):
-        told = f"or {newer}" if is_newer else "its hash differs"
-        raise Damaged(f"{path}: damaged, {told}; give another checkpoint")
+        reason = f"or {newer}" if is_newer else "its hash differs"
+        raise Damaged(f"{path}: damaged, {reason}; give another checkpoint")
     if is_newer:
         raise CheckpointError(f"{path}: {newer}; update zeroexp")
     try:
         return _manifest(content)
     except (KeyError, TypeError, ValueError) as error:
-        told = f"no manifest of zeroexp ({type(error).__name__}: {error})"
-        raise Damaged(f"{path}: {told}; give another checkpoint") from error
+        reason = f"no manifest of zeroexp ({type(error).__name__}: {error})"
+        raise Damaged(f"{path}: {reason}; give another checkpoint") from error
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -46,8 +46,8 @@ class PiecePlanner(SavePlanner):
         shapes: Shapes = {}
         for plan in all_plans:
             for name, shape in plan.planner_data.items():
-                known = shapes.setdefault(name, shape)
-                assert known == shape, f"ranks disagree about {name}: {known} and {shape}"
+                first = shapes.setdefault(name, shape)
+                assert first == shape, f"ranks disagree about {name}: {first} and {shape}"
         # The plans are sent back to the ranks, which do not need the shapes.
         plans = [replace(plan, planner_data=None) for plan in all_plans]
         return plans, Metadata(state_dict_metadata={}, planner_data=shapes)

@@ -50,18 +50,18 @@ def resolve_resume(config: Config) -> str | None:
     manifest = read_manifest(path)
     if misfit := _why_it_does_not_fit(config, manifest):
         raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-    if told := _damage_of(path, manifest):
-        raise CheckpointError(told)
+    if damage := _damage_of(path, manifest):
+        raise CheckpointError(damage)
     return str(path)
 
 
 def _newest_of(config: Config, run: Path) -> Path:
-    found, checkpoint = _first_undamaged(
+    chosen, checkpoint = _first_undamaged(
         config, lambda: [_CheckpointsOfRun(run)] if run.is_dir() else []
     )
     if checkpoint:
         return checkpoint
-    for one in found:
+    for one in chosen:
         for misfit in one.misfits:
             raise UndefinedCombination(f"resume={config.resume}: {misfit}")
         if one.damaged:
@@ -73,31 +73,33 @@ def _newest_of(config: Config, run: Path) -> Path:
 def _latest_of_all_runs(config: Config) -> Path:
     """Return the newest fitting checkpoint of any run under outputs."""
     outputs = Path(config.outputs).resolve()
-    found, checkpoint = _first_undamaged(
+    chosen, checkpoint = _first_undamaged(
         config,
         lambda: [_CheckpointsOfRun(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")],
     )
     if checkpoint:
         return checkpoint
-    why = [why for one in found if (why := next(iter(one.misfits), one.all_damaged))]
-    told = f"{why[0]}, or {ANEW}" if why else f"there is none; {ANEW}"
+    why = [why for one in chosen if (why := next(iter(one.misfits), one.all_damaged))]
+    reason = f"{why[0]}, or {ANEW}" if why else f"there is none; {ANEW}"
     runs = f", of {len(why)} runs" if len(why) > 1 else ""
-    told = f"no checkpoint under {config.outputs} fits{runs}: {told}"
-    raise UndefinedCombination(f"resume={LATEST}: {told}")
+    reason = f"no checkpoint under {config.outputs} fits{runs}: {reason}"
+    raise UndefinedCombination(f"resume={LATEST}: {reason}")
 
 
 def _first_undamaged(
     config: Config, look: Callable[[], list[_CheckpointsOfRun]]
 ) -> tuple[list[_CheckpointsOfRun], Path | None]:
     """Return the first complete checkpoint, newest run first; retry if a running run removed what was found."""
-    found: list[_CheckpointsOfRun] = []
+    candidates: list[_CheckpointsOfRun] = []
     for _ in range(MOST_LOOKS):
-        found = sorted(look(), key=lambda one: one.saved_at, reverse=True)
-        if checkpoint := next(filter(None, (one.first_undamaged(config) for one in found)), None):
-            return found, checkpoint
-        if not any(one.changed() for one in found):
+        candidates = sorted(look(), key=lambda one: one.saved_at, reverse=True)
+        if checkpoint := next(
+            filter(None, (one.first_undamaged(config) for one in candidates)), None
+        ):
+            return candidates, checkpoint
+        if not any(one.changed() for one in candidates):
             break
-    return found, None
+    return candidates, None
 
 
 class _CheckpointsOfRun:
@@ -126,17 +128,17 @@ class _CheckpointsOfRun:
             if misfit := _why_it_does_not_fit(config, manifest):
                 self.misfits.append(misfit)
                 return None
-            told = _damage_of(checkpoint, manifest)
-            if told is None:
+            damage = _damage_of(checkpoint, manifest)
+            if damage is None:
                 for line in self.damaged.values():
                     _say(f"resume={config.resume}: {line}; goes on from {checkpoint}")
                 return checkpoint
-            self._note(checkpoint, told)
+            self._note(checkpoint, damage)
         return None
 
-    def _note(self, checkpoint: Path, told: str) -> None:
+    def _note(self, checkpoint: Path, reason: str) -> None:
         if checkpoint.exists():  # otherwise its run has just removed it
-            self.damaged[folders.step_of(checkpoint)] = told.partition(";")[0]
+            self.damaged[folders.step_of(checkpoint)] = reason.partition(";")[0]
 
     @property
     def all_damaged(self) -> str | None:
@@ -181,8 +183,8 @@ def _why_it_does_not_fit(config: Config, manifest: Manifest) -> str | None:
     )
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):
-            told = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
-            return f"{told}; use the same, or another checkpoint"
+            difference = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
+            return f"{difference}; use the same, or another checkpoint"
     num_steps = config.train.warmup_steps + config.train.steps
     if manifest.step >= num_steps:
         return f"{manifest.step} steps are done, of {num_steps} here; raise train.steps"

@@ -126,9 +126,9 @@ class Saver:
                 folders.register_attempt(self._run, self._attempt)
             except CheckpointError as error:
                 problem = str(error)
-        for told in worlds.gather_objects(problem):
-            if told:
-                raise CheckpointError(told)
+        for failure in worlds.gather_objects(problem):
+            if failure:
+                raise CheckpointError(failure)
 
     def _flat_state(self) -> Flat:
         flat = flat_state(self._strategy)
@@ -192,9 +192,9 @@ def _first(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    told = str(cause).partition("\n")[0]
+    reason = str(cause).partition("\n")[0]
     return (
-        told
+        reason
         if isinstance(cause, CheckpointError)
-        else f"rank {rank}: {type(cause).__name__}: {told}"
+        else f"rank {rank}: {type(cause).__name__}: {reason}"
     )

@@ -22,16 +22,16 @@ def find_damage(
             checkpoint, manifest, rank, size
         )
     except OSError as error:  # a broken disk, or a folder that is being removed
-        told = f"can not be read ({error.strerror})"
-        return f"{error.filename or checkpoint}: {told}{folders.suggest_older(checkpoint)}"
+        damage = f"can not be read ({error.strerror})"
+        return f"{error.filename or checkpoint}: {damage}{folders.suggest_older(checkpoint)}"
 
 
 def _find_wrong_hash(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str | None:
     buffer = memoryview(bytearray(BUFFER_BYTES))
     for name, tensor, piece in _share_of_rank(manifest, rank, size):
         if hash_of(_read_piece(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
-            told = f"damaged, {name} at byte {piece.offset} has another hash"
-            return f"{checkpoint / piece.file}: {told}{folders.suggest_older(checkpoint)}"
+            damage = f"damaged, {name} at byte {piece.offset} has another hash"
+            return f"{checkpoint / piece.file}: {damage}{folders.suggest_older(checkpoint)}"
     return None
 
 

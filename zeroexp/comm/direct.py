@@ -254,8 +254,7 @@ def _length(section: slice) -> int:
 
 def _begin_alike(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors begin at one place of one storage, which tensors without memory have as well."""
-    storages = (one.untyped_storage(), other.untyped_storage())
-    same = storages[0]._cdata == storages[1]._cdata  # pyright: ignore[reportPrivateUsage]
+    same = one.untyped_storage() is other.untyped_storage()
     return same and one.storage_offset() == other.storage_offset()
 
 

@@ -15,7 +15,7 @@ import struct
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{TOKEN_BYTES}sq")  # the listener's token, the caller's rank
@@ -100,18 +100,22 @@ def _receive_files(
     return files
 
 
+def _is_connected(line: socket.socket, address: str) -> bool:
+    """Return False where other callers fill the listener's queue."""
+    with suppress(BlockingIOError):
+        line.connect(address)
+        return True
+    return False
+
+
 def _call(rank: int, peer: int, address: str, token: bytes, deadline: float) -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.setblocking(False)
     try:
-        while True:
-            try:
-                line.connect(address)
-                break
-            except BlockingIOError:  # other callers fill the listener's queue
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} could not call rank {peer}") from None
-                time.sleep(AGAIN_SECONDS)
+        while not _is_connected(line, address):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} could not call rank {peer}")
+            time.sleep(AGAIN_SECONDS)
         if _user_of(line) != os.geteuid():
             raise ConnectionError(f"who listens for rank {peer} is another user")
         line.send(_HELLO.pack(token, rank))
@@ -132,13 +136,7 @@ def _answer(
         while missing := callers - met.keys():
             for file in _ready(poll, deadline, rank, missing):
                 if file == listener.socket.fileno():
-                    caller, _ = listener.socket.accept()
-                    if _user_of(caller) != os.geteuid():
-                        caller.close()
-                        continue
-                    caller.setblocking(False)
-                    strangers[caller.fileno()] = caller
-                    poll.register(caller, select.POLLIN)
+                    _admit(listener, strangers, poll)
                     continue
                 caller = strangers.pop(file)
                 poll.unregister(caller)
@@ -153,6 +151,17 @@ def _answer(
     return met
 
 
+def _admit(listener: Listener, strangers: dict[int, socket.socket], poll: select.poll) -> None:
+    """Let a process of this user introduce itself."""
+    caller, _ = listener.socket.accept()
+    if _user_of(caller) != os.geteuid():
+        caller.close()
+        return
+    caller.setblocking(False)
+    strangers[caller.fileno()] = caller
+    poll.register(caller, select.POLLIN)
+
+
 def _ready(poll: select.poll, deadline: float, rank: int, missing: set[int]) -> list[int]:
     remaining = deadline - time.monotonic()
     ready = poll.poll(1000 * remaining) if remaining > 0 else []
@@ -163,8 +172,8 @@ def _ready(poll: select.poll, deadline: float, rank: int, missing: set[int]) -> 
 
 
 def _user_of(connection: socket.socket) -> int:
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return _PEER.unpack(told)[1]
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _PEER.unpack(credentials)[1]
 
 
 def _introduced(caller: socket.socket, token: bytes) -> int:
@@ -175,5 +184,5 @@ def _introduced(caller: socket.socket, token: bytes) -> int:
         return -1
     if len(hello) != _HELLO.size:
         return -1
-    said, rank = _HELLO.unpack(hello)
-    return rank if secrets.compare_digest(said, token) else -1
+    given, rank = _HELLO.unpack(hello)
+    return rank if secrets.compare_digest(given, token) else -1

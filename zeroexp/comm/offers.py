@@ -93,7 +93,7 @@ class OwnBoard(Board):
         os.ftruncate(self.file, BoardLayout(world_size).num_bytes)
         super().__init__(self.file, world_size, access=mmap.ACCESS_WRITE)
         self._top = self._layout.entries
-        self._said: dict[int, list[int]] = {}  # offer -> the offsets in its entry
+        self._offsets_of: dict[int, list[int]] = {}  # offer -> the offsets in its entry
 
     def post_ended_steps(self, num_steps: int) -> None:
         memory_fence()
@@ -112,9 +112,9 @@ class OwnBoard(Board):
         start = self._layout.offers + 2 * offer
         if offer >= MOST_OFFERS:
             raise ValueError(f"more than {MOST_OFFERS} units: set strategy.unit=block")
-        if self._said.get(offer) != offsets:
+        if self._offsets_of.get(offer) != offsets:
             self._words[start + 1] = self._write_entry(offsets)
-            self._said[offer] = offsets
+            self._offsets_of[offer] = offsets
         memory_fence()
         self._words[start] = step
 

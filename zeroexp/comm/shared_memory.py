@@ -203,18 +203,18 @@ class SharedChannel:
 
         def wait() -> list[Tensor]:
             self._bell.wait_until(lambda: staged() is not None, self.peer, what)
-            found = staged()
-            assert found is not None
-            views = self._views(_side_by_side(found[1], like), like)
+            place = staged()
+            assert place is not None
+            views = self._views(_side_by_side(place[1], like), like)
             if into:
                 for target, view in zip(like, views, strict=True):
                     target.copy_(view)
             return views
 
         def release() -> None:
-            found = staged()
-            assert found is not None, "released before it was read"
-            self._arena.board.post_read(self.peer, found[0], tag)
+            place = staged()
+            assert place is not None, "released before it was read"
+            self._arena.board.post_read(self.peer, place[0], tag)
             self._bell.ring(self.peer)
 
         return Arrival(wait, release)

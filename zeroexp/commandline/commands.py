@@ -19,7 +19,9 @@ VERBS = {
 
 def listed() -> str:
     """Return the verbs for the screen of help, in one line each."""
-    rows = [f"  zeroexp {verb:8} {told}" for verb, (_, told) in VERBS.items() if verb != "run"]
+    rows = [
+        f"  zeroexp {verb:8} {purpose}" for verb, (_, purpose) in VERBS.items() if verb != "run"
+    ]
     return "\n".join([*rows, "  each has --help"])
 
 

@@ -30,24 +30,24 @@ def main() -> int:
     arguments = _arguments()
     try:
         first, second = (_with_hashes(Path(run)) for run in arguments.diverge)
-        found = compare_hashes(first, second, arguments.bound)
+        comparison = compare_hashes(first, second, arguments.bound)
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return REFUSED
-    for line in report_lines(found, arguments.bound):
+    for line in report_lines(comparison, arguments.bound):
         print(line)
-    return DIVERGES if found.beyond else 0
+    return DIVERGES if comparison.beyond else 0
 
 
-def report_lines(found: Comparison, bound: float) -> list[str]:
+def report_lines(comparison: Comparison, bound: float) -> list[str]:
     """Return the verdict in words."""
-    compared = f"{found.num_tensors} tensors of {found.num_steps} steps"
-    if found.exactly is None:
+    compared = f"{comparison.num_tensors} tensors of {comparison.num_steps} steps"
+    if comparison.exactly is None:
         return [f"equal in every bit: {compared}"]
-    told = [f"first difference in bits: {found.exactly}"]
-    if found.beyond is None:
-        return [*told, f"nothing lies further apart than {bound:g}: {compared}"]
-    return [*told, f"first difference beyond {bound:g}: {found.beyond}"]
+    lines = [f"first difference in bits: {comparison.exactly}"]
+    if comparison.beyond is None:
+        return [*lines, f"nothing lies further apart than {bound:g}: {compared}"]
+    return [*lines, f"first difference beyond {bound:g}: {comparison.beyond}"]
 
 
 def _with_hashes(run: Path) -> Path:

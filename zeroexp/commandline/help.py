@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from zeroexp.check.rules_of_one_key import AT_LEAST, AT_MOST, WORDS, open_words
+from zeroexp.check.rules_of_one_key import words_of_keys
 from zeroexp.config import keys as schemas
 from zeroexp.config import plugins
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.did_you_mean import did_you_mean
+from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
 
 SCREEN = """\
 zeroexp trains one model under every way of sharding its training state, and shows what each costs.
@@ -48,30 +48,26 @@ def screen(conf: Path, verbs: str) -> str:
 
 def about(key: str, conf: Path) -> str:
     """Return the help of one key or group. Raises ConfigError for an unknown one."""
-    known = {name: (kind, default) for name, kind, default in keys_of()}
     if key in _groups(conf):
-        return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key, known)])
+        return "\n".join([f"{key}=<option>", *_about_options(conf, key), *_below(key)])
     if owners := [
         (word, value) for name, word, value in plugins.settings_of_others() if name == key
     ]:
-        told = [f"  a setting of {word}; default: {value}" for word, value in owners]
-        return "\n".join([key, *told])
-    if key not in known:
-        near = get_close_matches(key, [*known, *_groups(conf)], n=3, cutoff=0.5)
-        meant = f"did you mean {' or '.join(near)}?" if near else "`--cfg job` shows them all"
-        raise ConfigError(f"--help {key}: no such key; {meant}")
-    kind, default = known[key]
-    lines = [f"{key}: {kind}", *_comment(key)]
-    if words := {**WORDS, **open_words()}.get(key):
-        lines.append(f"one of {', '.join(str(word) for word in words if word)}")
-    if key in AT_LEAST:
-        lines.append(f"at least {AT_LEAST[key]}")
-    if key in AT_MOST:
-        lines.append(f"at most {AT_MOST[key]}")
-    lines.append(
-        f"default: {'null' if default is None else default} (a group's file may set another)"
-    )
-    return "\n".join([lines[0], *(f"  {line}" for line in lines[1:]), *_below(key, known)])
+        lines = [f"  a setting of {word}; default: {value}" for word, value in owners]
+        return "\n".join([key, *lines])
+    if key not in KEYS:
+        near = did_you_mean(key, [*KEYS, *_groups(conf)], most=3)
+        raise ConfigError(f"--help {key}: no such key; {near or '`--cfg job` shows them all'}")
+    default, bounds = default_of(KEYS[key]), KEYS[key].metadata
+    lines = [f"{key}: {KEYS[key].type}", *_comment(key)]
+    if words := words_of_keys().get(key):
+        lines.append(f"one of {', '.join(words)}")
+    for bound, phrase in {"least": "at least", "above": "more than", "most": "at most"}.items():
+        if bounds.get(bound) is not None:
+            lines.append(f"{phrase} {bounds[bound]}")
+    shown = "null" if default is None else default
+    lines.append(f"default: {shown} (a group's file may set another)")
+    return "\n".join([lines[0], *(f"  {line}" for line in lines[1:]), *_below(key)])
 
 
 def version() -> str:
@@ -96,18 +92,20 @@ def _about_options(conf: Path, group: str) -> Iterator[str]:
             yield f"  {name:20} added by a plugin"
             continue
         lines = (conf / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        told = next((line[2:] for line in lines if line.startswith("# ") and "@" not in line), "")
-        yield f"  {name:20} {told}"
+        comment = next(
+            (line[2:] for line in lines if line.startswith("# ") and "@" not in line), ""
+        )
+        yield f"  {name:20} {comment}"
 
 
-def _below(key: str, known: dict[str, Any]) -> list[str]:
-    below = [name for name in known if name.startswith(f"{key}.")]
+def _below(key: str) -> list[str]:
+    below = [name for name in KEYS if name.startswith(f"{key}.")]
     return ["", *(f"  {name:34} {_short(name)}" for name in below)] if below else []
 
 
 def _short(key: str) -> str:
     comment = re.sub(r"[.;] .*", "", " ".join(_comment(key)))
-    return _listed([comment], 26)
+    return _listed([comment or " | ".join(words_of_keys().get(key, []))], 26)
 
 
 def _listed(words: list[str], indent: int) -> str:
@@ -115,16 +113,6 @@ def _listed(words: list[str], indent: int) -> str:
     text = ", ".join(words)
     most = WIDTH - indent
     return text if len(text) <= most else text[: most - 4].rpartition(" ")[0] + " ..."
-
-
-def keys_of(schema: type = Config, parent: str = "") -> Iterator[tuple[str, str, Any]]:
-    hints, made = get_type_hints(schema), schema()
-    for item in fields(schema):
-        kind, value = hints[item.name], getattr(made, item.name)
-        if is_dataclass(kind):
-            yield from keys_of(kind, f"{parent}{item.name}.")  # pyright: ignore[reportArgumentType]
-        else:
-            yield parent + item.name, str(item.type), value
 
 
 def _comment(key: str) -> list[str]:

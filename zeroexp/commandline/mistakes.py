@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
-from typing import get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.check.aliases import suggest_key, suggest_word
-from zeroexp.check.refusal import suggest_nearest
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.did_you_mean import (
+    did_you_mean,
+    suggest_key,
+    suggest_nearest,
+    suggest_word,
+)
+from zeroexp.config.keys import ConfigError, fields_of
 from zeroexp.config.plugins import WITH_SETTINGS, names_added_to
 from zeroexp.process.reachable import without_password
 from zeroexp.registry import RegistryError
@@ -50,11 +50,11 @@ def _explain(error: Exception) -> str:
         return _unknown_option(error)
     if isinstance(error, OverrideParseException):
         # Hydra 1.4 begins with a line of which word it was.
-        said = re.sub(r"\AError when parsing index: .*\n", "", str(error)).partition("\n")[0]
-        if "LexerNoViableAlt" in said:
-            said = "a character in it has a meaning of its own for Hydra"
-            return f"{error.override}: {said}; put the value in quotes: 'key=\"value\"'"
-        return f"{error.override}: {said}; write key=value, lists as key=[1,2]"
+        reason = re.sub(r"\AError when parsing index: .*\n", "", str(error)).partition("\n")[0]
+        if "LexerNoViableAlt" in reason:
+            reason = "a character in it has a meaning of its own for Hydra"
+            return f"{error.override}: {reason}; put the value in quotes: 'key=\"value\"'"
+        return f"{error.override}: {reason}; write key=value, lists as key=[1,2]"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
     if isinstance(error, (ConfigError, RegistryError)):
@@ -81,23 +81,14 @@ def _unknown_key(key: str, value: str) -> str:
         return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
     if remedy := suggest_key(key):
         return f"{key}={value}: unknown key; {remedy}"
-    close = get_close_matches(key, list(_keys(Config)), n=3, cutoff=0.6)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{key}={value}: unknown key; {meant}`python -m zeroexp --cfg job` shows them all"
+    near = did_you_mean(key, (name for name, _ in fields_of()), most=3)
+    remedy = " ".join(filter(None, (near, "`python -m zeroexp --cfg job` shows them all")))
+    return f"{key}={value}: unknown key; {remedy}"
 
 
 def _wrong_value(key: str, text: str, cause: BaseException) -> str:
     """Explain Hydra's `Error merging override key=value`; its cause holds what OmegaConf says of the value."""
     override = re.search(r"override \+*(\S+=.*)", text)
-    said = first_line(cause) if override else "; ".join(text.splitlines()[:2])
-    remedy = next((hint for word, hint in HINTS.items() if word in said), HINTS[""])
-    return f"{override[1] if override else key}: {said}; {remedy}"
-
-
-def _keys(schema: type, parent: str = "") -> Iterator[str]:
-    """Yield every dotted key of the config, groups included."""
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        yield parent + item.name
-        if is_dataclass(hints[item.name]):
-            yield from _keys(hints[item.name], f"{parent}{item.name}.")
+    reason = first_line(cause) if override else "; ".join(text.splitlines()[:2])
+    remedy = next((hint for word, hint in HINTS.items() if word in reason), HINTS[""])
+    return f"{override[1] if override else key}: {reason}; {remedy}"

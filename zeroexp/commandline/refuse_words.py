@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 
-from zeroexp.check.refusal import refuse_password, suggest_nearest
-from zeroexp.commandline.help import keys_of
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.check.refusal import refuse_password
+from zeroexp.config.did_you_mean import suggest_nearest
+from zeroexp.config.keys import KEYS, Config, ConfigError
 
 # These flags of Hydra print something and run nothing.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -21,6 +20,8 @@ _COMPLETES = tuple(
     for shell in ("bash", "zsh", "fish")
     for verb in ("install", "uninstall", "query")
 )
+# Keys whose value is text.
+TEXT_KEYS = frozenset(key for key, item in KEYS.items() if item.type in ("str", "str | None"))
 FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), _SHOWN),
@@ -68,15 +69,10 @@ def refuse_words(words: Sequence[str], conf: Path) -> None:
 def as_text(word: str) -> str:
     """Quote values of a key that is text where Hydra reads a number or a truth: 1.10 is no 1.1 in data.subset."""
     key, equals, value = word.partition("=")
-    if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in _text_keys():
+    if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in TEXT_KEYS:
         return word
     parts = [f"'{one}'" if NO_TEXT.fullmatch(one) else one for one in value.split(",")]
     return f"{key}={','.join(parts)}"
-
-
-@cache
-def _text_keys() -> frozenset[str]:
-    return frozenset(key for key, kind, _ in keys_of() if kind in ("str", "str | None"))
 
 
 def flags_last(words: Sequence[str]) -> list[str]:

@@ -8,14 +8,14 @@ means the implementation's own default; `resolve` writes that default into the r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.stage import reduce_each
+from zeroexp.cut.stage import Placement, reduce_each
 
 Schema = TypeVar("Schema")
 
@@ -38,25 +38,43 @@ class UndefinedCombination(ConfigError):
     """A point whose values are each valid but mean nothing together; a sweep skips it."""
 
 
-def of_engine(stands_for: Any = None, *words: str) -> Any:
+# No experiment needs more, and beyond these the system, torch or a person's patience gives up.
+MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
+DTYPES = ("float32", "bfloat16")
+TASKS = ("causal", "classification", "regression")
+
+
+def word(*words: str) -> Any:
+    """Declare a key that is one of these words, the first unless set."""
+    return field(default=words[0], metadata={"words": words})
+
+
+def number(
+    default: Any, *, least: float | None = None, above: float | None = None, most: Any = None
+) -> Any:
+    """Declare a number with its bounds: the least and the most it may be, or what it has to exceed."""
+    return field(default=default, metadata={"least": least, "above": above, "most": most})
+
+
+def of_engine(stands_for: Any = None, *words: str, **bounds: float) -> Any:
     """Declare a setting of our engine, which is null unless set: what null stands for, and the words it may be."""
-    return field(default=None, metadata={"stands_for": stands_for, "words": words})
+    return field(default=None, metadata={"stands_for": stands_for, "words": words, **bounds})
 
 
 @dataclass
 class Row:
     """The placement of one kind of state between uses, and its dtype."""
 
-    placement: str = "replicate"  # replicate | partial | shard
-    dtype: str = "float32"  # float32 | bfloat16
+    placement: str = word(*(placement.value for placement in Placement))
+    dtype: str = word(*DTYPES)
 
 
 @dataclass
 class ModelConfig:
     name: str = "small"
     family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
-    task: str = "causal"  # causal | classification | regression
-    num_labels: int | None = None
+    task: str = word(*TASKS)
+    num_labels: int | None = number(None, least=1, most=1 << 20)
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
     moe: dict[str, Any] = field(default_factory=dict[str, Any])  # fields of models.moe.MoeShape
@@ -81,21 +99,25 @@ def hf_keys(model: ModelConfig) -> dict[str, Any]:
 class DataConfig:
     name: str = "offline"
     kind: str = "text"  # text | hf | synthetic, or a plugin's
-    task: str = "causal"  # causal | classification | regression
-    seq_len: int = 128  # tokens per sample
-    global_batch_size: int = 12  # samples per optimizer step over all ranks
-    micro_batch_size: int = 1  # samples per rank and forward pass
+    task: str = word(*TASKS)
+    seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
+    # samples per optimizer step over all ranks
+    global_batch_size: int = number(12, least=1, most=MOST_NUMEL)
+    micro_batch_size: int = number(1, least=1, most=1 << 24)  # samples per rank and forward pass
     path: str | None = None  # a local file or folder; hf: also the id of a data set on the hub
-    vocab_size: int | None = None  # size of the tokenizer trained on the text; None = the model's
+    # size of the tokenizer trained on the text; None = the model's
+    vocab_size: int | None = number(None, least=1, most=MOST_NUMEL)
     # These are settings of kind hf, see docs/data.md.
     subset: str | None = None  # the part of a hub's data set that has several (its "configuration")
     split: str | None = None  # what is trained on; None = train
     text_column: str | None = None  # None = text
     label_column: str | None = None  # classification; None = label
     labels: list[Any] | None = None  # the label column's values in the order of the classes
-    limit: int | None = None  # how many rows to read, from the first on; None = all
+    # how many rows to read, from the first on; None = all
+    limit: int | None = number(None, least=1, most=MOST_NUMEL)
     validation_split: str | None = None  # what is validated on instead of held-out training samples
-    validation_samples: int | None = None  # how many; None = none, or the whole validation_split
+    # how many; None = none, or the whole validation_split
+    validation_samples: int | None = number(None, least=1)
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's data
 
 
@@ -112,7 +134,8 @@ class StrategyConfig:
     overlap: bool | None = of_engine(True)  # communication beside compute, or strictly after it
     # Who owns which parameter: contiguous | greedy, or a plugin's.
     owners: str | None = of_engine("greedy")
-    prefetch: int | None = of_engine()  # units gathered ahead (zero3); None: 1, in shared memory 0
+    # units gathered ahead (zero3); None: 1, in shared memory 0
+    prefetch: int | None = of_engine(least=0, most=1024)
     # Units left gathered until their backward (zero3).
     keep: str | None = of_engine("last", "none", "last", "all")
     # When accumulated gradients are reduced; None: as the stage says.
@@ -131,37 +154,41 @@ ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) i
 @dataclass
 class PrecisionConfig:
     name: str = "fp32"  # fp32 | bf16 | bf16_master | paper16 | autocast
-    compute: str = "float32"  # dtype of parameters and activations
-    reduce: str = "float32"  # dtype of gradients on the wire and of the reduced gradient
-    master: str = "float32"  # dtype of the weights the optimizer updates
+    compute: str = word(*DTYPES)  # dtype of parameters and activations
+    reduce: str = word(*DTYPES)  # dtype of gradients on the wire and of the reduced gradient
+    master: str = word(*DTYPES)  # dtype of the weights the optimizer updates
     autocast: bool = False  # fp32 parameters, bf16 operations (torch engines only)
 
 
 @dataclass
 class OptimizerConfig:
     name: str = "adamw"  # adamw | sgd, or a plugin's
-    lr: float = 1e-3  # learning rate at its top
+    lr: float = number(1e-3, above=0)  # learning rate at its top
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
-    eps: float = 1e-8  # adamw
-    momentum: float = 0.0  # sgd
-    weight_decay: float = 0.1  # per unit of the learning rate
+    eps: float = number(1e-8, above=0)  # adamw
+    momentum: float = number(0.0, least=0, most=1)  # sgd
+    weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True
-    max_grad_norm: float | None = 1.0  # None = no clipping
-    schedule: str = "constant"  # constant | cosine | linear, after warm-up
-    warmup_steps: int = 0  # steps of linear learning-rate warm-up
-    min_lr_ratio: float = 0.1  # learning rate at the end over its top
+    max_grad_norm: float | None = number(1.0, above=0)  # None = no clipping
+    schedule: str = word("constant", "cosine", "linear")  # after warm-up
+    # steps of linear learning-rate warm-up
+    warmup_steps: int = number(0, least=0, most=MOST_STEPS)
+    min_lr_ratio: float = number(0.1, least=0, most=1)  # learning rate at the end over its top
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's optimizer
 
 
 @dataclass
 class TrainConfig:
-    seed: int = 0
-    warmup_steps: int = 3  # steps not counted in time; memory is read in the last of them
-    steps: int = 20  # measured steps
-    validate_every: int | None = None  # steps between two validations; None = only at the end
+    seed: int = number(0, least=0, most=2**32 - 1)
+    # steps not counted in time; memory is read in the last of them
+    warmup_steps: int = number(3, least=0, most=MOST_STEPS)
+    steps: int = number(20, least=1, most=MOST_STEPS)  # measured steps
+    # steps between two validations; None = only at the end
+    validate_every: int | None = number(None, least=1)
     activation_checkpointing: bool = False  # recompute each block in backward
-    recompute_every: int | None = None  # only every so-many-th block is recomputed; None = each
+    # only every so-many-th block is recomputed; None = each
+    recompute_every: int | None = number(None, least=1)
     # Operators whose results recomputed blocks keep, as aten.mm.
     recompute_except: list[str] = field(default_factory=list[str])
     # Numbers of steps, warm-up included and from 0, that are watched and count in no time; see docs/measuring.md.
@@ -175,25 +202,30 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints for `resume`, saved into <run>/checkpoint while training goes on; see docs/checkpoints.md."""
 
-    every: int | None = None  # steps between two checkpoints, and one at the end; None = none
-    keep: int = 2  # how many of the newest checkpoints are kept
+    # steps between two checkpoints, and one at the end; None = none
+    every: int | None = number(None, least=1, most=MOST_STEPS)
+    keep: int = number(2, least=1, most=MANY)  # how many of the newest checkpoints are kept
 
 
 @dataclass
 class SlurmConfig:
     """These keys are what a job requests from a site's Slurm; None leaves one to the site's default."""
 
-    ranks_per_node: int = 8  # most ranks of one point that share a node
-    cpus_per_rank: int = 4
-    max_running: int | None = None  # points of one sweep that may run at once
+    # most ranks of one point that share a node
+    ranks_per_node: int = number(8, least=1, most=1024)
+    cpus_per_rank: int = number(4, least=1, most=1024)
+    # points of one sweep that may run at once
+    max_running: int | None = number(None, least=1, most=MANY)
     array: bool = False  # submit the points of one shape as one job array
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    memory_gb: float | None = None  # of one node
-    max_requeues: int = 10  # times that one job may start again from its checkpoint, for any reason
-    save_s: int = 120  # seconds before the time limit at which ranks are told to save and stop
+    memory_gb: float | None = number(None, above=0, most=MANY)  # of one node
+    # times that one job may start again from its checkpoint, for any reason
+    max_requeues: int = number(10, least=1, most=MANY)
+    # seconds before the time limit at which ranks are told to save and stop
+    save_s: int = number(120, least=1, most=YEAR_S)
     python: str | None = None  # command that starts Python on a node; None = the running Python
     setup: list[str] = field(default_factory=list[str])  # shell lines before the ranks start
     ports: str | None = None  # ports that ranks may listen on, as 60001-63000; None = any
@@ -204,26 +236,29 @@ class SlurmConfig:
 @dataclass
 class ClusterConfig:
     name: str = "local"
-    kind: str = "local"  # local | slurm
-    device: str = "auto"  # auto | cpu | cuda
-    threads_per_rank: int = 1  # CPU threads of one rank
+    kind: str = word("local", "slurm")
+    device: str = word("auto", "cpu", "cuda")
+    threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     # What a rank can compute; None: of the GPU's data sheet, or measured.
-    peak_tflops: float | None = None
-    device_memory_gib: float | None = None  # memory of one rank's device; None: no plan is judged
+    peak_tflops: float | None = number(None, above=0)
+    # memory of one rank's device; None: no plan is judged
+    device_memory_gib: float | None = number(None, above=0, most=MANY)
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
-    reserved_gib: float | None = None
+    reserved_gib: float | None = number(None, above=0, most=MANY)
     force: bool = False  # slurm: submit points that can not fit device_memory_gib all the same
     # slurm: for the rehearsals of a sweep before its points are submitted; 0: nothing is rehearsed
-    rehearse_s: int = 60
-    timeout_s: int = 3600  # a point that runs longer is stopped and recorded as timed out
+    rehearse_s: int = number(60, least=0, most=YEAR_S)
+    # a point that runs longer is stopped and recorded as timed out
+    timeout_s: int = number(3600, least=1, most=YEAR_S)
     # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later
     wait: bool = True
-    heartbeat_s: int = 30  # slurm: silence of a task after which it, or its node, counts as lost
+    # slurm: silence of a task after which it, or its node, counts as lost
+    heartbeat_s: int = number(30, least=1, most=YEAR_S)
     # slurm: from a job's first task to its last; Python may load from a slow shared disk. It grows with the ranks.
-    start_s: int = 60
+    start_s: int = number(60, least=1)
     # The job ends when no rank has advanced in a step (before: done anything) for so long; None = such a job goes on.
-    hang_s: int | None = 300
+    hang_s: int | None = number(300, least=1, most=YEAR_S)
     # slurm: start again what Slurm ended; None = where checkpoint.every is set
     requeue: bool | None = None
     dry_run: bool = False  # slurm: print the sbatch files and submit nothing
@@ -236,7 +271,8 @@ class TrackingConfig:
     mlflow: bool = True
     uri: str | None = None  # None: MLFLOW_TRACKING_URI, else sqlite in outputs/mlflow.db
     experiment: str = "zeroexp"
-    system_s: float | None = None  # seconds between samples of each node's CPU, memory, network
+    # seconds between samples of each node's CPU, memory, network; a sample takes milliseconds
+    system_s: float | None = number(None, least=0.1)
 
 
 @dataclass
@@ -246,7 +282,8 @@ class StudyConfig:
     name: str | None = None
     question: str | None = None
     include: list[dict[str, list[Any]]] = field(default_factory=list[dict[str, list[Any]]])
-    loss_agreement: float | None = None  # relative bound on how far curves lie apart at any step
+    # relative bound on how far curves lie apart at any step
+    loss_agreement: float | None = number(None, above=0)
     loss_must_fall: bool = False
     # Keys and groups of the config, or machine | versions | git | engine | transport | load; if one differs between
     # points, the study fails.
@@ -266,11 +303,29 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     world_size: Any = 2  # number of ranks, or "all": every entry of cluster.world_sizes
-    repeats: int = 1  # runs of every point, in rounds: each point once, then each again
+    # runs of every point, in rounds: each point once, then each again
+    repeats: int = number(1, least=1, most=100)
     resume: str | None = None  # latest, a run's folder, or one of its checkpoint/step-* folders
     outputs: str = "outputs"  # root folder of all runs
     # Modules with code of your own, imported in the command and in every rank; see docs/extending.md.
     plugins: list[str] = field(default_factory=list[str])
+
+
+def fields_of(schema: Any = Config, parent: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """Yield every dotted key with its field, a group before its keys."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        yield parent + item.name, item
+        if is_dataclass(hints[item.name]):
+            yield from fields_of(hints[item.name], f"{parent}{item.name}.")
+
+
+# Every key that holds a value; its field's metadata are what `word`, `number` and `of_engine` declare.
+KEYS = {key: item for key, item in fields_of() if not is_dataclass(item.default_factory)}
+
+
+def default_of(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def resolve(config: Config) -> Config:
@@ -332,9 +387,9 @@ def load(path: Path) -> Config:
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:
     """Turn plain nested mappings into dataclasses. Keys are checked; the writer guarantees the types of values."""
     hints = get_type_hints(schema)
-    known = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
-    if unknown := sorted(set(values) - known):
-        key, words = unknown[0], ", ".join(sorted(known))
+    names = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
+    if unknown := sorted(set(values) - names):
+        key, words = unknown[0], ", ".join(sorted(names))
         raise ConfigError(f"{parent}{key}={values[key]}: unknown key; use one of {words}")
     arguments = dict(values)
     for key, value in values.items():

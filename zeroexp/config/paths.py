@@ -27,12 +27,14 @@ def data_files(config: DataConfig) -> list[Path]:
     path = Path(str(config.path)).expanduser()
     if not path.exists():
         raise ConfigError(f"data.path={config.path}: no such file or folder; use one that exists")
-    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    candidates = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     if path.is_dir():  # what a system or an editor hides is no data
-        found = [p for p in found if not any(n.startswith(".") for n in p.relative_to(path).parts)]
+        candidates = [
+            p for p in candidates if not any(n.startswith(".") for n in p.relative_to(path).parts)
+        ]
     suffixes = DATA[config.kind].suffixes
-    files = [file for file in found if file.suffix.lower() in suffixes]
-    tables = sorted({file.suffix.lower() for file in found} & set(TABLES))
+    files = [file for file in candidates if file.suffix.lower() in suffixes]
+    tables = sorted({file.suffix.lower() for file in candidates} & set(TABLES))
     if not files and tables:
         problem = f"data.kind={config.kind} reads no {', '.join(tables)}"
         raise ConfigError(f"data.path={config.path}: {problem}; use data=hf for tables")
@@ -77,8 +79,8 @@ def _names(splits: str, file: Path, root: Path) -> bool:
 
 def cache_root() -> Path:
     """Return $ZEROEXP_CACHE, else zeroexp/ in the user's cache folder. Raises ConfigError for a user without a home."""
-    if told := os.environ.get("ZEROEXP_CACHE"):
-        return Path(told)
+    if folder := os.environ.get("ZEROEXP_CACHE"):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroexp"
     except RuntimeError as error:

@@ -14,12 +14,12 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zeroexp.config.data_sources import DATA
+from zeroexp.config.did_you_mean import suggest_nearest
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError
@@ -113,8 +113,8 @@ def blamed(error: BaseException) -> str | None:
     ]
     for name, line in reversed(frames):
         if name.partition(".")[0] in others:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            return f"module {name}: raised {said} at line {line}; repair it, or leave it out"
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"module {name}: raised {message} at line {line}; repair it, or leave it out"
     return None
 
 
@@ -124,19 +124,19 @@ def _describe_failure(name: str, error: BaseException, folder: Path) -> str:
         remedy = "install it, or give the command in the folder that holds it"
         return f"no module {missing} is installed or in {folder}; {remedy}"
     line = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+    message = " ".join(f"{type(error).__name__}: {error}".split())
     where = f"{Path(line.filename).name}, line {line.lineno}"
-    return f"can not be imported ({said}, at {where}); repair it, or leave it out"
+    return f"can not be imported ({message}, at {where}); repair it, or leave it out"
 
 
 def modules_named_in(words: Sequence[str]) -> list[str]:
     """Return the modules that words of the command line name with `plugins=`. Raises ConfigError for two such words."""
-    told = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
-    found = [name for word in told for name in NAMED.findall(word.partition("=")[2])]
-    if len(told) > 1:
-        problem, remedy = "said twice, and Hydra takes the last", f"use plugins={','.join(found)}"
-        raise ConfigError(f"{told[-1]}: {problem}; {remedy}")
-    return found
+    settings = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
+    modules = [name for word in settings for name in NAMED.findall(word.partition("=")[2])]
+    if len(settings) > 1:
+        problem, remedy = "said twice, and Hydra takes the last", f"use plugins={','.join(modules)}"
+        raise ConfigError(f"{settings[-1]}: {problem}; {remedy}")
+    return modules
 
 
 def as_list(word: str) -> str:
@@ -151,8 +151,8 @@ def with_settings(config: Config) -> Config:
     changed: dict[str, Any] = {}
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
-        known = _settings_of(f"{group}.{key}", getattr(section, key))
-        filled = {**deepcopy(dict(known)), **section.settings}
+        defaults = _settings_of(f"{group}.{key}", getattr(section, key))
+        filled = {**deepcopy(dict(defaults)), **section.settings}
         changed[group] = replace(section, settings=filled)
     return replace(config, **changed)
 
@@ -162,14 +162,12 @@ def unknown_settings(config: Config) -> Iterator[tuple[str, str, str]]:
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
         word = getattr(section, key)
-        known = _settings_of(f"{group}.{key}", word)
+        defaults = _settings_of(f"{group}.{key}", word)
         for given in section.settings:
-            if given not in known:
-                close = get_close_matches(given, known, n=1)
-                meant = f"did you mean {close[0]}? " if close else ""
-                words = f"use one of {', '.join(known)}" if known else "leave it out"
+            if given not in defaults:
                 problem = f"{group}.{key}={word} has no such setting"
-                yield f"{group}.settings.{given}", problem, f"{meant}{words}"
+                remedy = suggest_nearest(given, defaults) if defaults else "leave it out"
+                yield f"{group}.settings.{given}", problem, remedy
 
 
 def _settings_of(key: str, word: str) -> Mapping[str, Any]:
@@ -185,11 +183,11 @@ def _settings_of(key: str, word: str) -> Mapping[str, Any]:
 def settings_of_others() -> Iterator[tuple[str, str, Any]]:
     """Yield (key, word, default) of every setting that a word of others has; broken packages have none."""
     for group, key in WITH_SETTINGS.items():
-        for registry in REGISTRIES[f"{group}.{key}"]:
-            for word in (word for word in registry if word not in registry.own):
-                with contextlib.suppress(RegistryError):
-                    for name, default in getattr(registry[word], "settings", {}).items():
-                        yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
+        registries = REGISTRIES[f"{group}.{key}"]
+        for word in (word for words in registries for word in words if word not in words.own):
+            with contextlib.suppress(ConfigError):
+                for name, default in _settings_of(f"{group}.{key}", word).items():
+                    yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
 
 
 def has_code_of_others(config: Config) -> bool:

@@ -57,14 +57,14 @@ def assign_owners(rule: str, specs: Sequence[ParameterSpec], world_size: int) ->
 
 
 def _require_owners(
-    told: str, owner_of: object, specs: Sequence[ParameterSpec], world_size: int
+    key: str, owner_of: object, specs: Sequence[ParameterSpec], world_size: int
 ) -> None:
     if not isinstance(owner_of, dict):
         problem = f"returns a {type(owner_of).__name__}"
-        raise ValueError(f"{told}: {problem}; return a dict from names to ranks")
+        raise ValueError(f"{key}: {problem}; return a dict from names to ranks")
     owners = cast(dict[str, object], owner_of)
     for spec in specs:
         owner = owners.get(spec.name)
         if type(owner) is not int or not 0 <= owner < world_size:
             problem, remedy = f"gives {spec.name} to rank {owner}", f"use 0 to {world_size - 1}"
-            raise ValueError(f"{told}: {problem}; {remedy}, for each parameter")
+            raise ValueError(f"{key}: {problem}; {remedy}, for each parameter")

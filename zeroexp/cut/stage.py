@@ -73,8 +73,8 @@ class Stage:
         """Make a stage from the words of the config; a row that is no stage raises ValueError with all stages."""
         stage = cls(Placement(parameters), Placement(gradients), Placement(optimizer))
         if stage not in STAGES.values():
-            known = "; ".join(f"{name} = {row}" for name, row in STAGES.items())
-            raise ValueError(f"strategy placements={stage}: no such stage, use one of {known}")
+            stages = "; ".join(f"{name} = {row}" for name, row in STAGES.items())
+            raise ValueError(f"strategy placements={stage}: no such stage, use one of {stages}")
         return stage
 
     def __str__(self) -> str:

@@ -67,8 +67,8 @@ class Conversations:
         if not isinstance(messages, list) or not messages:
             self._refuse(column, "holds no list of messages", "give {role, content}, one or more")
         for message in messages:
-            known = isinstance(message, dict) and isinstance(message.get("role"), str)
-            if not known or not isinstance(message.get("content"), str):
+            is_turn = isinstance(message, dict) and isinstance(message.get("role"), str)
+            if not is_turn or not isinstance(message.get("content"), str):
                 self._refuse(column, "a message without the texts role and content", "give both")
         try:
             return self._apply(messages, **how)

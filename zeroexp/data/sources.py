@@ -109,8 +109,8 @@ def _digest(file: Path) -> str:
     seen = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
     kept = cache_root() / "digests" / hashlib.sha256(json.dumps(seen).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        if DIGEST.fullmatch(known := kept.read_text(encoding="utf-8")):
-            return known
+        if DIGEST.fullmatch(stored := kept.read_text(encoding="utf-8")):
+            return stored
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if time.time() - stat.st_ctime > TICK_SECONDS:

@@ -112,9 +112,9 @@ def columns_of(config: DataConfig, names: Sequence[str] = ()) -> dict[str, tuple
     names: of the columns that there are. A language model reads conversations where there is no text.
     """
     if config.task == "causal" and config.text_column is None and TEXT not in names:
-        for found in ((MESSAGES,), (PROMPT, COMPLETION)):
-            if set(found) <= set(names):
-                return {name: ("data.text_column", name) for name in found}
+        for of_turns in ((MESSAGES,), (PROMPT, COMPLETION)):
+            if set(of_turns) <= set(names):
+                return {name: ("data.text_column", name) for name in of_turns}
     columns = {TEXT: ("data.text_column", config.text_column or TEXT)}
     if config.task == "classification":
         columns[LABEL] = ("data.label_column", config.label_column or LABEL)
@@ -236,21 +236,25 @@ def _one_line_errors(config: DataConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, csv.Error, DatasetsError) as error:
-        cause = error.__cause__ or error  # the library says only that a file failed, its parser why
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        remedy = "name a file or folder that exists, or an id that is on the hub or in its cache"
-        if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
-            reason = " ".join(str(cause).split())[:300]
-            remedy = "choose one with data.subset"
-        elif "corresponds to no data" in reason:
-            reason, remedy = "has no rows", "name a file with rows"
-        elif "same columns" in str(error) or "Schema at index" in reason:
-            reason, remedy = "its files have different columns", "name one, or give all the same"
-        elif "split" in reason.lower():
-            remedy = "choose one with data.split or data.validation_split"
-        elif Path(str(config.path)).expanduser().exists():
-            remedy = "repair or convert it"
-        raise ConfigError(f"data.path={config.path}: {reason}; {remedy}") from error
+        raise ConfigError(f"data.path={config.path}: {_explain(error, config)}") from error
+
+
+def _explain(error: BaseException, config: DataConfig) -> str:
+    cause = error.__cause__ or error  # the library says only that a file failed, its parser why
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    if any(word in reason for word in ("onfig name", "BuilderConfig", "onfigurations")):
+        return f"{' '.join(str(cause).split())[:300]}; choose one with data.subset"
+    if "corresponds to no data" in reason:
+        return "has no rows; name a file with rows"
+    if "same columns" in str(error) or "Schema at index" in reason:
+        return "its files have different columns; name one, or give all the same"
+    if "split" in reason.lower():
+        return f"{reason}; choose one with data.split or data.validation_split"
+    if Path(str(config.path)).expanduser().exists():
+        return f"{reason}; repair or convert it"
+    return (
+        f"{reason}; name a file or folder that exists, or an id that is on the hub or in its cache"
+    )
 
 
 def _require_columns(table: Table, config: DataConfig) -> None:
@@ -282,13 +286,15 @@ def _require_columns(table: Table, config: DataConfig) -> None:
 
 
 def _require_names(names: list[str], config: DataConfig) -> None:
-    known = ", ".join(names)[:200]
+    columns = ", ".join(names)[:200]
     for key, name in columns_of(config, names).values():
         if name not in names and len(names) == 1 and (separators := set(";\t|") & set(names[0])):
             problem = f"its columns are separated by {separators.pop()!r}, no comma"
             raise ConfigError(f"data.path={config.path}: {problem}; convert it")
         if name not in names:
-            raise ConfigError(f"{key}={name}: no such column in {config.path}; use one of {known}")
+            raise ConfigError(
+                f"{key}={name}: no such column in {config.path}; use one of {columns}"
+            )
 
 
 def _may_be_messages(value: Any, config: DataConfig) -> bool:
@@ -297,6 +303,6 @@ def _may_be_messages(value: Any, config: DataConfig) -> bool:
     return config.task == "causal" and of_messages
 
 
-def _refuse_column_without_text(told: str, kind: str, texts: list[str]) -> NoReturn:
+def _refuse_column_without_text(key: str, kind: str, texts: list[str]) -> NoReturn:
     remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
-    raise ConfigError(f"{told}: holds {kind}, no text; {remedy}")
+    raise ConfigError(f"{key}: holds {kind}, no text; {remedy}")

@@ -82,8 +82,8 @@ def write_labelled(
     save_column(folder / "tokens.npy", padded, "tokens", (config.seq_len,), _dtype(tokenizer))
     save_column(folder / "labels.npy", padded, "labels", (), np.dtype(np.int64))
     save_column(folder / "lengths.npy", padded, "lengths", (), np.dtype(np.int64))
-    told = [names[value] for value in classes] if names else classes
-    _write_about(folder, config, tokenizer, source, classes, told)
+    values = [names[value] for value in classes] if names else classes
+    _write_about(folder, config, tokenizer, source, classes, values)
 
 
 class _Packer:
@@ -106,8 +106,8 @@ class _Packer:
             # transformers takes two seconds to import.
             from zeroexp.data.conversations import Conversations
 
-            told = None if self.masks else MESSAGES if MESSAGES in columns else self.column
-            self.conversations = Conversations(words, tokenizer, told)
+            column = None if self.masks else MESSAGES if MESSAGES in columns else self.column
+            self.conversations = Conversations(words, tokenizer, column)
         self.rest: list[int] = []
         self.rest_counts: list[bool] = []
 

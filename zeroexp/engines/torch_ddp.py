@@ -147,9 +147,9 @@ class TorchDDP:
                 contributed = canonical_whole if self._shards_optimizer else self._share
                 state[name][key] = contributed(moment)
             if parameter in own:
-                told = self._python.of(name, parameter)
+                value = self._python.of(name, parameter)
                 once = self._shards_optimizer or self._world.rank == 0
-                state[name].update(told if once else {})
+                state[name].update(value if once else {})
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:

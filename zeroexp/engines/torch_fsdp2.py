@@ -136,8 +136,8 @@ class TorchFSDP2:
                 **moments_of(self.optimizer.state.get(parameter, {})),
             }
             state[name] = {key: self._pieces(tensor) for key, tensor in tensors.items()}
-            told = self._python.of(name, parameter)
-            state[name].update(told if self._world.rank == 0 else {})
+            value = self._python.of(name, parameter)
+            state[name].update(value if self._world.rank == 0 else {})
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:

@@ -45,7 +45,7 @@ class _Buffer:
 
     @property
     def now(self) -> Tensor | None:
-        return self.owner._buffers.get(self.key)
+        return getattr(self.owner, self.key, None)
 
 
 class Buffers:
@@ -89,8 +89,8 @@ class Buffers:
         summed = changes.tolist()
         for buffer, count in zip(self._buffers, summed, strict=True):
             if count > self._world.size and buffer.persistent:
-                told = f"buffer {buffer.name} got another shape or dtype while training"
-                raise ValueError(f"{told}: register it with persistent=False, or keep its shape")
+                problem = f"buffer {buffer.name} got another shape or dtype while training"
+                raise ValueError(f"{problem}: register it with persistent=False, or keep its shape")
         changed = [
             b for b, n in zip(self._buffers, summed, strict=True) if 0 < n <= self._world.size
         ]
@@ -121,12 +121,12 @@ class Buffers:
             if not _is_persistent(owner, key):
                 continue
             if tensor.layout is not torch.strided:
-                told = f"buffer {name} is sparse, which no state carries"
-                raise ValueError(f"{told}: register it with persistent=False")
-            told = canonical_whole(tensor)
+                problem = f"buffer {name} is sparse, which no state carries"
+                raise ValueError(f"{problem}: register it with persistent=False")
+            canonical = canonical_whole(tensor)
             if self._world.rank != 0:
-                told = CanonicalTensor(told.shape, told.dtype, [])
-            state[name] = {BUFFER: told}
+                canonical = CanonicalTensor(canonical.shape, canonical.dtype, [])
+            state[name] = {BUFFER: canonical}
         return state
 
     def require(self, state: CanonicalState) -> None:
@@ -148,8 +148,10 @@ class Buffers:
                 raise ValueError(f"buffer {name} is in the {where}; give a state of this model")
             shape = tuple(ours[name].seen.shape)
             if shape != tuple(saved[name].shape):
-                told = f"is {list(saved[name].shape)} in the state, {list(shape)} in this model"
-                raise ValueError(f"buffer {name} {told}; give a state of this model")
+                difference = (
+                    f"is {list(saved[name].shape)} in the state, {list(shape)} in this model"
+                )
+                raise ValueError(f"buffer {name} {difference}; give a state of this model")
 
     def load(self, state: CanonicalState) -> None:
         """Load the buffers of `state`. Raises ValueError, before anything changes, if the state is of another model."""
@@ -204,8 +206,8 @@ class Buffers:
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the module's state, each under all of its names."""
-    found = _registered(module)
-    return {name: tensor for name, owner, key, tensor in found if _is_persistent(owner, key)}
+    registered = _registered(module)
+    return {name: tensor for name, owner, key, tensor in registered if _is_persistent(owner, key)}
 
 
 def _find(module: nn.Module) -> list[_Buffer]:
@@ -216,9 +218,8 @@ def _find(module: nn.Module) -> list[_Buffer]:
 def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield the name of each buffer, the module that owns it, its key there, and the tensor."""
     for prefix, owner in module.named_modules():
-        for key, tensor in owner._buffers.items():
-            if tensor is not None:
-                yield f"{prefix}.{key}" if prefix else key, owner, key, tensor
+        for key, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
+            yield f"{prefix}.{key}" if prefix else key, owner, key, tensor
 
 
 def _is_persistent(owner: nn.Module, key: str) -> bool:
@@ -259,6 +260,6 @@ def _write(buffer: _Buffer, flat: Tensor) -> None:
     values = flat.view(now.shape)
     overlaps = any(s == 0 and n > 1 for s, n in zip(now.stride(), now.shape, strict=True))
     if overlaps or now.is_inference():
-        buffer.owner._buffers[buffer.key] = values.to(now.device, now.dtype)
+        setattr(buffer.owner, buffer.key, values.to(now.device, now.dtype))
     else:
         now.copy_(values)

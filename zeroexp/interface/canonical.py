@@ -39,18 +39,19 @@ def merge(states: Sequence[CanonicalState]) -> CanonicalState:
     Raises ValueError where two states differ in the shape or dtype of an entry, since they are of different models.
     """
     whole: CanonicalState = {}
-    for state in states:
-        for name, tensors in state.items():
-            for key, tensor in tensors.items():
-                empty = CanonicalTensor(tensor.shape, tensor.dtype, [])
-                known = whole.setdefault(name, {}).setdefault(key, empty)
-                if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
-                    one, other = (f"{list(t.shape)} {t.dtype}" for t in (known, tensor))
-                    raise ValueError(
-                        f"merge: {name}.{key} is {one} in one state and {other} in another; give the states of "
-                        "one strategy's ranks"
-                    )
-                known.pieces.extend(tensor.pieces)
+    entries = [
+        (name, *entry) for state in states for name in state for entry in state[name].items()
+    ]
+    for name, key, tensor in entries:
+        empty = CanonicalTensor(tensor.shape, tensor.dtype, [])
+        merged = whole.setdefault(name, {}).setdefault(key, empty)
+        if (merged.shape, merged.dtype) != (tensor.shape, tensor.dtype):
+            one, other = (f"{list(t.shape)} {t.dtype}" for t in (merged, tensor))
+            raise ValueError(
+                f"merge: {name}.{key} is {one} in one state and {other} in another; give the states of "
+                "one strategy's ranks"
+            )
+        merged.pieces.extend(tensor.pieces)
     return whole
 
 
@@ -115,14 +116,14 @@ class SavedMoments:
     def __init__(self, state: CanonicalState) -> None:
         self._state = state
         with_dims = [entry for entry in state.values() if WEIGHT in entry and entry[WEIGHT].shape]
-        self._known = {key for entry in with_dims for key in entry}
+        self._keys_with_tensors = {key for entry in with_dims for key in entry}
         self._numbers = {key for entry in with_dims for key in entry if entry[key].shape == ()}
 
     def of(self, name: str) -> Iterator[tuple[str, SavedMoment]]:
         weight = self._state[name][WEIGHT]
         for key, moment in self._state[name].items():
             if key not in NO_MOMENTS:
-                number = key in self._numbers if key in self._known else key == "step"
+                number = key in self._numbers if key in self._keys_with_tensors else key == "step"
                 alike = moment.shape == weight.shape and not (number and weight.shape == ())
                 yield key, SavedMoment(moment, alike, moment.dtype == weight.dtype)
 

@@ -95,8 +95,8 @@ class _Trial:
         self.options = {key: value for key, value in group.items() if key != "params"}
         largest: dict[int, Tensor] = {}
         for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
-            known = largest.setdefault(parameter.ndim, parameter)
-            largest[parameter.ndim] = max(known, parameter, key=Tensor.numel)
+            first = largest.setdefault(parameter.ndim, parameter)
+            largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
         self.pairs = [
             (_values(p, longest_side, seed=1), _values(p, longest_side, seed=2))
             for p in largest.values()
@@ -207,22 +207,22 @@ def _parameter(values: Tensor, part: slice | None) -> nn.Parameter:
 
 def _require_these(optimizer: Optimizer, expected: Sequence[Tensor]) -> None:
     """Raise ValueError if the optimizer holds other parameters, whose updates no strategy would publish."""
-    known = {id(parameter) for parameter in expected}
+    ids = {id(parameter) for parameter in expected}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in known:
-            told = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
-            raise ValueError(f"{told} than it is handed: make it over the groups it gets")
+        if id(parameter) not in ids:
+            problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
+            raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
 
 
 def _step(optimizer: Optimizer) -> None:
     try:
         optimizer.step()
     except Exception as error:  # ScheduleFree raises this class itself
-        told = f"can not make a step: {str(error).splitlines()[0]}"
+        problem = f"can not make a step: {str(error).splitlines()[0]}"
         if "closure" in str(error):
-            told = "wants a closure in step(), and no strategy can give it one"
+            problem = "wants a closure in step(), and no strategy can give it one"
         name = type(optimizer).__name__
-        raise ValueError(f"optimizer {name} {told}: use another optimizer") from error
+        raise ValueError(f"optimizer {name} {problem}: use another optimizer") from error
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
@@ -296,13 +296,13 @@ def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcom
     """Return the error message; an optimizer whose result depends on the random seed gets a different one."""
     name = type(whole.optimizer).__name__
     if not all(bool(moved.isfinite().all()) for moved in whole.moved):
-        told = f"optimizer {name} moves weights to infinity or NaN in its first steps"
-        return f"{told}: lower its learning rate (optimizer.lr)"
+        problem = f"optimizer {name} moves weights to infinity or NaN in its first steps"
+        return f"{problem}: lower its learning rate (optimizer.lr)"
     again = _run(factory, trials, _wholes, seed=1)
     if _near(again.moved, whole.moved):
         return f"optimizer {why}"
-    told = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
-    return f"{told}: use another optimizer"
+    problem = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
+    return f"{problem}: use another optimizer"
 
 
 @contextmanager

@@ -79,18 +79,18 @@ class PythonValues:
             self._counted[i] |= counted.keys()
 
     def _saved_numbers(self, state: CanonicalState, names: Sequence[str]) -> Values:
-        told = [
+        counted = [
             _values_from_state(state[name], name)["group"]
             for name in names
             if PYTHON in state.get(name, {})
         ]
-        for other in told[1:]:
-            if other != told[0]:
+        for other in counted[1:]:
+            if other != counted[0]:
                 raise ValueError(
-                    f"state of {names[0]} and the others of its param_group: they counted {told[0]} "
+                    f"state of {names[0]} and the others of its param_group: they counted {counted[0]} "
                     f"and {other}; use the param_groups that they were trained in"
                 )
-        return told[0] if told else {}
+        return counted[0] if counted else {}
 
     def _numbers_of(self, name: str) -> Values:
         i = self._group_of.get(name)
@@ -113,8 +113,8 @@ class PythonValues:
 
     def _unknown(self, key: object, where: str, value: object = None) -> str:
         what = "state" if value is None else f"a {type(value).__name__}"
-        told = f"optimizer {type(self._optimizer).__name__} keeps {what} under {key!r} {where}"
-        return f"{told}, which no checkpoint can carry: train without checkpoints or use another optimizer"
+        problem = f"optimizer {type(self._optimizer).__name__} keeps {what} under {key!r} {where}"
+        return f"{problem}, which no checkpoint can carry: train without checkpoints or use another optimizer"
 
 
 def own_values(entry: Mapping[str, CanonicalTensor], name: str) -> Values:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -53,7 +53,10 @@ CanonicalState = dict[str, dict[str, CanonicalTensor]]
 
 
 class Strategy(Protocol):
-    """One engine. The caller calls `model` as before; the parallelism happens in its hooks."""
+    """One engine. The caller calls `model` as before; the parallelism happens in its hooks.
+
+    An engine may also have `settings`, a dict of what it chose where the config leaves a choice open.
+    """
 
     model: nn.Module
     optimizer: Optimizer  # rank-local; only its param_groups (learning rate) are read and written
@@ -85,11 +88,3 @@ class Strategy(Protocol):
         ...
 
     def load_state_dict(self, state: CanonicalState) -> None: ...
-
-
-@runtime_checkable
-class HasSettings(Protocol):
-    """An engine that tells what it chose where the config leaves a choice open; None: not applicable."""
-
-    @property
-    def settings(self) -> dict[str, Any]: ...

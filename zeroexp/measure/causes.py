@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Block, Log, is_counted
+from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import CAUSES, KINDS
 
 CAUSE_OF_KIND = {"buffers": "pools"}
@@ -61,16 +62,15 @@ class Reading:
 def read_states(states: ModelStates, when: float) -> Reading:
     """Note where the engine's model states lie; each storage counts once, under the first kind that shows it."""
     reading = Reading(when, hidden_bytes=states.hidden_bytes)
-    seen: set[int] = set()
+    seen: set[UntypedStorage] = set()
     for kind in KINDS:
         cause = CAUSE_OF_KIND.get(kind, kind)
         for tensor in getattr(states, kind):
-            local: Tensor = getattr(tensor, "_local_tensor", tensor)
+            local = local_tensor(tensor)
             storage = local.untyped_storage()
-            identity = storage._cdata  # pyright: ignore[reportPrivateUsage]
-            if identity in seen or not storage.nbytes():
+            if storage in seen or not storage.nbytes():
                 continue
-            seen.add(identity)
+            seen.add(storage)
             if is_counted(local):
                 reading.cause_of.setdefault(storage.data_ptr(), cause)
                 reading.num_bytes[storage.data_ptr()] = storage.nbytes()

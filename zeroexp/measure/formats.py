@@ -18,8 +18,8 @@ class NewerFormat(ValueError):
 
 def refuse_newer_format(content: dict[str, Any], what: str) -> None:
     """Raise NewerFormat, with the remedy, for what a later version wrote."""
-    found = content.get(KEY, FORMAT)
-    if isinstance(found, int) and found > FORMAT:
+    number = content.get(KEY, FORMAT)
+    if isinstance(number, int) and number > FORMAT:
         raise NewerFormat(
-            f"{what} has format {found}, and this zeroexp reads {FORMAT}; use the version that wrote it"
+            f"{what} has format {number}, and this zeroexp reads {FORMAT}; use the version that wrote it"
         )

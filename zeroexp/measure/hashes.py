@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.formats import FORMAT, KEY
+from zeroexp.measure.memory import local_tensor
 
 NUM_SIGNS = 8
 NUMEL_AT_ONCE = 1 << 18  # elements that are hashed at once
@@ -148,8 +149,8 @@ class StepHashes:
             self._add("parameters", name, parameter)
 
     def _output_of(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for index, tensor in enumerate(found):
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        for index, tensor in enumerate(tensors):
             self._add("forward", f"output {index} of {name}", tensor)
 
     def _gradient_of(self, name: str, gradient: Tensor) -> None:
@@ -159,9 +160,8 @@ class StepHashes:
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         # Our engine shows these gradients to no other hook.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            pairs = [
-                (_local_tensor(p), _local_tensor(p.grad)) for p in masters if p.grad is not None
-            ]
+            trained = [p for p in masters if p.grad is not None]
+            pairs = [(local_tensor(p).detach(), local_tensor(p.grad).detach()) for p in trained]
         for name, start, piece in self._pieces:
             for master, gradient in pairs:
                 offset = _offset_in(master, piece)
@@ -174,7 +174,7 @@ class StepHashes:
             self._row("weights", name).add(piece.detach(), start)
 
     def _add(self, kind: str, tensor: str, values: Tensor) -> None:
-        if hasattr(values, "_local_tensor"):  # FSDP2 shows its shards where it gathers later
+        if hasattr(values, "to_local"):  # FSDP2 shows its shards where it gathers later
             return
         row = Hash(self._step, kind, tensor, self._microbatch)
         with torch.no_grad():
@@ -187,10 +187,6 @@ class StepHashes:
         if last is None or (last.kind, last.tensor) != (kind, tensor):
             self.rows.append(Hash(self._step, kind, tensor))
         return self.rows[-1]
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def _offset_in(master: Tensor, piece: Tensor) -> int | None:

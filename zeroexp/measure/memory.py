@@ -18,9 +18,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.record import KINDS
@@ -37,21 +38,21 @@ def bytes_by_kind(states: ModelStates) -> dict[str, int]:
     A view counts as the whole storage it keeps alive, a storage resized to zero as nothing, and a DTensor as its local
     part. `hidden_bytes` count as buffers.
     """
-    seen: set[int] = set()
+    seen: set[UntypedStorage] = set()
     held = {kind: _unseen_bytes(getattr(states, kind), seen) for kind in KINDS}
     held["buffers"] += states.hidden_bytes
     return held
 
 
-def _unseen_bytes(tensors: Sequence[Tensor], seen: set[int]) -> int:
-    num_bytes = 0
-    for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]  (the C++ storage's address)
-        if identity not in seen:
-            seen.add(identity)
-            num_bytes += storage.nbytes()
-    return num_bytes
+def local_tensor(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _unseen_bytes(tensors: Sequence[Tensor], seen: set[UntypedStorage]) -> int:
+    storages = {local_tensor(tensor).untyped_storage() for tensor in tensors} - seen
+    seen |= storages
+    return sum(storage.nbytes() for storage in storages)
 
 
 def most_held_bytes() -> int:
@@ -207,8 +208,8 @@ def _cache_folder() -> Path:
 
 def _is_ours(path: Path) -> bool:
     """Whether nobody but this user and root can have written what is there."""
-    found = path.lstat()
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = path.lstat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(content: bytes) -> str:

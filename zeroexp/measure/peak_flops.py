@@ -58,9 +58,9 @@ def peak_flops(
         name = f"cluster.peak_tflops={named_tflops:g}"
         return PeakFlops(1e12 * named_tflops, "named", name)
     if world.device.type == "cuda":
-        known = datasheet(torch.cuda.get_device_name(world.device), dtype)
-        if known is not None:
-            return known
+        peak = datasheet(torch.cuda.get_device_name(world.device), dtype)
+        if peak is not None:
+            return peak
     barrier()  # ranks that share cores slow one another down here as they do in training
     try:
         mine = calibrate(world, dtype)

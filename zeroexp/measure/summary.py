@@ -163,8 +163,8 @@ def _mean_at(ranks: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, 
 
 
 def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:
-    known = [value for value in per_rank if value is not None]
-    return spread(known) if len(known) == len(per_rank) else None
+    values = [value for value in per_rank if value is not None]
+    return spread(values) if len(values) == len(per_rank) else None
 
 
 def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
@@ -173,8 +173,8 @@ def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
     An engine that shares memory with its neighbours sends little over the wire. An engine that sends from C++ counts
     nothing itself, and then only the loss of the training loop is counted.
     """
-    told = world_size == 1 or rank.sent_bytes_by_kind.keys() - {LOSS}
-    if rank.wire_bytes is None and not told:
+    is_counted = world_size == 1 or rank.sent_bytes_by_kind.keys() - {LOSS}
+    if rank.wire_bytes is None and not is_counted:
         return None
     return max(sum(rank.sent_bytes_by_kind.values()), rank.wire_bytes or 0.0)
 

@@ -29,6 +29,7 @@ from zeroexp.measure.causes import (
     largest_causes,
     read_states,
 )
+from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import Peak, VerbSeconds
 from zeroexp.measure.verb_seconds import TimedMove, meter
 
@@ -167,7 +168,7 @@ class StepTrace:
             self._backward_reaches_block(OUTSIDE, gradient)
 
     def _note(self, cause: str, tensor: Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         self.noted.append((time.perf_counter(), storage.data_ptr(), cause))
 
     def _verbs(self) -> list[tuple[float, float]]:

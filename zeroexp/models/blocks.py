@@ -24,16 +24,16 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 def chosen_blocks(module: nn.Module, chosen: Sequence[str]) -> list[str]:
     """Return the blocks that `model.blocks` names; a list stands for its elements. Raises ConfigError."""
-    known = dict(module.named_modules())
+    modules = dict(module.named_modules())
     blocks: list[str] = []
     for name in chosen:
-        if name not in known or not name:
+        if name not in modules or not name:
             lists = ", ".join(list_names(module)) or "none"
             raise ConfigError(
                 f"model.blocks={name}: the model has no such module; its lists: {lists}"
             )
-        inside = [f"{name}.{i}" for i, _ in enumerate(known[name].children())]
-        blocks += inside if isinstance(known[name], nn.ModuleList) else [name]
+        inside = [f"{name}.{i}" for i, _ in enumerate(modules[name].children())]
+        blocks += inside if isinstance(modules[name], nn.ModuleList) else [name]
     return blocks
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,34 +36,32 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[str], kept: Sequence[s
         block.forward = _recomputed(block.forward, operators)
 
 
-def operators_of(names: Sequence[str]) -> list[torch._ops.OpOverload]:
+def operators_of(names: Sequence[str]) -> list[Any]:
     """Return the operators that are named, as `aten.mm`, or one overload of it, as `aten.mm.default`.
 
     Raises ConfigError for what torch does not have, and for an operator that returns a view: of a weight, whose memory
     may be freed before backward.
     """
-    found: list[torch._ops.OpOverload] = []
+    operators: list[Any] = []
     for name in names:
         key = f"train.recompute_except={name}"
         try:
-            named = functools.reduce(getattr, name.split("."), torch.ops)
+            named: Any = functools.reduce(getattr, name.split("."), torch.ops)
         except (AttributeError, RuntimeError):
             named = None
-        if isinstance(named, torch._ops.OpOverloadPacket):
-            named = [getattr(named, overload) for overload in named.overloads()]
-        elif isinstance(named, torch._ops.OpOverload):
-            named = [named]
-        else:
+        overloads = named.overloads() if hasattr(named, "overloads") else ()
+        named = [getattr(named, each) for each in overloads] or [named]
+        if not all(hasattr(each, "_schema") for each in named):
             raise ConfigError(f"{key}: torch has no such operator; name one as aten.mm")
         named = [each for each in named if not any(r.alias_info for r in each._schema.returns)]
         if not named:
             problem = "returns a view or writes in place, so that nothing can be kept of it"
             raise ConfigError(f"{key}: {problem}; name one that computes, as aten.mm")
-        found += named
-    return found
+        operators += named
+    return operators
 
 
-def _recomputed(forward, operators: list[torch._ops.OpOverload]):
+def _recomputed(forward, operators: Sequence[Any]):
     contexts = noop_context_fn
     if operators:
         contexts = functools.partial(create_selective_checkpoint_contexts, operators)

@@ -118,11 +118,11 @@ class Tape(TorchDispatchMode):
 
     def parameters(self, module: nn.Module) -> dict[str, _View]:
         """Return the parameters of `module` by name. Raises CannotDefer for one that this tape does not know."""
-        found = {name: self._noted(p.detach()) for name, p in module.named_parameters()}
-        for name, view in found.items():
+        views = {name: self._noted(p.detach()) for name, p in module.named_parameters()}
+        for name, view in views.items():
             if not isinstance(view, _View):
                 raise CannotDefer(f"{name} has values already")
-        return found
+        return views
 
     def replay(self, wanted: dict[str, _View], seed: int) -> Iterator[tuple[str, Tensor]]:
         """Run all operations; yield each parameter once it has its values. It is freed when the next one is asked for.
@@ -180,7 +180,7 @@ class Tape(TorchDispatchMode):
         if not tensor.is_meta:
             return tensor
         storage = tensor.untyped_storage()
-        memory = storage._cdata
+        memory = id(storage)
         self._alive[memory] = storage
         self._bytes[memory] = max(storage.nbytes(), self._bytes.get(memory, 0))
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.utils import logging
 
+from zeroexp.config.did_you_mean import did_you_mean
 from zeroexp.config.families import MODELS, vocabulary
 from zeroexp.config.keys import ConfigError, ModelConfig, hf_keys
 from zeroexp.interface.values import Values
@@ -32,6 +32,10 @@ from zeroexp.models.huggingface_weights_read import Stored
 
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
 OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 TASKS = {
     "causal": AutoModelForCausalLM,
     "classification": AutoModelForSequenceClassification,
@@ -63,7 +67,7 @@ def _from_config(config: ModelConfig, shape: PreTrainedConfig) -> nn.Module:
 def _make_deterministic(config: ModelConfig, module: nn.Module) -> nn.Module:
     """Switch off randomness, and show the padding to a classifier whose attention may look ahead."""
     for each in module.modules():
-        if isinstance(each, nn.modules.dropout._DropoutNd):
+        if isinstance(each, DROPOUTS):
             each.p = 0.0
     if config.family == "hf" and config.task == "classification":
         module.register_forward_pre_hook(_mask_padding, with_kwargs=True)
@@ -132,8 +136,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
         raise ConfigError(f"model.family={config.family}: use {', '.join(words)}")
     kind = architecture(config)
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        remedy = f"did you mean {near[0]}?" if near else "use one that it has"
+        remedy = did_you_mean(kind, CONFIG_MAPPING) or "use one that it has"
         raise ConfigError(f"model_type={kind}: transformers has no such architecture; {remedy}")
     check_keys(config, kind)
     keys = {key: value for key, value in hf_keys(config).items() if key not in OURS}
@@ -190,8 +193,8 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
     folder = find_weights.model_folder(config.weights)
     _keep_quiet()
     model: Any = module
-    found = huggingface_weights_check.require_fitting(config, folder, model.config, module)
-    values = Stored(module, found, drawn)
+    headers = huggingface_weights_check.require_fitting(config, folder, model.config, module)
+    values = Stored(module, headers, drawn)
     values.fill_buffers()
     return values
 

@@ -102,9 +102,9 @@ def _require_same(module: nn.Module, shapes: Shapes) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     for name in (*expected, *shapes):
         if expected.get(name) != shapes.get(name):
-            told = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
+            difference = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
             remedy = "export it with the version of transformers that trained it"
-            raise ConfigError(f"the checkpoint's model: {told}; {remedy}")
+            raise ConfigError(f"the checkpoint's model: {difference}; {remedy}")
 
 
 def _write_weights(

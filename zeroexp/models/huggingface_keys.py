@@ -5,7 +5,6 @@ transformers accepts a misspelt key silently, and takes many keys that this proj
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from zeroexp.config.did_you_mean import did_you_mean
 from zeroexp.config.keys import ConfigError, ModelConfig
 
 # Randomness in forward is off in all our models, so that every engine computes the same.
@@ -56,16 +56,15 @@ def check_keys(config: ModelConfig, kind: str) -> None:
     A published config is nobody's wish: its keys without a use here are left out in silence.
     """
     shape = AutoConfig.for_model(kind)
-    known = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART]
+    names = [*shape.to_dict(), *shape.attribute_map, *SPELT_APART]
     for key, value in config.hf_config.items():
         if key == "model_type" and config.family == "hf":
             continue
         named = f"model.hf_config.{key}"
         if key in ELSEWHERE:
             raise ConfigError(f"{named}={value}: no effect here; set {ELSEWHERE[key]}")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "see transformers' documentation"
+        if key not in names:
+            remedy = did_you_mean(key, names) or "see transformers' documentation"
             raise ConfigError(f"{named}: {type(shape).__name__} has no such key; {remedy}")
         if key in IDLE:
             raise ConfigError(f"{named}={value}: no effect on what is trained; leave it out")

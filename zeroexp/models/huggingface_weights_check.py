@@ -51,11 +51,11 @@ def require_fitting(
     """
     _require_config(config, folder, shape)
     expected = _published(module)
-    found = _of_model(_headers(config, folder), module, expected)
-    _require_names(config, expected, found)
-    _require_shapes(config, expected, found)
-    _require_tied(config, shape, module, found)
-    return found
+    headers = _of_model(_headers(config, folder), module, expected)
+    _require_names(config, expected, headers)
+    _require_shapes(config, expected, headers)
+    _require_tied(config, shape, module, headers)
+    return headers
 
 
 def num_words(config: ModelConfig, folder: Path) -> int | None:
@@ -116,11 +116,11 @@ def _without_type(written: dict[str, Any]) -> dict[str, Any]:
 
 def _effective(shape: PreTrainedConfig) -> dict[str, Any]:
     """Return the keys of the class that decide the function, flattened, with nulls replaced by their meaning."""
-    known = set(type(shape)().to_dict())
+    names = set(type(shape)().to_dict())
     values = {
         key: value
         for key, value in shape.to_dict().items()
-        if key in known - HARMLESS and not RANDOMNESS.search(key)
+        if key in names - HARMLESS and not RANDOMNESS.search(key)
     }
     width, heads = (getattr(shape, key, None) for key in ("hidden_size", "num_attention_heads"))
     if "head_dim" in values and width and heads:
@@ -169,7 +169,7 @@ def _published(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _of_model(
-    found: dict[str, Header], module: Any, expected: Mapping[str, Tensor]
+    headers: dict[str, Header], module: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Header]:
     """Return the names as in the model with its head: files saved without a head lack the base model's prefix.
 
@@ -177,12 +177,12 @@ def _of_model(
     """
     prefix = f"{module.base_model_prefix}."
     heads = tuple(head for names in HEADS.values() for head in names)
-    if not any(name.startswith(prefix) for name in found):
-        found = {n if n.startswith(heads) else prefix + n: h for n, h in found.items()}
+    if not any(name.startswith(prefix) for name in headers):
+        headers = {n if n.startswith(heads) else prefix + n: h for n, h in headers.items()}
     none_of_it = [TABLES, *(module._keys_to_ignore_on_load_unexpected or ())]
     return {
         name: header
-        for name, header in found.items()
+        for name, header in headers.items()
         if name in expected or not any(re.search(each, name) for each in none_of_it)
     }
 
@@ -191,15 +191,15 @@ def _of_model(
 
 
 def _require_names(
-    config: ModelConfig, expected: Mapping[str, Any], found: Mapping[str, Any]
+    config: ModelConfig, expected: Mapping[str, Any], headers: Mapping[str, Any]
 ) -> None:
     heads = tuple(head for names in HEADS.values() for head in names)
     may_lack = HEADS["classification"] if config.task == "classification" else ()
     may_have = HEADS["causal"] if config.task == "classification" else ()
     # Some files repeat the head that is tied to the embedding; _require_tied compares its values.
     may_have = (*may_have, *(head for head in HEADS["causal"] if config.task == "causal"))
-    missing = sorted(name for name in set(expected) - set(found) if not name.startswith(may_lack))
-    extra = sorted(name for name in set(found) - set(expected) if not name.startswith(may_have))
+    missing = sorted(name for name in set(expected) - set(headers) if not name.startswith(may_lack))
+    extra = sorted(name for name in set(headers) - set(expected) if not name.startswith(may_have))
     if extra:
         remedy = "choose weights of this model; these would be left out in silence"
         if all(name.startswith(heads) for name in extra):
@@ -211,9 +211,9 @@ def _require_names(
 
 
 def _require_shapes(
-    config: ModelConfig, expected: Mapping[str, Tensor], found: Mapping[str, Header]
+    config: ModelConfig, expected: Mapping[str, Tensor], headers: Mapping[str, Header]
 ) -> None:
-    for name, header in found.items():
+    for name, header in headers.items():
         counts = name in expected and not expected[name].is_floating_point()  # a buffer of integers
         if header.dtype not in FLOATS and not counts:
             problem = f"{name} is {header.dtype} in {header.file.name}"
@@ -227,16 +227,16 @@ def _require_shapes(
 
 
 def _require_tied(
-    config: ModelConfig, shape: PreTrainedConfig, module: nn.Module, found: Mapping[str, Header]
+    config: ModelConfig, shape: PreTrainedConfig, module: nn.Module, headers: Mapping[str, Header]
 ) -> None:
     """Raise ConfigError if a file holds both tied tensors with different values: transformers would untie them."""
     (head,) = HEADS["causal"]
     words = cast(Any, module).get_input_embeddings().weight
     (name,) = (name for name, p in module.named_parameters() if p is words)
     beside = f"{head}weight"
-    if config.task != "causal" or not shape.tie_word_embeddings or beside not in found:
+    if config.task != "causal" or not shape.tie_word_embeddings or beside not in headers:
         return
-    if not torch.equal(read_tensor(found[beside]), read_tensor(found[name])):
+    if not torch.equal(read_tensor(headers[beside]), read_tensor(headers[name])):
         problem = f"{beside} differs from {name} in it, model.name={config.name} ties them"
         _refuse(config, problem, "choose weights of this model")
 

@@ -31,14 +31,14 @@ from zeroexp.models.weight_files import Header, read_range, read_tensor
 class Stored:
     """The values in files, given as headers by published name; what is missing there comes from `drawn`."""
 
-    def __init__(self, module: nn.Module, found: Mapping[str, Header], drawn: Drawn) -> None:
+    def __init__(self, module: nn.Module, headers: Mapping[str, Header], drawn: Drawn) -> None:
         self._module = module
-        self._found = found
+        self._headers = headers
         self._buffers = persistent_buffers(module)
         ours = {**dict(module.named_parameters()), **self._buffers}
         self._shapes = {name: tensor.shape for name, tensor in ours.items()}
         self._parts = {name: self._parts_of(name, shape) for name, shape in self._shapes.items()}
-        missing = {name for name, parts in self._parts.items() if not set(parts) <= set(found)}
+        missing = {name for name, parts in self._parts.items() if not set(parts) <= set(headers)}
         self._drawn = drawn.only(missing)
         for name in missing:
             del self._parts[name]
@@ -50,7 +50,7 @@ class Stored:
 
     def __iter__(self) -> Iterator[tuple[str, Read]]:
         for name, parts in self._parts.items():
-            header = self._found[parts[0]]
+            header = self._headers[parts[0]]
             if name in self._buffers:
                 continue
             if len(parts) == 1 and header.shape == tuple(self._shapes[name]):
@@ -63,13 +63,15 @@ class Stored:
 
     def fingerprint(self) -> int:
         """Return a sum over names, shapes, dtypes and the first numbers of each tensor."""
-        told = self._drawn.fingerprint()
+        fingerprint = self._drawn.fingerprint()
         for parts in self._parts.values():
             for part in parts:
-                header = self._found[part]
+                header = self._headers[part]
                 first = read_range(header, 0, 1).float().tolist()
-                told = zlib.crc32(repr((part, header.shape, header.dtype, first)).encode(), told)
-        return told
+                fingerprint = zlib.crc32(
+                    repr((part, header.shape, header.dtype, first)).encode(), fingerprint
+                )
+        return fingerprint
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -80,17 +82,17 @@ class Stored:
         try:
             return revert_weight_conversion(cast(Any, self._module), {name: tensor})
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            told = " ".join(str(error).split())
-            raise CannotDefer(f"{name} is published with other parameters ({told})") from error
+            reason = " ".join(str(error).split())
+            raise CannotDefer(f"{name} is published with other parameters ({reason})") from error
 
     def _put_together(self, name: str) -> Tensor:
         """Return the whole tensor, in float32, see [Note: what is where]; a buffer that is not cut in its own dtype."""
         shape, parts = self._shapes[name], self._parts[name]
-        if len(parts) == 1 and self._found[parts[0]].shape == tuple(shape):
-            return read_tensor(self._found[parts[0]])
+        if len(parts) == 1 and self._headers[parts[0]].shape == tuple(shape):
+            return read_tensor(self._headers[parts[0]])
         small = shape.numel() <= torch.iinfo(torch.int32).max
         numbers = torch.arange(shape.numel(), dtype=torch.int32 if small else torch.int64)
         whole = torch.empty(shape.numel(), dtype=torch.float32)
         for part, places in self._under_published_names(name, numbers.view(shape)).items():
-            whole[places.reshape(-1).long()] = read_tensor(self._found[part]).float().reshape(-1)
+            whole[places.reshape(-1).long()] = read_tensor(self._headers[part]).float().reshape(-1)
         return whole.view(shape)

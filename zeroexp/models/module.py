@@ -95,18 +95,18 @@ def _build_whole(config: ModelConfig, seed: int, vocab_size: int | None) -> Buil
 def materialize(module: nn.Module, device: torch.device | str) -> None:
     """Replace every parameter and buffer of a module built on meta by an empty one on `device`; tied ones stay one.
 
-    Under FakeTensorMode the new ones take no memory. (`nn.Module.to_empty` would untie tied parameters.)
+    Under FakeTensorMode the new ones take no memory. (torch's to_empty would untie tied parameters.)
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
-            for key, old in held.items():
-                if old is not None and old not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype, device=device)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-                if old is not None:
-                    held[key] = made[old]  # pyright: ignore[reportArgumentType]
+        parameters = each.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = each.named_buffers(recurse=False, remove_duplicate=False)
+        for key, old in [*parameters, *buffers]:
+            if old not in made:
+                new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                is_parameter = isinstance(old, nn.Parameter)
+                made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+            setattr(each, key, made[old])
 
 
 def _keep_rows_apart(config: ModelConfig, module: nn.Module) -> None:

@@ -52,15 +52,15 @@ def _refuse_without_effect(model: ModelConfig) -> None:
     if model.published:
         key, value = next(iter(model.published.items()))
         remedy = f"set model.hf_config.{key} instead, with a + before it where it is new"
-        told = "holds the config.json of model.path and nothing else"
-        raise ConfigError(f"model.published.{key}={value}: {told}; {remedy}")
+        problem = "holds the config.json of model.path and nothing else"
+        raise ConfigError(f"model.published.{key}={value}: {problem}; {remedy}")
     if model.init not in INITS:
         raise ConfigError(f"model.init={model.init}: unknown word; use weights, random or null")
     if model.family != FAMILY:
         for key in ("path", "init", "blocks"):
             if (value := getattr(model, key)) is not None:
-                told = f"no effect with model={model.name}; use model=hf, or leave it null"
-                raise ConfigError(f"model.{key}={value}: {told}")
+                problem = f"no effect with model={model.name}; use model=hf, or leave it null"
+                raise ConfigError(f"model.{key}={value}: {problem}")
     elif model.path is None:
         if "model_type" in model.hf_config:
             return

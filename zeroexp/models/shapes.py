@@ -12,11 +12,11 @@ Shape = TypeVar("Shape")
 
 def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
     """Make the dataclass `shape` of the keys below `key`. Raises ConfigError."""
-    known = [field.name for field in fields(shape)]  # pyright: ignore[reportArgumentType]
+    names = [field.name for field in fields(shape)]  # pyright: ignore[reportArgumentType]
     for word in given:
-        if word not in known:
-            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(known)}")
-    for word in known:
+        if word not in names:
+            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(names)}")
+    for word in names:
         if word not in given:
             raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")
         if type(given[word]) is not int or given[word] < 1:

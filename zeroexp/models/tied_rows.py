@@ -133,9 +133,9 @@ def _number_of_backward() -> int:
 
 
 def _add_rows(gradient: weakref.ref[TiedGradient], weight: Tensor) -> None:
-    told = gradient()
-    if told is not None:
-        told.add_rows(weight)
+    owner = gradient()
+    if owner is not None:
+        owner.add_rows(weight)
 
 
 def _look_up(module: nn.Embedding, gradient: TiedGradient, input: Tensor) -> Tensor:

@@ -37,14 +37,14 @@ class Header:
 
 def read_headers(folder: Path) -> dict[str, Header]:
     """Return the header of every tensor that transformers would read from `folder`. Raises UnreadableWeights."""
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     for file in _files(folder):
         try:
-            found.update(_in(file))
+            headers.update(_in(file))
         except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnreadableWeights(f"{file.name}: {reason}") from error
-    return found
+    return headers
 
 
 def read_tensor(header: Header) -> Tensor:

@@ -130,7 +130,7 @@ def current(
     if isinstance(device, nn.Module):
         device = next(device.parameters()).device
     device = torch.device(device)
-    # `get_backend` names no backend where the group has one for each device, or chose it itself.
+    # dist.get_backend names no backend where the group has one for each device, or chose it itself.
     backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
     if device.type not in backends:
         raise ValueError(

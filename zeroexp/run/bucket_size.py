@@ -40,22 +40,22 @@ def _measured_or_known_link(config: Config, folder: Path, world: World) -> Link:
     """
     num_hosts = len(set(worlds.gather_objects(worlds.host_identity())))
     name = f"{config.cluster.name}-{world.backend}-{world.size}-ranks-{num_hosts}-hosts.json"
-    known = folder.parent.parent / "links" / name
-    link = worlds.gather_objects(_read_link(known))[0]  # every rank takes what rank 0 read
+    path = folder.parent.parent / "links" / name
+    link = worlds.gather_objects(_read_link(path))[0]  # every rank takes what rank 0 read
     if link is None:
         link = measure_link(world)
         gc.collect()  # frees the probe's shared memory before memory is counted
         if world.rank == 0:
-            _keep_link(link, known)
-    print(f"strategy.bucket_mb={link.bucket_mb:g} for {link}, kept in {known}")
+            _keep_link(link, path)
+    print(f"strategy.bucket_mb={link.bucket_mb:g} for {link}, kept in {path}")
     return link
 
 
 def _read_link(path: Path) -> Link | None:
     """Return the link kept at `path`; None where the file is missing or unreadable, so that the ranks measure again."""
     try:
-        known = read_json(path)
-        return None if known is None else Link(**known)
+        content = read_json(path)
+        return None if content is None else Link(**content)
     except (OSError, ValueError, TypeError):
         return None
 

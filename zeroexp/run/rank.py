@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from zeroexp.config.keys import Config, UndefinedCombination
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.data.batches import Data, build_data
 from zeroexp.engines.build import build_strategy
-from zeroexp.interface.strategy import HasSettings, Strategy
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments, memory_snapshot
 from zeroexp.measure.memory import (
     AllocationMeter,
@@ -202,13 +202,13 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     if not over:
         saver.save_now(records[-1].step + 1)
     elif records:  # without records the resumed run had no step left to do
-        known = {
+        facts = {
             "data_source": data.source,
             "num_parameters": sum(math.prod(shape) for shape in shapes.values()),
             "plan": {} if world.rank else _plan(config, strategy, data.vocab_size),
         }
         speed = _speed(config, world, needed * config.data.global_batch_size)
-        _summarise(folder, world, records, strategy, known, speed, build_peak_bytes)
+        _summarise(folder, world, records, strategy, facts, speed, build_peak_bytes)
         if config.checkpoint.every is not None:  # after the summary: a finished run needs that more
             saver.save_now(num_steps)
     saver.close()
@@ -231,7 +231,7 @@ def _labels(config: Config) -> dict[str, str]:
 
 
 def _settings_of(strategy: Strategy) -> dict[str, Any]:
-    return strategy.settings if isinstance(strategy, HasSettings) else {}
+    return getattr(strategy, "settings", {})
 
 
 def _plan(config: Config, strategy: Strategy, vocab_size: int | None) -> dict[str, float]:
@@ -274,21 +274,20 @@ def _run_steps(
     Each record is on the disk before the checkpoint of its step can become whole. is_own: the run began these steps.
     """
     records: list[StepRecord] = []
-    with ExitStack() as stack:
-        writer = None
-        if world.rank == 0:
-            writer = RecordWriter(folder, from_step=start_step, rests_on=is_own)
-            stack.enter_context(writer)
+    writes = world.rank == 0
+    writing = RecordWriter(folder, from_step=start_step, rests_on=is_own) if writes else None
+    with writing or nullcontext() as writer:
         for record in steps:
             record.saving_seconds = saver.take_blocked_seconds()
             if writer:
                 writer.write(record)
             records.append(record)
-            if saver.is_due(record.step + 1):
-                progress.note_phase(record.step + 1, progress.SAVING)
-                if writer:
-                    writer.sync()
-                saver.save(record.step + 1)
+            if not saver.is_due(record.step + 1):
+                continue
+            progress.note_phase(record.step + 1, progress.SAVING)
+            if writer:
+                writer.sync()
+            saver.save(record.step + 1)
     return records
 
 
@@ -297,7 +296,7 @@ def _summarise(
     world: World,
     records: list[StepRecord],
     strategy: Strategy,
-    known: dict[str, Any],
+    facts: dict[str, Any],
     speed: dict[str, Any],
     build_peak_bytes: int | None,
 ) -> None:
@@ -313,7 +312,7 @@ def _summarise(
     all_ranks = worlds.gather_objects(mine)
     if world.rank == 0:
         steps = read_records(folder)
-        write_summary(folder, replace(summarise(steps, all_ranks, **known), **speed))
+        write_summary(folder, replace(summarise(steps, all_ranks, **facts), **speed))
 
 
 def _speed(config: Config, world: World, flops_per_step: float) -> dict[str, Any]:

@@ -104,13 +104,13 @@ def _time_entries(summary: RunSummary) -> dict[str, float]:
 
 def _speed_entries(summary: RunSummary) -> dict[str, float]:
     """Return what the model computes, and its share of what the ranks could."""
-    known = {
+    values = {
         "model_tflop_per_step": (summary.model_flops_per_step, 1e-12),
         "model_tflop_per_s": (summary.model_flops_per_second, 1e-12),
         "peak_tflop_per_s_per_rank": (summary.peak_flops_per_second, 1e-12),
         "mfu_percent": (summary.mfu, 100),
     }
-    return {name: n * factor for name, (n, factor) in known.items() if n is not None}
+    return {name: n * factor for name, (n, factor) in values.items() if n is not None}
 
 
 def _verb_entries(summary: RunSummary) -> dict[str, float]:
@@ -118,7 +118,7 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
     ranks = summary.times
     verbs = dict.fromkeys(verb for rank in ranks for verb in rank.verbs)
     parts = ("working", "overlapped", "exposed")
-    told = {
+    values = {
         f"verb/{verb}_{part}_ms": _milliseconds(
             fmean(getattr(rank.verbs[verb], part) if verb in rank.verbs else 0.0 for rank in ranks)
         )
@@ -126,8 +126,8 @@ def _verb_entries(summary: RunSummary) -> dict[str, float]:
         for part in parts
     }
     if ranks:
-        told["time/exposed_ms"] = _milliseconds(fmean(rank.exposed_seconds for rank in ranks))
-    return told
+        values["time/exposed_ms"] = _milliseconds(fmean(rank.exposed_seconds for rank in ranks))
+    return values
 
 
 def _memory_entries(summary: RunSummary) -> dict[str, float]:

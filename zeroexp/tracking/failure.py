@@ -82,8 +82,8 @@ def write_died(
     """
     if status > 0:
         message = f"rank {rank} ended with exit code {status} without saying why"
-        if said := last_line(log_path(folder, rank)):
-            message = f"rank {rank} ended with exit code {status}; its log ends with: {said}"
+        if line := last_line(log_path(folder, rank)):
+            message = f"rank {rank} ended with exit code {status}; its log ends with: {line}"
         _write(folder, _cause(folder, rank, f"exit code {status}", message))
         return
     name = signal.Signals(-status).name

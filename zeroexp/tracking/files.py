@@ -119,10 +119,10 @@ def _lines_of(path: Path) -> list[str]:
 
 def _require_no_hole(path: Path, steps: Sequence[int], until: int | None = None) -> None:
     """Raise DamagedFile if a step is missing between the first and the last, or before `until`."""
-    known = set(steps)
-    first, last = min(known, default=0), max(known, default=-1)
+    names = set(steps)
+    first, last = min(names, default=0), max(names, default=-1)
     last = last if until is None else until - 1
-    if missing := [step for step in range(first, last + 1) if step not in known]:
+    if missing := [step for step in range(first, last + 1) if step not in names]:
         what = f"{len(missing)} steps are missing from {missing[0]} on"
         raise DamagedFile(path, what, "restore it, or run the steps again with --rerun")
 
@@ -191,8 +191,8 @@ def read_summary(folder: Path) -> RunSummary | None:
 
 def working_folder_of(folder: Path) -> Path | None:
     """Return the folder from which the command of a run was given; None where the run does not tell."""
-    told = (read_json(folder / "environment.json") or {}).get("folder")
-    return Path(told) if told else None
+    folder_of_command = (read_json(folder / "environment.json") or {}).get("folder")
+    return Path(folder_of_command) if folder_of_command else None
 
 
 def step_record(row: dict[str, Any]) -> StepRecord:

@@ -66,7 +66,7 @@ def run_params(run: Run) -> dict[str, str]:
 
 
 def run_tags(run: Run, status: str) -> dict[str, str]:
-    known = {tag: run.environment[key] for key, tag in MACHINE.items() if key in run.environment}
+    tags = {tag: run.environment[key] for key, tag in MACHINE.items() if key in run.environment}
     return {
         "sweep": run.sweep,
         "strategy": run.label,
@@ -76,7 +76,7 @@ def run_tags(run: Run, status: str) -> dict[str, str]:
         **({"verdict": run.summary.verdict} if run.summary and run.summary.verdict else {}),
         **({"data": run.summary.data_source} if run.summary and run.summary.data_source else {}),
         **({"peak_flops": run.summary.peak_flops_name} if run.summary and run.summary.mfu else {}),
-        **known,
+        **tags,
         **_of_mlflow(run),
         # These are tags, since another attempt may find other links, and MLflow writes a param only once.
         **{f"engine.{key}": value for key, value in run.engine.items() if value != "null"},
@@ -85,12 +85,12 @@ def run_tags(run: Run, status: str) -> dict[str, str]:
 
 def _of_mlflow(run: Run) -> dict[str, str]:
     """Return the tags that MLflow itself shows: where the code came from, and the run's colour in charts."""
-    told = {
+    values = {
         "mlflow.source.git.commit": run.environment.get("git.commit"),
         "mlflow.source.name": run.environment.get("command"),
         "mlflow.runColor": _colour(run),
     }
-    return {key: value for key, value in told.items() if value and value != "null"}
+    return {key: value for key, value in values.items() if value and value != "null"}
 
 
 def _colour(run: Run) -> str | None:

@@ -137,10 +137,10 @@ class MlflowTracker:
         """Record what the run trained on as MLflow's data set of it; doing so again changes nothing."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        if (known := labels.dataset_fields(run)) is None:
+        if (fields := labels.dataset_fields(run)) is None:
             return
         context = [InputTag("mlflow.data.context", "training")]
-        name, digest, kind, source = known
+        name, digest, kind, source = fields
         made = DatasetInput(Dataset(name, digest, kind, source), context)
         with self.store.opened() as client:
             client.log_inputs(run_id, datasets=[made])

@@ -51,9 +51,9 @@ def kills_by_kernel() -> int:
     """Return how many processes the kernel killed for lack of memory, in this control group or else on this machine."""
     for file in _counters():
         if file.exists():
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-            if found:
-                return int(found[1])
+            count = re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            if count:
+                return int(count[1])
     return 0
 
 

@@ -128,15 +128,15 @@ class Store:
     def experiment_id(self) -> str:
         """The experiment's id; the experiment is created if the store has none. ConfigError if it was deleted."""
         with self.opened() as client:
-            found = client.get_experiment_by_name(self.experiment)
-            if found is None:
+            experiment = client.get_experiment_by_name(self.experiment)
+            if experiment is None:
                 return self._create_experiment(client)
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise ConfigError(
                 f"tracking.experiment={self.experiment} was deleted in MLflow; restore it with "
-                f"`mlflow experiments restore -x {found.experiment_id}` or choose another name"
+                f"`mlflow experiments restore -x {experiment.experiment_id}` or choose another name"
             )
-        return found.experiment_id
+        return experiment.experiment_id
 
     def _create_experiment(self, client: MlflowClient) -> str:
         # Relative artifact locations would depend on the folder in which the UI is started.

@@ -66,61 +66,15 @@ def train(
     the steps that they choose.
     """
     stop = stop or Stop()
-    num_warmup, batch_size = config.train.warmup_steps, config.data.global_batch_size
-    num_steps = num_warmup + config.train.steps
-    validated = validated_steps(config)
-    window_ends = {num_warmup - 1, num_steps - 1}
-    reading_step = num_warmup - 1 if num_warmup > start_step else num_steps - 1
-    collectives = Collectives(world)
-    take_traffic()  # what building and loading sent counts in no step
     unread: deque[_Step] = deque()
-    instruments = instruments or Instruments(TrainConfig(), world, Path())
+    run = _Run(strategy, data, config, world, stop, instruments, start_step)
+    take_traffic()  # what building and loading sent counts in no step
     meter.device = world.timed_device
-    for index in range(start_step, num_steps):
-        reads = index == reading_step
-        with (
-            instruments.watching(index, strategy, reading=reads) as trace,
-            meter.recording() as moves,
-        ):
-            step = _Step(world, index, reading_memory=reads, trace=trace)
-            step.lr = learning_rate(config.optimizer, index, num_steps)
-            for group in strategy.optimizer.param_groups:
-                group["lr"] = step.lr
-            batch = data.step_batch(index * batch_size, rank=world.rank, world_size=world.size)
-            for microbatch in batch.microbatches:
-                last = microbatch is batch.microbatches[-1]
-                with strategy.microbatch(last=last):
-                    step.enter(progress.FORWARD)
-                    loss = (
-                        _loss_sum(strategy, microbatch, world, config.model.task) / batch.num_valid
-                    )
-                    if last:
-                        step.read_memory("after_forward", strategy)
-                    step.enter(progress.BACKWARD)
-                    strategy.backward(loss)
-                step.loss += loss.detach()
-            step.read_memory("after_backward", strategy)
-            step.enter(progress.STEP)
-            if stop.asked:
-                step.wishes.fill_(1)
-            sums = collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
-            with step.clock.optimizer(strategy.optimizer):
-                step.grad_norm = strategy.step(drain=index in window_ends | validated)
-            step.read_memory("after_step", strategy)
-            strategy.zero_grad()
-            sums.wait()
-            if index in window_ends:
-                barrier()
-            step.read_memory("at_rest", strategy)
-            step.clock.stop()
-        step.end(batch.num_tokens, moves, bytes_known=not instruments.allocates(index))
-        step.traced = instruments.slows(index)
-        instruments.write_timeline(index, trace, step.peak)
-        if step.traced:
-            barrier()  # no rank waits in its next step for another one that still writes what it saw
-        if index in validated:  # [Note: validation]
+    for index in range(start_step, run.num_steps):
+        step = run.take_step(index)
+        if index in run.validated:  # [Note: validation]
             step.validation_loss = validation_loss(
-                strategy, data, collectives, task=config.model.task, step=index
+                strategy, data, run.collectives, task=config.model.task, step=index
             )
         unread.append(step)
         most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
@@ -133,6 +87,83 @@ def train(
             break
     for step in unread:
         yield step.record(config)
+
+
+class _Run:
+    """The steps of one run: what each trains on, what is measured of it, and which end the measured window."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        data: Data,
+        config: Config,
+        world: World,
+        stop: Stop,
+        instruments: Instruments | None,
+        start_step: int,
+    ):
+        self._strategy, self._data, self._config, self._stop = strategy, data, config, stop
+        self._world, self.collectives = world, Collectives(world)
+        self._instruments = instruments or Instruments(TrainConfig(), world, Path())
+        num_warmup = config.train.warmup_steps
+        self.num_steps = num_warmup + config.train.steps
+        self.validated = validated_steps(config)
+        self._window_ends = {num_warmup - 1, self.num_steps - 1}
+        warms_up = num_warmup > start_step
+        self._reading_step = num_warmup - 1 if warms_up else self.num_steps - 1
+
+    def take_step(self, index: int) -> _Step:
+        """Train one step, and let the instruments write what they saw of it."""
+        reads, instruments = index == self._reading_step, self._instruments
+        watching = instruments.watching(index, self._strategy, reading=reads)
+        with watching as trace, meter.recording() as moves:
+            step = _Step(self._world, index, reading_memory=reads, trace=trace)
+            num_tokens = self._accumulate_gradients(step)
+            self._update_parameters(step)
+        step.end(num_tokens, moves, bytes_known=not instruments.allocates(index))
+        step.traced = instruments.slows(index)
+        instruments.write_timeline(index, trace, step.peak)
+        if step.traced:
+            barrier()  # no rank waits in its next step for another one that still writes what it saw
+        return step
+
+    def _accumulate_gradients(self, step: _Step) -> int:
+        """Run forward and backward of this rank's microbatches, and return their number of tokens."""
+        strategy, world = self._strategy, self._world
+        step.lr = learning_rate(self._config.optimizer, step.index, self.num_steps)
+        for group in strategy.optimizer.param_groups:
+            group["lr"] = step.lr
+        first_sample = step.index * self._config.data.global_batch_size
+        batch = self._data.step_batch(first_sample, rank=world.rank, world_size=world.size)
+        for microbatch in batch.microbatches:
+            last = microbatch is batch.microbatches[-1]
+            with strategy.microbatch(last=last):
+                step.enter(progress.FORWARD)
+                loss = _loss_sum(strategy, microbatch, world, self._config.model.task)
+                loss = loss / batch.num_valid
+                if last:
+                    step.read_memory("after_forward", strategy)
+                step.enter(progress.BACKWARD)
+                strategy.backward(loss)
+            step.loss += loss.detach()
+        step.read_memory("after_backward", strategy)
+        return batch.num_tokens
+
+    def _update_parameters(self, step: _Step) -> None:
+        strategy, ends_window = self._strategy, step.index in self._window_ends
+        step.enter(progress.STEP)
+        if self._stop.asked:
+            step.wishes.fill_(1)
+        sums = self.collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
+        with step.clock.optimizer(strategy.optimizer):
+            step.grad_norm = strategy.step(drain=ends_window or step.index in self.validated)
+        step.read_memory("after_step", strategy)
+        strategy.zero_grad()
+        sums.wait()
+        if ends_window:
+            barrier()
+        step.read_memory("at_rest", strategy)
+        step.clock.stop()
 
 
 def validated_steps(config: Config) -> set[int]:
@@ -167,7 +198,7 @@ class _Step:
         self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
         self.validation_loss: float | None = None
-        self._index = index
+        self.index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.timed_device)
@@ -178,7 +209,7 @@ class _Step:
     def enter(self, phase: str) -> None:
         """Enter a phase that the clock knows too."""
         self.clock.enter(phase)
-        progress.note_phase(self._index, phase)
+        progress.note_phase(self.index, phase)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
         """Read the bytes held now, if this is the step that [Note: reading memory] names.
@@ -207,7 +238,7 @@ class _Step:
         self._moves = moves
         if self._trace is not None:
             self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
-            self.peak = self._trace.peak(self._index) if bytes_known else None
+            self.peak = self._trace.peak(self.index) if bytes_known else None
             self._backend = self._trace.backend()
 
     def record(self, config: Config) -> StepRecord:
@@ -216,9 +247,9 @@ class _Step:
         verbs, waited_seconds = sum_up_moves(self._moves)
         loss, self.num_wishes = self._world.read(self.sums)
         return StepRecord(
-            step=self._index,
-            warmup=self._index < config.train.warmup_steps,
-            samples_seen=(self._index + 1) * config.data.global_batch_size,
+            step=self.index,
+            warmup=self.index < config.train.warmup_steps,
+            samples_seen=(self.index + 1) * config.data.global_batch_size,
             loss=loss,
             grad_norm=self._world.read(self.grad_norm.view(1))[0],
             validation_loss=self.validation_loss,

@@ -1,9 +1,13 @@
-"""Words of other projects have names here: they are answered, never obeyed, so that each thing has one name."""
+"""Suggestions for a wrong word: the nearest names that exist, and ours for words of other projects.
+
+Words of others are answered, never obeyed, so that each thing has one name.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
 HYBRID = "there is no hybrid sharding: use strategy=zero3, or strategy=zero2 for less traffic"
@@ -89,10 +93,22 @@ KEYS = {
 }
 
 
-def suggest_word(key: str, word: object, known: Iterable[str]) -> str | None:
+def did_you_mean(given: object, names: Iterable[str], *, most: int = 1) -> str:
+    """Return the question whether names close to the given one were meant; empty where none is close."""
+    close = get_close_matches(str(given), list(names), n=most, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def suggest_nearest(given: object, names: Iterable[str]) -> str:
+    """Return the name that was probably intended, then all names."""
+    names = list(names)
+    return f"{did_you_mean(given, names)} use one of {', '.join(names)}".lstrip()
+
+
+def suggest_word(key: str, word: object, options: Iterable[str]) -> str | None:
     """Return what to use for this value of a key; None if it is unknown everywhere."""
     plain = _plain(str(word))
-    for option in known:
+    for option in options:
         if _plain(option) == plain:
             return f"use {option}"
     return WORDS.get((key.removesuffix(".name"), plain))

@@ -1,0 +1,134 @@
+"""Settings that the chosen path would ignore are refused. A key counts as set where it differs from its default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from zeroexp.check.refusal import refuse_combination, value_of
+from zeroexp.config import plugins
+from zeroexp.config.data_sources import DATA
+from zeroexp.config.engines import ENGINES
+from zeroexp.config.families import MODELS
+from zeroexp.config.keys import ENGINE_SETTINGS, KEYS, Config, SlurmConfig, default_of
+from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.cut.layout import LAYOUTS
+
+OF_TABLES = ("subset", "split", "text_column", "label_column", "labels", "limit")
+OF_SLURM = (
+    *("dry_run", "wait", "heartbeat_s", "rehearse_s", "force"),
+    *(f"slurm.{field.name}" for field in fields(SlurmConfig)),
+)
+
+# A key, why it has no effect, and what gives it one; without that, "leave it null" is all one can do.
+Idle = tuple[str, str, str | None]
+
+
+def check_effects(config: Config) -> None:
+    for rows in (_of_model_and_data, _of_native_engines, _of_our_engine, _of_a_run):
+        for key, why, remedy in rows(config):
+            if value_of(config, key) == default_of(KEYS[key]):
+                continue
+            if remedy is None:
+                refuse_combination(config, key, f"no effect, {why}", "leave it null")
+            refuse_combination(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
+
+
+def _of_model_and_data(config: Config) -> Iterator[Idle]:
+    model, data = config.model, config.data
+    family, kind = MODELS[model.family], DATA[data.kind]
+    if not family.of_transformers:
+        yield "model.weights", f"model.family={model.family} starts from train.seed", None
+    if model.task != "classification":
+        yield "model.num_labels", f"model.task={model.task} has no labels", None
+    if data.task != "classification":
+        for key in ("data.label_column", "data.labels"):
+            yield key, f"data.task={data.task} reads no labels", None
+    if data.task == "regression":
+        yield "data.vocab_size", "vectors have no words", None
+    if not kind.suffixes:
+        yield "data.path", f"{data.kind} data has no files", None
+    if not kind.is_table:
+        why = f"data.kind={data.kind} has no splits; set data.validation_samples"
+        yield "data.validation_split", why, None
+        for key in OF_TABLES:
+            yield f"data.{key}", f"data.kind={data.kind} reads no table", None
+
+
+def _of_native_engines(config: Config) -> Iterator[Idle]:
+    strategy, name = config.strategy, config.strategy.implementation
+    keys = ENGINES[name].keys if name in ENGINES else ()
+    is_torch, is_ddp = name == "torch", strategy.name in ("ddp", "zero1")
+    if "gradient_as_bucket_view" not in keys or (is_torch and not is_ddp):
+        why = "only torch's DistributedDataParallel has it (ddp, zero1)"
+        yield "strategy.gradient_as_bucket_view", why, None
+    if name in ENGINES:
+        for key in (key for key in ENGINE_SETTINGS if key not in keys):
+            yield f"strategy.{key}", f"{name}'s engines do not have it", None
+    if is_torch and (is_ddp or strategy.unit != "block"):
+        yield "strategy.unit", "torch's FSDP2 wraps blocks, its DDP the model", None
+
+
+def _of_our_engine(config: Config) -> Iterator[Idle]:
+    strategy = config.strategy
+    if strategy.implementation not in LAYOUTS:
+        return
+    if not LAYOUTS[strategy.implementation].has_owners:
+        why = f"{strategy.implementation} cuts evenly, nothing has an owner"
+        yield "strategy.owners", why, None
+    if strategy.optimizer.placement != "shard":
+        yield "strategy.owners", f"strategy={strategy.name} shards nothing", None
+    if strategy.parameters.placement != "shard":
+        for key in ("strategy.prefetch", "strategy.keep"):
+            yield key, f"strategy={strategy.name} never gathers parameters", None
+    if strategy.overlap is False and strategy.prefetch:
+        yield "strategy.prefetch", "nothing is gathered ahead without overlap", None
+
+
+def _of_a_run(config: Config) -> Iterator[Idle]:
+    chosen, train = config.optimizer, config.train
+    for name in OPTIMIZERS.own:
+        for key in sorted(set(OPTIMIZERS[name].keys) - set(OPTIMIZERS[chosen.name].keys)):
+            yield f"optimizer.{key}", f"optimizer.name={chosen.name}", f"use optimizer={name}"
+    if chosen.schedule == "constant":
+        remedy = "use optimizer.schedule=cosine or linear"
+        yield "optimizer.min_lr_ratio", "optimizer.schedule=constant", remedy
+    if chosen.weight_decay == 0:
+        key, why = "optimizer.decay_norms_and_biases", "optimizer.weight_decay=0"
+        yield key, why, "set optimizer.weight_decay"
+    if config.checkpoint.every is None:
+        yield "checkpoint.keep", "checkpoint.every=null", "set checkpoint.every"
+    if not train.activation_checkpointing:
+        for key in ("train.recompute_every", "train.recompute_except"):
+            yield key, "train.activation_checkpointing=false", "set it to true"
+    if not train.profile_steps:
+        yield "train.profile_ranks", "train.profile_steps=[]", "set train.profile_steps"
+    if not config.tracking.mlflow:
+        for key in ("tracking.uri", "tracking.experiment"):
+            yield key, "tracking.mlflow=false", "use tracking=mlflow"
+    if config.cluster.device_memory_gib is None:
+        remedy = "set cluster.device_memory_gib"
+        yield "cluster.reserved_gib", "cluster.device_memory_gib=null", remedy
+    if config.cluster.kind != "slurm":
+        for key in OF_SLURM:
+            yield f"cluster.{key}", "ranks run on this machine", "use cluster=slurm"
+
+
+def check_model_shape(config: Config) -> None:
+    """Allow keys of a model's shape only where its family reads them."""
+    family = config.model.family
+    read = MODELS[family].shape
+    for name in ("hf_config", "mlp", "moe", "settings"):
+        if name != read and (given := getattr(config.model, name)):
+            problem = f"no effect, model.family={family} reads model.{read}"
+            remedy = f"set model.{read}.*, or choose another model"
+            refuse_combination(config, f"model.{name}.{next(iter(given))}", problem, remedy)
+
+
+def check_settings_of_plugins(config: Config) -> None:
+    """Allow settings of a plugin's word only with that word."""
+    for key, problem, remedy in plugins.unknown_settings(config):
+        refuse_combination(config, key, problem, remedy)
+
+
+RULES = (check_settings_of_plugins, check_model_shape, check_effects)
