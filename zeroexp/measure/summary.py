@@ -5,7 +5,8 @@ Every rank calls `summarise_rank` on its own records; rank 0 gathers the results
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import isfinite
 from statistics import fmean, median
 
@@ -13,11 +14,12 @@ from zeroexp.measure.record import (
     KINDS,
     MemorySummary,
     RankSummary,
+    RankTimes,
     RunSummary,
     Spread,
     StepRecord,
+    VerbSeconds,
 )
-from zeroexp.measure.times import rank_times
 
 LOSS = "loss"  # the kind of message that the training loop sends, whatever the engine
 
@@ -47,7 +49,7 @@ def summarise_rank(
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
         num_private_units=num_private_units,
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
-        times=rank_times(rank, steps, records),
+        times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
         build_peak_bytes=build_peak_bytes,
     )
@@ -133,6 +135,29 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def _times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]) -> RankTimes:
+    """Return the means over the measured `steps`; a verb or phase that a step lacks counts as nothing there.
+
+    records: all steps, of which traced ones show what torch names itself.
+    """
+    seen = [record.backend for record in records if record.backend]
+    verbs = dict.fromkeys(verb for step in steps for verb in step.verbs)
+    return RankTimes(
+        rank=rank,
+        step_seconds=fmean(step.step_seconds for step in steps),
+        phase_seconds=_mean_by_kind([step.phase_seconds for step in steps]),
+        verbs={verb: _mean_verb([step.verbs.get(verb) for step in steps]) for verb in verbs},
+        waited_seconds=_mean_by_kind([step.waited_seconds for step in steps]),
+        backend=seen[-1] if seen else {},
+    )
+
+
+def _mean_verb(verbs: Sequence[VerbSeconds | None]) -> VerbSeconds:
+    present = [verb or VerbSeconds() for verb in verbs]
+    names = [each.name for each in fields(VerbSeconds)]
+    return VerbSeconds(**{name: fmean(getattr(verb, name) for verb in present) for name in names})
+
+
 def _memory(ranks: Sequence[RankSummary]) -> MemorySummary:
     return MemorySummary(
         by_kind={kind: spread([r.memory_bytes[kind] for r in ranks]) for kind in KINDS},
@@ -179,6 +204,6 @@ def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:
     return max(sum(rank.sent_bytes_by_kind.values()), rank.wire_bytes or 0.0)
 
 
-def _mean_by_kind(rows: Sequence[dict[str, int]]) -> dict[str, float]:
+def _mean_by_kind(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     kinds = dict.fromkeys(kind for row in rows for kind in row)
     return {kind: fmean(row.get(kind, 0) for row in rows) for kind in kinds}

@@ -15,16 +15,15 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile
-from zeroexp.measure.formats import FORMAT, KEY, refuse_newer_format
-from zeroexp.measure.record import MemorySummary, Peak, RunSummary, Spread, StepRecord, Traffic
-from zeroexp.measure.times import times_from_json, verbs_from_json
+from zeroexp.measure.formats import FORMAT, KEY, from_json, refuse_newer_format
+from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import (
     dumps,
@@ -186,7 +185,7 @@ def read_summary(folder: Path) -> RunSummary | None:
     if content is None:
         return None
     refuse_newer_format(content, SUMMARY)
-    return _summary(content)
+    return from_json(RunSummary, content)
 
 
 def working_folder_of(folder: Path) -> Path | None:
@@ -198,48 +197,4 @@ def working_folder_of(folder: Path) -> Path | None:
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl. Raises NewerFormat for one of a later version."""
     refuse_newer_format(row, RECORDS)
-    return StepRecord(
-        **{
-            **_known(StepRecord, row),
-            "traffic": Traffic(**row["traffic"]),
-            "verbs": verbs_from_json(row.get("verbs", {})),  # absent in records of older versions
-            "backend": verbs_from_json(row.get("backend", {})),
-            "peak": _peak(row.get("peak")),
-        }
-    )
-
-
-def _summary(content: dict[str, Any]) -> RunSummary:
-    memory = content["memory"]
-    return RunSummary(
-        **{
-            **_known(RunSummary, content),
-            "memory": MemorySummary(
-                by_kind={kind: Spread(**spread) for kind, spread in memory["by_kind"].items()},
-                total=Spread(**memory["total"]),
-                peak=_spread(memory["peak"]),
-                # These four are absent in summaries of older versions.
-                fullest_at=memory.get("fullest_at", {}),
-                mean_at=memory.get("mean_at", {}),
-                peaks=[_peak(peak) for peak in memory.get("peaks", [])],
-                build_peak=_spread(memory.get("build_peak")),
-            ),
-            "times": [times_from_json(rank) for rank in content.get("times", [])],
-            "sent_bytes_per_step": _spread(content["sent_bytes_per_step"]),
-            "wire_bytes_per_step": _spread(content["wire_bytes_per_step"]),
-        }
-    )
-
-
-def _known(schema: type, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that this version knows; files of a later version have others."""
-    names = {field.name for field in fields(schema)}
-    return {key: value for key, value in content.items() if key in names}
-
-
-def _spread(content: dict[str, Any] | None) -> Spread | None:
-    return None if content is None else Spread(**content)
-
-
-def _peak(content: dict[str, Any] | None) -> Peak | None:
-    return None if content is None else Peak(**content)
+    return from_json(StepRecord, row)
