@@ -230,7 +230,7 @@ def forwards_before_the_first_step(world: World) -> tuple[int, int]:
         for _ in range(num_forwards):
             with torch.no_grad():
                 strategy.model(torch.ones(2, 5))
-        counts.append((len(board._said), board._top))
+        counts.append((len(board._offsets_of), board._top))
     barrier()
     return counts[0], counts[1]
 

@@ -99,33 +99,32 @@ class Causes:
             if span.name.startswith(name)
         ]
         self._cause_of = {id(block): self._by_birth(block) for block in log.blocks}
-        by_address: dict[int, list[Block]] = {}
+        self._blocks_at: dict[int, list[Block]] = {}
         for block in log.blocks:
-            by_address.setdefault(block.address, []).append(block)
-
-        def at(address: int, when: float) -> Block | None:
-            blocks = by_address.get(address, [])
-            return next((b for b in blocks if b.began_at <= when < b.ended_at), None)
-
+            self._blocks_at.setdefault(block.address, []).append(block)
         for when, address, cause in noted:
-            if (block := at(address, when)) is not None:
-                self._cause_of[id(block)] = cause
+            self._give_cause(address, when, cause)
         self._base: Counter[str] = Counter()
-        before: dict[int, str] = {}  # blocks from before the log: address -> cause
+        self._before: dict[int, str] = {}  # blocks from before the log: address -> cause
         for reading in readings:
             for address, cause in reading.cause_of.items():
-                block = at(address, reading.when)
-                if block is not None:
-                    self._cause_of[id(block)] = cause
-                elif address not in before:
-                    before[address] = cause
+                is_logged = self._give_cause(address, reading.when, cause)
+                if not is_logged and address not in self._before:
+                    self._before[address] = cause
                     self._base[cause] += reading.num_bytes[address]
-        self._before = before
         self._base.update(_shared(readings, shared_bytes))
         hidden = 0 if shared_bytes else max((r.hidden_bytes for r in readings), default=0)
         unknown = log.base_bytes + shared_bytes - self._base.total()
         self._base["buckets"] += min(hidden, max(0, unknown))
         self._base["other"] += unknown - min(hidden, max(0, unknown))
+
+    def _give_cause(self, address: int, when: float, cause: str) -> bool:
+        """Give the block that lay at this address its cause; False where the log has none."""
+        blocks = self._blocks_at.get(address, [])
+        block = next((b for b in blocks if b.began_at <= when < b.ended_at), None)
+        if block is not None:
+            self._cause_of[id(block)] = cause
+        return block is not None
 
     def changes(self) -> Iterator[tuple[float, Block | None, dict[str, int]]]:
         """Yield (when, the block that came or None, bytes by cause from then on), in order of time."""

@@ -142,9 +142,8 @@ class Tape(TorchDispatchMode):
             with random, torch.no_grad():
                 _run(operation, storages)
             for memory in ends[index]:
-                if index == last[memory]:
-                    for name in named.get(memory, ()):
-                        yield name, wanted[name].of(storages[memory])
+                for name in named.get(memory, ()) if index == last[memory] else ():
+                    yield name, wanted[name].of(storages[memory])
                 del storages[memory]
 
     def only(self, wanted: dict[str, _View]) -> Tape:

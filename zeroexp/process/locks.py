@@ -75,11 +75,15 @@ def temporary_folder() -> Iterator[Path]:
 def _remove_abandoned(parent: Path) -> None:
     with suppress(PermissionError):  # a folder may be writable and yet not be listed
         entries = [entry for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
-        for lock in (Path(entry) / LOCK for entry in entries):
+        for entry in entries:
             with suppress(OSError):  # somebody else's, or just removed by another process
-                if lock.exists() and (held := take(lock)):
-                    with held:
-                        shutil.rmtree(lock.parent)
+                _remove_unless_held(Path(entry))
+
+
+def _remove_unless_held(folder: Path) -> None:
+    if (folder / LOCK).exists() and (held := take(folder / LOCK)):
+        with held:
+            shutil.rmtree(folder)
 
 
 def _open(path: Path) -> io.FileIO:

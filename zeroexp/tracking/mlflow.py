@@ -41,19 +41,24 @@ class MlflowTracker:
         A run that is repeated from its start becomes a new one; the old one leaves the views of the sweep.
         """
         with self.store.locked(folder / f".{LINK}.lock"):
-            link = Link.read(folder)
-            if link is None or not self.store.has_run(link.uri, link.run_id):
-                link = self._create_run(folder)
-            elif link.attempt != attempt_of(folder):
-                self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
-                link = self._create_run(folder)
-            elif link.closed:
-                with self.store.opened() as client:
-                    client.update_run(link.run_id, status=labels.RUNNING)
+            link = self._opened_link(folder)
             replace(link, closed=False).write(folder)
         if tags:
             self.store.send(link.run_id, tags=tags)
         return link.run_id
+
+    def _opened_link(self, folder: Path) -> Link:
+        """Return the link to a run that MLflow takes for running."""
+        link = Link.read(folder)
+        if link is None or not self.store.has_run(link.uri, link.run_id):
+            return self._create_run(folder)
+        if link.attempt != attempt_of(folder):
+            self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
+            return self._create_run(folder)
+        if link.closed:
+            with self.store.opened() as client:
+                client.update_run(link.run_id, status=labels.RUNNING)
+        return link
 
     def log_run(
         self, folder: Path, status: str | None = None, tags: Mapping[str, str] | None = None
