@@ -175,6 +175,37 @@ def test_the_loop_knows_no_engine():
     assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.sharding")] == []
 
 
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+SCOPES = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+# Functions that nest deeper than three blocks, each with its reason.
+DEEP = {
+    "zeroexp.comm.host_rendezvous._answer": "calls that arrive are sorted inside of what closes them",
+}
+
+
+def depth_of(node: ast.AST) -> int:
+    inner = (each for each in ast.iter_child_nodes(node) if not isinstance(each, SCOPES))
+    return max((depth_of(each) + isinstance(each, BLOCKS) for each in inner), default=0)
+
+
+def test_functions_nest_three_blocks_at_most():
+    folders = {"plan", "report", "cluster", "sharding", "watchdog"}  # not yet
+    deep = {
+        f"{module_name(path)}.{node.name}"
+        for path in SOURCES
+        if not folders & set(path.parts)
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef) and depth_of(node) > 3
+    }
+    assert deep == DEEP.keys(), "nest less, or give the reason above"
+
+
+def test_the_loop_is_forty_lines():
+    path = ROOT / "zeroexp/training/loop.py"
+    (train,) = (n for n in nodes_of(path) if isinstance(n, ast.FunctionDef) and n.name == "train")
+    assert train.end_lineno - train.lineno < 40
+
+
 def test_an_engine_shows_the_loop_nine_members():
     shown = {"model", "optimizer", "microbatch", "backward", "step", "zero_grad"}
     kept = {"model_states", "state_dict", "load_state_dict"}

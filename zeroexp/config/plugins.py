@@ -185,9 +185,11 @@ def settings_of_others() -> Iterator[tuple[str, str, Any]]:
     for group, key in WITH_SETTINGS.items():
         registries = REGISTRIES[f"{group}.{key}"]
         for word in (word for words in registries for word in words if word not in words.own):
+            settings: Mapping[str, Any] = {}
             with contextlib.suppress(ConfigError):
-                for name, default in _settings_of(f"{group}.{key}", word).items():
-                    yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
+                settings = _settings_of(f"{group}.{key}", word)
+            for name, default in settings.items():
+                yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
 
 
 def has_code_of_others(config: Config) -> bool:
