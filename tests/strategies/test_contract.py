@@ -8,7 +8,9 @@ builds it; that a state goes on, in files and at other world sizes, in tests/che
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,16 +119,40 @@ def test_precision(ranks, name, precision):
 # -- its state --------------------------------------------------------------------------------------
 
 
-def load_too_little(world: World, recipe: Recipe, make: Make, state: CanonicalState) -> str:
-    """Without any weight, so that every rank misses something before it meets the others."""
+# Changes that make a state one that can not be loaded over a trained engine, and what the rank that was given it says.
+WRONG_STATES: dict[str, tuple[Callable[[CanonicalState], Any], str]] = {
+    "pieces": (
+        lambda state: {
+            n: {k: replace(t, pieces=[]) for k, t in e.items()} for n, e in state.items()
+        },
+        r"elements \d+ to \d+ of .* are in no piece",
+    ),
+    "moments": (
+        lambda state: {name: {"weight": entry["weight"]} for name, entry in state.items()},
+        "weights and no moments",
+    ),
+    "more": (
+        lambda state: state | {"other": next(iter(state.values()))},
+        "parameter other of the state is not in the model",
+    ),
+    "less": (lambda state: dict(list(state.items())[1:]), "parameter .* is not in the state"),
+    "path": (lambda state: "state.pt", "the state is a str"),
+}
+
+
+def load_what_is_wrong(world: World, recipe: Recipe, make: Make, state: CanonicalState):
+    """Rank 1 alone is given something wrong, and then all of them the state of before."""
     strategy = build_on_rank(world, recipe, make)
-    for tensors in state.values():
-        tensors["weight"].pieces.clear()
-    try:
-        strategy.load_state_dict(state)
-    except ValueError as error:
-        return str(error)
-    return ""
+    run_steps(strategy, world, recipe, range(1))
+    before, said = pieces_of(strategy), []
+    for change, _ in WRONG_STATES.values():
+        try:
+            strategy.load_state_dict(change(state) if world.rank == 1 else state)
+        except ValueError as error:
+            said.append(str(error))
+    unchanged = pieces_of(strategy)
+    strategy.load_state_dict(state)
+    return said, before, unchanged, pieces_of(strategy)
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +162,18 @@ def saved(ranks) -> CanonicalState:
     return merge([state for _, state in answers])
 
 
-@every_engine
-def test_missing_pieces_are_told(ranks, engine, saved):
-    recipe = Recipe(steps=1)
-    for message in ranks(load_too_little, recipe, engine.make, saved):
-        assert re.search(r"elements? \d+ .*(is|are) in no piece", message), message
+@native_and_one
+def test_what_one_rank_can_not_load_all_refuse_and_nothing_changes(ranks, engine, saved):
+    answers = ranks(load_what_is_wrong, Recipe(steps=1), engine.make, saved)
+    others, own = (said for said, *_ in answers)
+    for message, (_, expected) in zip(own, WRONG_STATES.values(), strict=True):
+        assert re.match(rf"strategy\.load_state_dict: .*{expected}", message), message
+    for message in others:
+        assert message == "strategy.load_state_dict: another rank was given what it can not load"
+    assert len(others) == len(own)
+    before, unchanged, loaded = (assembled(s) for s in list(zip(*answers, strict=True))[1:])
+    torch.testing.assert_close(unchanged, before, rtol=0, atol=0)
+    torch.testing.assert_close(loaded, assembled([saved]), rtol=0, atol=0)
 
 
 # -- what it holds ----------------------------------------------------------------------------------

@@ -26,17 +26,16 @@ from torch.optim import Optimizer
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import (
     WEIGHT,
-    SavedMoments,
     canonical_replicated,
     canonical_whole,
-    empty_moment,
-    fill_from_canonical,
     moments_of,
 )
 from zeroexp.interface.elementwise import refuse_unless_elementwise
-from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.load_state import Held, load_state
+from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, fill_in
+from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
 
@@ -153,19 +152,20 @@ class TorchDDP:
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        self._buffers.load(state)
-        self._python.load(state)
-        own, saved_moments = self._own_parameters(), SavedMoments(state)
-        for name, parameter in self._named.items():
-            fill_from_canonical(parameter.detach().view(-1), state[name][WEIGHT], name=name)
-            if parameter not in own or not parameter.requires_grad:
-                continue
-            entry = self._inner.state[parameter]
-            entry.clear()
-            entry.update(own_values(state[name], name))
-            for key, saved in saved_moments.of(name):
-                entry[key] = empty_moment(saved, parameter)
-                fill_from_canonical(entry[key].view(-1), saved.canonical, name=f"{name}.{key}")
+        own = self._own_parameters()
+        held = [
+            Held(name, tuple(p.shape), p, 0, has_moments=p in own and p.requires_grad)
+            for name, p in self._named.items()
+        ]
+        load_state(
+            state,
+            held,
+            names=list(self._named),
+            optimizer=self._inner,
+            python=self._python,
+            buffers=self._buffers,
+            same_everywhere=worlds.same_everywhere,
+        )
 
     def _own_parameters(self) -> set[Tensor]:
         """Return the parameters whose moments this rank holds."""

@@ -26,15 +26,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroexp.interface.buffers import Buffers
-from zeroexp.interface.canonical import (
-    WEIGHT,
-    SavedMoments,
-    canonical_replicated,
-    empty_moment,
-    fill_from_canonical,
-    moments_of,
-)
-from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.canonical import WEIGHT, canonical_replicated, moments_of
+from zeroexp.interface.load_state import Held, load_state
+from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
     CanonicalState,
     CanonicalTensor,
@@ -43,6 +37,7 @@ from zeroexp.interface.strategy import (
     Piece,
 )
 from zeroexp.interface.values import Values
+from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.sharding.dtypes import Dtypes
 
@@ -141,19 +136,19 @@ class TorchFSDP2:
         return state
 
     def load_state_dict(self, state: CanonicalState) -> None:
-        self._buffers.load(state)
-        self._python.load(state)
-        saved_moments = SavedMoments(state)
-        for name, parameter in self._named.items():
-            self._fill(parameter.detach(), state[name][WEIGHT], name)
-            if not parameter.requires_grad:
-                continue
-            entry = self.optimizer.state[parameter]
-            entry.clear()
-            entry.update(own_values(state[name], name))
-            for key, saved in saved_moments.of(name):
-                entry[key] = empty_moment(saved, parameter)
-                self._fill(entry[key], saved.canonical, f"{name}.{key}")
+        held = [
+            Held(name, tuple(p.shape), p, self._first_element(p), p.requires_grad, _local)
+            for name, p in self._named.items()
+        ]
+        load_state(
+            state,
+            held,
+            names=list(self._named),
+            optimizer=self.optimizer,
+            python=self._python,
+            buffers=self._buffers,
+            same_everywhere=worlds.same_everywhere,
+        )
 
     def _pieces(self, tensor: Tensor) -> CanonicalTensor:
         if not isinstance(tensor, DTensor):
@@ -161,14 +156,6 @@ class TorchFSDP2:
         local = tensor.to_local().reshape(-1)
         pieces = [Piece(self._first_element(tensor), local)] if local.numel() else []
         return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
-
-    def _fill(self, tensor: Tensor, canonical: CanonicalTensor, name: str) -> None:
-        if isinstance(tensor, DTensor):
-            fill_from_canonical(
-                tensor.to_local().view(-1), canonical, start=self._first_element(tensor), name=name
-            )
-        else:
-            fill_from_canonical(tensor.view(-1), canonical, name=name)
 
     def _put_in(self, values: Values) -> None:
         """Make the memory of the shards, which are on meta, and copy this rank's rows there; buffers stay."""
@@ -179,19 +166,25 @@ class TorchFSDP2:
         self._named = dict(self.model.named_parameters())
         for name, read in values:
             tensor = self._named[name].detach()
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            start = self._first_element(tensor) if isinstance(tensor, DTensor) else 0
+            local, start = _local(tensor), self._first_element(tensor)
             local.view(-1).copy_(read(start, start + local.numel()))
 
-    def _first_element(self, tensor: DTensor) -> int:
+    def _first_element(self, tensor: Tensor) -> int:
         """Return the first flat element of this rank's shard; by torch.chunk's rule the last ranks may be short.
 
         This is pure arithmetic: slicing the tensor would communicate, and ranks without rows would not take part.
         """
+        if not isinstance(tensor, DTensor):
+            return 0
         num_rows = tensor.shape[0]
         rows_per_rank = -(-num_rows // self._world.size)
         row_numel = tensor.numel() // num_rows if num_rows else 0
         return min(self._world.rank * rows_per_rank, num_rows) * row_numel
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _free_without_backward(module: nn.Module, *_: object) -> None:

@@ -21,7 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeroexp.interface.canonical import BUFFER, canonical_whole, fill_from_canonical
+from zeroexp.interface.canonical import (
+    BUFFER,
+    canonical_whole,
+    fill_from_canonical,
+    require_covered,
+)
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -152,10 +157,10 @@ class Buffers:
                     f"is {list(saved[name].shape)} in the state, {list(shape)} in this model"
                 )
                 raise ValueError(f"buffer {name} {difference}; give a state of this model")
+            require_covered(saved[name], 0, ours[name].seen.numel(), name)
 
     def load(self, state: CanonicalState) -> None:
-        """Load the buffers of `state`. Raises ValueError, before anything changes, if the state is of another model."""
-        self.require(state)
+        """Load the buffers of `state`, which was given to `require`."""
         for buffer in _find(self._module):
             if buffer.persistent and BUFFER in state.get(buffer.name, {}):
                 canonical = state[buffer.name][BUFFER]

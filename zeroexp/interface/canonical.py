@@ -55,12 +55,16 @@ def merge(states: Sequence[CanonicalState]) -> CanonicalState:
     return whole
 
 
-def first_missing(canonical: CanonicalTensor, start: int, stop: int) -> int | None:
-    """Return the first of these elements that no piece holds."""
+def require_covered(canonical: CanonicalTensor, start: int, stop: int, name: str) -> None:
+    """Raise ValueError, naming `name`, unless pieces hold all elements from `start` up to `stop`."""
     for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
         if piece.start <= start:
             start = max(start, piece.start + piece.tensor.numel())
-    return start if start < stop else None
+    if start < stop:
+        raise ValueError(
+            f"state of {name}: elements {start} to {stop - 1} of {list(canonical.shape)} are in no piece; "
+            "load pieces that together cover what this rank holds, as merge(states) of all ranks' states does"
+        )
 
 
 def fill_from_canonical(
@@ -70,20 +74,15 @@ def fill_from_canonical(
 
     Pieces may overlap. Raises ValueError if they do not cover all elements of `flat`.
     """
-    covered, stop = start, start + flat.numel()
-    for piece in sorted(canonical.pieces, key=lambda piece: piece.start):
+    stop = start + flat.numel()
+    require_covered(canonical, start, stop, name)
+    for piece in canonical.pieces:
         low = max(start, piece.start)
         high = min(stop, piece.start + piece.tensor.numel())
-        if low < high and low <= covered:
+        if low < high:
             flat[low - start : high - start].copy_(
                 piece.tensor[low - piece.start : high - piece.start]
             )
-            covered = max(covered, high)
-    if covered < stop:
-        raise ValueError(
-            f"state of {name}: elements {covered} to {stop - 1} of {list(canonical.shape)} are in no piece; "
-            "load pieces that together cover what this rank holds, as merge(states) of all ranks' states does"
-        )
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

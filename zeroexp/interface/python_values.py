@@ -65,11 +65,13 @@ class PythonValues:
                 raise ValueError(self._unknown(key, f"of {name}", value))
         return {PYTHON: _values_as_state(values)} if any(values.values()) else {}
 
-    def load(self, state: CanonicalState) -> None:
-        """Set the groups' numbers. The caller loads a parameter's own values with `own_values`.
+    def require(self, state: CanonicalState) -> None:
+        """Raise ValueError if values are in no piece, or if parameters of one group carry different numbers."""
+        for names in self._names:
+            self._saved_numbers(state, names)
 
-        Raises ValueError if parameters of one group carry different numbers.
-        """
+    def load(self, state: CanonicalState) -> None:
+        """Set the groups' numbers. The caller loads a parameter's own values with `own_values`."""
         for i, names in enumerate(self._names):
             counted = self._saved_numbers(state, names)
             again = self._counted[i] & self._at_first[i].keys()

@@ -210,6 +210,12 @@ def gather_objects(thing: Thing) -> list[Thing]:
     return things
 
 
+def same_everywhere(thing: object) -> bool:
+    """Whether all ranks hold the same small picklable object."""
+    things = gather_objects(thing)
+    return all(each == things[0] for each in things)
+
+
 def broadcast(tensor: torch.Tensor) -> None:
     """Copy rank 0's values into `tensor` on every rank."""
     progress.count_move()

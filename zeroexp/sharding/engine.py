@@ -19,6 +19,7 @@ from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
 from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.interface.load_state import load_state
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
     CanonicalState,
@@ -42,12 +43,7 @@ from zeroexp.sharding.refusals.methods import OwnMethods
 from zeroexp.sharding.refusals.pieces import OwnPieces
 from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, describe_param_groups
 from zeroexp.sharding.schedule import Schedule
-from zeroexp.sharding.state_dict import (
-    canonical_state,
-    load_canonical,
-    refuse_other_state,
-    refuse_weights_alone,
-)
+from zeroexp.sharding.state_dict import canonical_state, held_elements
 from zeroexp.sharding.unit import MasterGradient, Unit
 
 
@@ -186,10 +182,10 @@ class Sharded:
         # A backward of a forward from before this step then raises, as in torch.
         if not self.units[0].is_sharded:
             torch.autograd.graph.increment_version(self._trainable)
-        self._parameters.note_versions()
         self._buffers.share()
         # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
         self._schedule.gathers.await_published()
+        self._parameters.note_versions(stepped=True)
         if drain:
             self.drain()
         return sums.norm()
@@ -238,17 +234,15 @@ class Sharded:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         self._schedule.drain()
-        refuse_other_state(state, self.units, self.wire)
-        refuse_weights_alone(state, self.optimizer, self.wire)
-        self.wire.quiesce()
-        load_canonical(
+        load_state(
             state,
-            self.units,
-            self._stage,
-            self.optimizer,
-            self.wire.world,
-            self._python,
-            self._buffers,
+            held_elements(self.units),
+            names=[name for name, _ in self.model.named_parameters()],
+            optimizer=self.optimizer,
+            python=self._python,
+            buffers=self._buffers,
+            same_everywhere=self.wire.same_everywhere,
+            before_writes=self.wire.quiesce,
         )
         for unit in self.units:
             self._schedule.gathers.publish(unit)

@@ -1,0 +1,141 @@
+"""Load a canonical state into what a rank holds: every engine checks and fills through this file.
+
+Each rank may be given another state, as its own pieces. So the ranks compare what they found before anything changes:
+where one of them can not load, all of them raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import (
+    BUFFER,
+    WEIGHT,
+    SavedMoments,
+    empty_moment,
+    fill_from_canonical,
+    moments_of,
+    require_covered,
+)
+from zeroexp.interface.python_values import PythonValues, own_values
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """The elements of one parameter that a rank holds: `tensor`, from the parameter's element `start` on."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    tensor: Tensor  # the optimizer's parameter where `has_moments`
+    start: int
+    has_moments: bool  # this rank's optimizer keeps moments of these elements
+    local: Callable[[Tensor], Tensor] = (
+        Tensor.detach
+    )  # the memory on this rank of a tensor laid out like `tensor`
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        return self.local(tensor).view(-1)
+
+
+def load_state(
+    state: CanonicalState,
+    held: Sequence[Held],
+    *,
+    names: Sequence[str],
+    optimizer: Optimizer,
+    python: PythonValues,
+    buffers: Buffers,
+    same_everywhere: Callable[[int], bool],
+    before_writes: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill buffers, weights and moments. Raises ValueError on all ranks, before anything changes, where one can not.
+
+    names: all parameters of the model. same_everywhere: whether all ranks hold the same number; all ranks call it.
+    before_writes: runs when all ranks can load.
+    """
+    has_moments = any(moments_of(own) for own in optimizer.state.values())
+    # A rank may own nothing: then others tell.
+    has_moments = not same_everywhere(int(has_moments)) or has_moments
+    problem = None
+    try:
+        _require_state(state, names)
+        if has_moments:
+            _require_moments(state)
+        _require_elements(state, held)
+        python.require(state)
+        buffers.require(state)
+    except ValueError as error:
+        problem = str(error)
+    if not same_everywhere(int(problem is None)) or problem is not None:
+        problem = problem or "another rank was given what it can not load"
+        raise ValueError(f"strategy.load_state_dict: {problem}")
+    before_writes()
+    buffers.load(state)
+    python.load(state)
+    saved_moments = SavedMoments(state)
+    for each in held:
+        name, entry = each.name, state[each.name]
+        fill_from_canonical(each.flat(each.tensor), entry[WEIGHT], start=each.start, name=name)
+        if not each.has_moments:
+            continue
+        own = optimizer.state[each.tensor]
+        own.clear()
+        own.update(own_values(entry, name))
+        for key, saved in saved_moments.of(name):
+            own[key] = empty_moment(saved, each.tensor)
+            start = each.start if saved.of_elements else 0
+            flat = each.flat(own[key]) if saved.of_elements else own[key].view(-1)
+            fill_from_canonical(flat, saved.canonical, start=start, name=f"{name}.{key}")
+
+
+GIVE = "give what strategy.state_dict() returned, of all ranks by merge(states)"
+
+
+def _require_state(state: object, names: Sequence[str]) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"the state is a {type(state).__name__}; {GIVE}")
+    for name, entry in state.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"the state holds a {type(entry).__name__} under {name!r:.80}; {GIVE}")
+        for key, tensor in entry.items():
+            if not isinstance(tensor, CanonicalTensor):
+                kind, where = type(tensor).__name__, f"{name!r:.80}, {key!r:.40}"
+                raise ValueError(f"the state holds a {kind} under {where}; {GIVE}")
+    ours = set(names)
+    for name in (*names, *state):
+        if WEIGHT not in state.get(name, {}) and name in ours:
+            raise ValueError(f"parameter {name} is not in the state; {GIVE}")
+        if WEIGHT in state[name] and name not in ours:
+            raise ValueError(f"parameter {name} of the state is not in the model; {GIVE}")
+
+
+def _require_moments(state: CanonicalState) -> None:
+    if not any(entry.keys() - {WEIGHT, BUFFER} for entry in state.values()):
+        raise ValueError(
+            "the state holds weights and no moments, and the optimizer, which has taken steps, would start anew: load "
+            "it into an engine before its first step, or call model.load_state_dict() inside `with "
+            "strategy.gathered(write=True):` (of the hand-written stages), which keeps the moments"
+        )
+
+
+def _require_elements(state: CanonicalState, held: Sequence[Held]) -> None:
+    saved_moments = SavedMoments(state)
+    for each in held:
+        name, weight = each.name, state[each.name][WEIGHT]
+        if tuple(weight.shape) != tuple(each.shape):
+            shapes = f"{list(weight.shape)} in the state, {list(each.shape)} in the model"
+            raise ValueError(f"parameter {name} is {shapes}; {GIVE}")
+        stop = each.start + each.flat(each.tensor).numel()
+        require_covered(weight, each.start, stop, name)
+        for key, saved in saved_moments.of(name) if each.has_moments else ():
+            start, end = (
+                (each.start, stop) if saved.of_elements else (0, prod(saved.canonical.shape))
+            )
+            require_covered(saved.canonical, start, end, f"{name}.{key}")
