@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.composing import CONF, composed, options
+from tests.run_folders import write_run
 from zeroexp import __main__ as zeroexp_main
 from zeroexp.check import check
 from zeroexp.config.engines import ENGINES
@@ -23,6 +24,7 @@ from zeroexp.config.keys import (
     ENGINE_SETTINGS,
     Config,
     ConfigError,
+    DamagedFile,
     UndefinedCombination,
     from_mapping,
     load,
@@ -33,6 +35,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Stage
 from zeroexp.models.module import build_model
 from zeroexp.sharding.options import WORDS, Options
+from zeroexp.tracking.run import read_run
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -157,6 +160,21 @@ def test_small_numbers_survive_the_file(tmp_path):
     config = composed("optimizer.eps=1e-8", "optimizer.lr=5e-5")
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml").optimizer.eps == 1e-8
+
+
+def test_a_config_that_is_cut_anywhere_is_refused_and_one_of_an_older_version_read(tmp_path):
+    """Half a value is a value: `outputs: /scratch/me` of `outputs: /scratch/me/results`."""
+    config = replace(composed(), outputs="/scratch/me/results", plugins=["mine"])
+    path = write_run(tmp_path / "run", status="running", num_steps=4) / "config.yaml"
+    save(config, path)
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole.removeprefix("---\n").removesuffix("...\n"), encoding="utf-8")
+    assert load(path) == config
+    for cut in range(1, 120):
+        path.write_text(whole[:-cut], encoding="utf-8")
+        for read in (load, lambda path: read_run(path.parent)):
+            with pytest.raises(DamagedFile, match=r"config\.yaml: .*cut short"):
+                read(path)
 
 
 def test_unknown_key_in_a_run_config_is_refused():

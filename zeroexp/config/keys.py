@@ -365,7 +365,9 @@ def save(config: Config, path: Path) -> None:
 
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
-        yaml.safe_dump(asdict(config), file, sort_keys=False)
+        yaml.safe_dump(
+            asdict(config), file, sort_keys=False, explicit_start=True, explicit_end=True
+        )
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
@@ -376,12 +378,26 @@ def load(path: Path) -> Config:
     import yaml
 
     try:
-        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values: Any = yaml.safe_load(read_whole(path))
+    except yaml.YAMLError as error:
         raise DamagedFile(path, "no YAML") from error
     if not isinstance(values, dict) or "outputs" not in values:  # it stands at the end
         raise DamagedFile(path, "cut short" if values else "empty")
     return from_mapping(Config, cast(dict[str, Any], values))
+
+
+def read_whole(path: Path) -> str:
+    """Return the text of a config; YAML's mark for a beginning promises one for the end, which older files lack.
+
+    Raises DamagedFile where the end is missing: half a value would be a value too.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFile(path, "no text") from error
+    if text.startswith("---\n") and not text.endswith("\n...\n"):
+        raise DamagedFile(path, "cut short")
+    return text
 
 
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:

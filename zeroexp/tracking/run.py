@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from zeroexp.config.keys import DamagedFile
+from zeroexp.config.keys import DamagedFile, read_whole
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
@@ -116,8 +116,8 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 def _read_config(path: Path) -> dict[str, str]:
     try:
-        return _flat_config(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        return _flat_config(read_whole(path))
+    except (yaml.YAMLError, AttributeError) as error:
         raise DamagedFile(path, "no YAML") from error
 
 
