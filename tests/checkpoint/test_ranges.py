@@ -81,7 +81,7 @@ def load_it(world: World, shapes: Shapes, words: tuple[str, str], saved: Path) -
 def resident_bytes(saved: Path) -> int:
     """Of what is mapped from these files, the part this process has touched."""
     total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.partition(" ")[0]:
             inside = str(saved) in line
         elif inside and line.startswith("Rss:"):

@@ -91,7 +91,7 @@ def test_latest_is_the_newest_that_fits(tmp_path):
 def test_what_is_not_whole_is_refused_by_name_and_passed_over_in_its_run(tmp_path, capsys, damage):
     config = config_for(tmp_path)
     run = tmp_path / "sweep" / "run"
-    older, newer = (write(run, step, config, saved_at=9.0) for step in (20, 40))
+    oldest, older, newer = (write(run, step, config, saved_at=9.0) for step in (10, 20, 40))
     write(tmp_path / "sweep" / "other", 30, config, saved_at=8.0)
     os.utime(newer / MANIFEST, (0, 0))  # as a copy may have it
     file = newer / next(iter(MADE.file_bytes()))
@@ -111,13 +111,16 @@ def test_what_is_not_whole_is_refused_by_name_and_passed_over_in_its_run(tmp_pat
         told = "damaged, its hash differs"
     line = refused(replace(config, resume=str(newer)), CheckpointError)
     assert line.startswith(f"{file}: {told}; ")
-    if damage != "no manifest":
-        assert line.endswith(f"; use resume={older}")
+    assert line.endswith(f"; use resume={older}")
     for resume in (str(run), "latest"):
         for _ in range(2):  # two points of one sweep
             assert resolve_resume(replace(config, resume=resume)) == str(older)
         said = f"zeroexp: resume={resume}: {file}: {told}; goes on from {older}\n"
         assert capsys.readouterr().err == said
+    for remedy, damaged in ((f"use resume={oldest}", older), ("give another checkpoint", oldest)):
+        (damaged / next(iter(MADE.file_bytes()))).write_bytes(b"")
+        line = refused(replace(config, resume=str(newer)), CheckpointError)
+        assert line == f"{file}: {told}; {remedy}"
 
 
 def test_a_run_that_thins_its_checkpoints_is_looked_up_all_the_while(tmp_path):

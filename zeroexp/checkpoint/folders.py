@@ -50,22 +50,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find_missing_file(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Return a message about the first file that is missing or too short, with a remedy; contents are not checked."""
+    """Return a message about the first file that is missing or too short; contents are not checked."""
     for file, num_bytes in manifest.file_bytes().items():
         path = checkpoint / file
         if not path.is_file():
-            return f"{path}: missing{suggest_older(checkpoint)}"
+            return f"{path}: missing"
         size = path.stat().st_size
         if size < num_bytes:
-            return f"{path}: truncated to {size} of {num_bytes} bytes{suggest_older(checkpoint)}"
+            return f"{path}: truncated to {size} of {num_bytes} bytes"
     return None
-
-
-def suggest_older(checkpoint: Path) -> str:
-    """Suggest an older checkpoint of the same run, if there is one."""
-    there = complete_checkpoints(checkpoint.parent.parent)
-    older = [path for path in there if checkpoint in there and step_of(path) < step_of(checkpoint)]
-    return f"; use resume={older[-1]}" if older else "; give another checkpoint"
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from zeroexp.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Damaged,
+    Manifest,
+    read_manifest,
+)
 from zeroexp.checkpoint.verify import find_damage, modification_times
 from zeroexp.config.keys import Config, UndefinedCombination
 
@@ -47,12 +54,28 @@ def resolve_resume(config: Config) -> str | None:
     path = Path(config.resume).resolve()
     if not (path / MANIFEST).is_file():
         return str(_newest_of(config, path))
-    manifest = read_manifest(path)
-    if misfit := _why_it_does_not_fit(config, manifest):
-        raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-    if damage := _damage_of(path, manifest):
-        raise CheckpointError(damage)
+    try:
+        manifest = read_manifest(path)
+        if misfit := _why_it_does_not_fit(config, manifest):
+            raise UndefinedCombination(f"resume={config.resume}: {misfit}")
+        if damage := _damage_of(path, manifest):
+            raise Damaged(damage)
+    except Damaged as error:
+        if older := _whole_one_before(path):
+            damage = str(error).partition(";")[0]
+            raise CheckpointError(f"{damage}; use resume={older}") from error
+        raise
     return str(path)
+
+
+def _whole_one_before(checkpoint: Path) -> Path | None:
+    """Return the newest older checkpoint of the same run that is whole; each is read to its end."""
+    there = folders.complete_checkpoints(checkpoint.parent.parent)
+    for older in reversed(there[: there.index(checkpoint)] if checkpoint in there else []):
+        with suppress(CheckpointError):
+            if _damage_of(older, read_manifest(older)) is None:
+                return older
+    return None
 
 
 def _newest_of(config: Config, run: Path) -> Path:

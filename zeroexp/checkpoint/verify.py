@@ -18,12 +18,11 @@ def find_damage(
 ) -> str | None:
     """Return a message about the first damage in this rank's share of the pieces, with a remedy; else None."""
     try:
-        return folders.find_missing_file(checkpoint, manifest) or _find_wrong_hash(
-            checkpoint, manifest, rank, size
-        )
+        damage = folders.find_missing_file(checkpoint, manifest)
+        damage = damage or _find_wrong_hash(checkpoint, manifest, rank, size)
     except OSError as error:  # a broken disk, or a folder that is being removed
-        damage = f"can not be read ({error.strerror})"
-        return f"{error.filename or checkpoint}: {damage}{folders.suggest_older(checkpoint)}"
+        damage = f"{error.filename or checkpoint}: can not be read ({error.strerror})"
+    return f"{damage}; give another checkpoint" if damage else None
 
 
 def _find_wrong_hash(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str | None:
@@ -31,7 +30,7 @@ def _find_wrong_hash(checkpoint: Path, manifest: Manifest, rank: int, size: int)
     for name, tensor, piece in _share_of_rank(manifest, rank, size):
         if hash_of(_read_piece(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
             damage = f"damaged, {name} at byte {piece.offset} has another hash"
-            return f"{checkpoint / piece.file}: {damage}{folders.suggest_older(checkpoint)}"
+            return f"{checkpoint / piece.file}: {damage}"
     return None
 
 
