@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.process import safe_output
+from zeroexp.process.locks import temporary_folder
 
 
 def main() -> int:
@@ -143,17 +142,14 @@ def _tokenizer(config: Config):
 def _appearing(target: Path) -> Iterator[Path]:
     """Yield a folder to write into; it gets the name `target` once all of it is on disk, and is removed on an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with temporary_folder(target.parent) as beside:
+        folder = beside / target.name
+        folder.mkdir()
         yield folder
-        folder.chmod(0o755)  # mkdtemp's 0700 would lock other users out
         for path in (*folder.iterdir(), folder):
             _sync(path)
         folder.rename(target)
         _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _sync(path: Path) -> None:

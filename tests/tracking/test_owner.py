@@ -19,7 +19,9 @@ import pytest
 
 from tests.run_folders import write_run
 from zeroexp.cluster.job import Job
+from zeroexp.cluster.snapshot import take_snapshot
 from zeroexp.config.keys import ConfigError
+from zeroexp.measure.memory import compile_allocator
 from zeroexp.process import locks
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import write_json
@@ -151,6 +153,13 @@ with locks.temporary_folder() as folder:
     print(folder, flush=True)
     sleep(600)
 """
+DIE_BESIDE = """
+import os, sys
+from pathlib import Path
+from zeroexp.process import locks
+with locks.temporary_folder(Path(sys.argv[1])):
+    os.kill(os.getpid(), 9)
+"""
 DIE = """
 import os, sys
 from pathlib import Path
@@ -188,6 +197,23 @@ def test_a_temporary_folder_is_removed_by_the_next_process_if_its_own_was_killed
             assert not killed.exists() and (living / "file").exists() and own.exists()
         assert not own.exists()
     assert (tmp_path / "zeroexp-of-another-version").exists()
+
+
+def test_what_a_killed_process_was_making_beside_its_place_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of the code, and what a compiler writes; of an export in tests/test_export_command.py."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    for parent, make in (
+        (tmp_path / "sweep" / ".code", lambda: take_snapshot(tmp_path / "sweep")),
+        (tmp_path / "zeroexp" / "allocator", compile_allocator),
+    ):
+        parent.mkdir(parents=True, mode=0o700)
+        died = subprocess.run([sys.executable, "-c", DIE_BESIDE, str(parent)])
+        assert died.returncode == -signal.SIGKILL and len([*parent.iterdir()]) == 1
+        make()
+        assert [*parent.glob(".*")] == []
 
 
 def test_what_a_killed_process_was_writing_is_removed_by_the_next_start(tmp_path: Path) -> None:

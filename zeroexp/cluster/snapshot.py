@@ -6,12 +6,12 @@ The code is our package and the run's plugins, but for those that are installed:
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+from zeroexp.process.locks import temporary_folder
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -26,19 +26,20 @@ def take_snapshot(sweep: Path, plugins: Sequence[str] = ()) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=target.parent))
-    for source in sources:
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, beside / source.name, ignore=ignored)
-        else:
-            shutil.copy2(source, beside)
-    try:
-        os.rename(beside, target)
-    except OSError:  # another submitter of this sweep made the same copy first
-        if not target.exists():
-            raise
-        shutil.rmtree(beside)
+    with temporary_folder(target.parent) as folder:
+        beside = folder / target.name
+        beside.mkdir()
+        for source in sources:
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, beside / source.name, ignore=ignored)
+            else:
+                shutil.copy2(source, beside)
+        try:
+            beside.rename(target)
+        except OSError:  # another submitter of this sweep made the same copy first
+            if not target.exists():
+                raise
     return target
 
 

@@ -15,7 +15,6 @@ import resource
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, UntypedStorage
 
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.record import KINDS
+from zeroexp.process.locks import temporary_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
 NOT_COUNTED = (
@@ -172,8 +172,8 @@ def _compiled_allocator() -> Path | str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return "peak memory on the CPU is not counted: no C++ compiler (install g++ or set CXX)"
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        made = Path(beside) / "allocator.so"
+    with temporary_folder(folder) as beside:
+        made = beside / "allocator.so"
         compiled = subprocess.run(
             _compile(compiler, made), capture_output=True, encoding="utf-8", errors="replace"
         )

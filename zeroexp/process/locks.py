@@ -57,11 +57,16 @@ def is_held(path: Path) -> bool:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder in TMPDIR that is removed at the end; after `kill -9`, whoever makes the next one removes it."""
-    _remove_abandoned(Path(tempfile.gettempdir()))
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder in TMPDIR, or a hidden one in `parent`, that is removed at the end.
+
+    After `kill -9`, whoever makes the next one there removes it.
+    """
+    prefix = PREFIX if parent is None else f".{PREFIX}"
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent, prefix)
     with ExitStack() as at_end:
-        made = tempfile.TemporaryDirectory(prefix=PREFIX)
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
         folder = Path(made.name)
         with suppress(NoLocks):
             # Under its own name it is never seen without its holder.
@@ -72,9 +77,9 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
 
 
-def _remove_abandoned(parent: Path) -> None:
+def _remove_abandoned(parent: Path, prefix: str) -> None:
     with suppress(PermissionError):  # a folder may be writable and yet not be listed
-        entries = [entry for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
+        entries = [entry for entry in os.scandir(parent) if entry.name.startswith(prefix)]
         for entry in entries:
             with suppress(OSError):  # somebody else's, or just removed by another process
                 _remove_unless_held(Path(entry))
