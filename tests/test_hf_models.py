@@ -424,7 +424,9 @@ def classifier_of_words(**more: Any) -> Config:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    Path("a.csv").write_text("text,label\n" + "".join(f"{t},{n}\n" for n, t in enumerate(TEXTS)))
+    Path("a.csv").write_text(
+        "text,label\n" + "".join(f"{t},{n}\n" for n, t in enumerate(TEXTS)), encoding="utf-8"
+    )
     words = ["model=hf", "model.path=gpt2", "model.task=classification", "model.num_labels=3"]
     data = ["data=hf", "data.path=a.csv", "data.seq_len=5", "data.global_batch_size=3"]
     return adopt_published_config(
@@ -469,7 +471,7 @@ def test_a_model_that_runs_one_layer_many_times_trains_as_its_refusal_says(
         "model=hf model.path=albert model.task=classification model.num_labels=3 model.init=random"
     )
     shipped = "data=yelp data.path=nothing.csv data.seq_len=8 world_size=1 tracking=files"
-    Path("nothing.csv").write_text("text,label\ngood,0\n")
+    Path("nothing.csv").write_text("text,label\ngood,0\n", encoding="utf-8")
     told = told_by(f"{line} {shipped}", monkeypatch, capsys)
     assert "the model has no block; name some: model.blocks=[" in told
     config = of_line(*line.split()[1:], told.rpartition("name some: ")[2])
@@ -518,12 +520,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "code of its own": (
         lambda: changed(auto_map={"AutoConfig": "mine.Mine"}),
         "model.path=qwen",
-        "has auto_map, which means code",
+        "has auto_map, which means code of its own; remove it there to train what transformers has",
     ),
     "quantized": (
         lambda: changed(quantization_config={"bits": 4}),
         "model.path=qwen",
-        "has quantization_config",
+        "which means weights that are no plain numbers; save it dequantized (model.dequantize()",
     ),
     "two inputs": (
         lambda: changed(is_encoder_decoder=True),

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS, read_config_json
+from zeroexp.models.published_config import UNFIT
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
@@ -76,9 +77,8 @@ def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -
         _refuse(config, problem, f"choose weights of model.family={config.family}")
     for key in ("auto_map", "quantization_config"):
         if written.get(key):
-            why = "code of its own" if key == "auto_map" else "weights that are no plain numbers"
-            remedy = "choose a folder without it"
-            _refuse(config, f"its config.json has {key}, which means {why}", remedy)
+            why, remedy = UNFIT[key]
+            _refuse(config, f"its config.json has {key}, {why}", remedy)
     try:
         theirs = AutoConfig.for_model(ours_called, **_without_type(written))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:

@@ -93,16 +93,26 @@ def _read_published_config(model: ModelConfig) -> dict[str, Any]:
         _refuse(model, f"its config.json can not be read ({error})", "repair it")
     if not isinstance(published, dict) or not isinstance(published.get("model_type"), str):
         _refuse(model, "its config.json has no model_type", "use a folder of transformers")
-    for key, why in UNFIT.items():
+    for key, (why, remedy) in UNFIT.items():
         if published.get(key):
-            _refuse(model, f"its config.json has {key}, {why}", "use a model without it")
+            _refuse(model, f"its config.json has {key}, {why}", remedy)
     return published
 
 
+# Keys of a published config.json that no run can follow: what each means, and the remedy.
 UNFIT = {
-    "auto_map": "which means code of its own",
-    "quantization_config": "which means weights that are no plain numbers",
-    "is_encoder_decoder": "and an encoder and a decoder take two inputs",
+    "auto_map": (
+        "which means code of its own",
+        "remove it there to train what transformers has for its model_type, or use a model without it",
+    ),
+    "quantization_config": (
+        "which means weights that are no plain numbers",
+        "save it dequantized (model.dequantize() of transformers), or use a model without it",
+    ),
+    "is_encoder_decoder": (
+        "and an encoder and a decoder take two inputs",
+        "use a model without it",
+    ),
 }
 
 
