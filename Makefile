@@ -47,6 +47,7 @@ mutants: .venv/test.stamp
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
+	$(BIN)/ruff check --preview --select PLW1514 # text is opened in a named encoding
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 

@@ -23,4 +23,4 @@ def open_now() -> set[tuple[str, str]]:
 
 
 def mappings_of_ours() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:zeroexp")
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("/memfd:zeroexp")

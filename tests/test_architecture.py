@@ -87,7 +87,7 @@ def module_name(path: Path) -> str:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:

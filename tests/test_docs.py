@@ -40,7 +40,11 @@ def test_code_and_tables_are_no_prose() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_prose_is_wrapped(page: Path) -> None:
-    wide = [f"{page.name}:{n}" for n, line in prose(page.read_text()) if len(line) > LINE]
+    wide = [
+        f"{page.name}:{n}"
+        for n, line in prose(page.read_text(encoding="utf-8"))
+        if len(line) > LINE
+    ]
     assert wide == [], f"wrap at {LINE} columns"
 
 
@@ -50,7 +54,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_are_there(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     its_own = re.findall(r"^```\w*\n# (\S+)$", text, re.MULTILINE)  # a reader writes these
     names = set(re.findall(r"\w[\w/]*\.(?:py|md|svg|yaml|cpp)\b", text)) - set(its_own)
     missing = [name for name in names if not any(file.endswith(f"/{name}") for file in FILES)]
@@ -116,7 +120,7 @@ def names_that_exist() -> set[str]:
 
 def prose_of(path: Path) -> str:
     """The comments and docstrings of a source, the whole text of a page."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)

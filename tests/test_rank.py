@@ -177,7 +177,7 @@ def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):
     assert outcome.cause["exception"] == "ConfigError"
     assert "optimizer.name=adagrad" in outcome.cause["message"]
     assert "Traceback" in outcome.cause["traceback"]
-    log = Path(outcome.cause["log"]).read_text()
+    log = Path(outcome.cause["log"]).read_text(encoding="utf-8")
     assert "optimizer.name=adagrad" in log and "Traceback" in log
     assert json.loads((job.folder / "failure.json").read_text()) == outcome.cause
     assert read_summary(job.folder) is None

@@ -17,7 +17,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a file that keeps to the schema; AssertionError names the first that does not."""
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     events = content["traceEvents"]
     assert isinstance(events, list) and events
     for event in events:

@@ -66,7 +66,9 @@ class Warm:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        output, errors = (Path(f"/proc/self/fd/{fd}").read_text() for fd in self._told)
+        output, errors = (
+            Path(f"/proc/self/fd/{fd}").read_text(encoding="utf-8") for fd in self._told
+        )
         return output, errors
 
     def send_signal(self, number: int) -> None:

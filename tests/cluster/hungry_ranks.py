@@ -43,7 +43,9 @@ def fill_page_after_page(folder: Path, device: str) -> None:
 def train(folder: Path, device: str) -> None:
     """A whole run, whose model does not fit what rank 1 may still have."""
     if world.rank_info_from_environment(os.environ).rank == 1:
-        held = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        held = re.findall(
+            r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")
+        )
         most = (int(held[0]) << 10) + (64 << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     ranks.main(folder, device=device)

@@ -49,7 +49,7 @@ def output_of(run: Path) -> str:
 
 def gone(pid: int) -> bool:
     try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return True
 

@@ -109,7 +109,7 @@ def test_a_process_is_idle_only_while_it_does_nothing() -> None:
 
 
 def await_sleep(pid: int) -> None:
-    while "S (sleeping)" not in Path(f"/proc/{pid}/status").read_text():
+    while "S (sleeping)" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8"):
         time.sleep(0.01)
 
 

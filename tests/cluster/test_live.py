@@ -182,7 +182,7 @@ def with_path() -> dict[str, str]:
 
 
 def child_of(pid: int) -> int:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return int(child)
 
 

@@ -225,7 +225,9 @@ def test_no_orphan_when_the_sweep_ends(tmp_path, number):
     )
     wait_until(lambda: sweep.poll() is None and len(pids(job.folder)) == 2)
     ranks = pids(job.folder)
-    server = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    server = int(
+        Path(f"/proc/{ranks[0]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+    )
     sweep.send_signal(number)
     sweep.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in [server, *ranks]))

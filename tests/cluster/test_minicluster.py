@@ -86,7 +86,7 @@ def test_down_leaves_no_trace(tmp_path: Path) -> None:
         cluster.wait_for(lambda: cluster.job_state(job.strip()) == "RUNNING", 10)
         assert mentions(folder), "the daemons of a running cluster name its folder"
     assert not folder.exists()
-    assert str(folder) not in Path("/proc/self/mounts").read_text()
+    assert str(folder) not in Path("/proc/self/mounts").read_text(encoding="utf-8")
     assert not mentions(folder)
 
 

@@ -34,7 +34,8 @@ def open_file(fill: int) -> int:
 def mappings() -> int:
     """The stretches of these files alone: threads of libraries map and free memory of their own at any time."""
     return sum(
-        f"/memfd:{FILE_NAME}" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        f"/memfd:{FILE_NAME}" in line
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     )
 
 

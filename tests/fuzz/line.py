@@ -98,7 +98,9 @@ def attempt(words: Sequence[str], *, real: bool) -> Tried:
         _be_command(command(words), folder, told, real)
     try:
         code = _wait(pid)
-        out, err = (Path(f"/proc/self/fd/{fd}").read_text(errors="replace") for fd in told)
+        out, err = (
+            Path(f"/proc/self/fd/{fd}").read_text(encoding="utf-8", errors="replace") for fd in told
+        )
         return Tried(tuple(words), code, out, err)
     finally:
         for fd in told:

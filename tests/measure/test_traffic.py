@@ -19,7 +19,8 @@ def test_bytes_of_gloo_are_counted_to_the_byte(local, tmp_path):
     outcome = local.run(Job(tmp_path), on_record=print, on_event=print)
     assert outcome.status == "done"
     sent, received = (
-        json.loads(Path(tmp_path / f"seen{rank}.json").read_text()) for rank in (0, 1)
+        json.loads(Path(tmp_path / f"seen{rank}.json").read_text(encoding="utf-8"))
+        for rank in (0, 1)
     )
     header = sent[0]  # gloo's own, the same for every message
     assert header < 200

@@ -208,7 +208,7 @@ def _load_once() -> None:
 def _read(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["id"]: row["result"] for row in rows}
 
 

@@ -94,10 +94,10 @@ def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, capsys):
 
 def test_the_newest_sweep_goes_into_a_picture_and_a_page(outputs, monkeypatch, capsys):
     page = Path("README.md")
-    page.write_text(f"{BEGIN}\n{END}\n")
+    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     assert report(monkeypatch, "--figure", "memory.svg", "--write", str(page)) == 0
-    assert "zero2 · tensor" in Path("memory.svg").read_text()
-    assert "| zero2 | tensor |" in page.read_text()
+    assert "zero2 · tensor" in Path("memory.svg").read_text(encoding="utf-8")
+    assert "| zero2 | tensor |" in page.read_text(encoding="utf-8")
     assert "outputs/newer" in capsys.readouterr().out
 
 
@@ -114,8 +114,8 @@ def test_texts_for_other_programs_stand_alone_on_standard_output(outputs, monkey
     told = json.loads(capsys.readouterr().out)
     assert [point["point"] for point in told["points"]] == ["zero3 · buffer", "zero2 · tensor"]
     assert report(monkeypatch, "outputs/newer", "--csv", "c.csv", "--html", "page.html") == 0
-    assert Path("c.csv").read_text().startswith("point,sweep,")
-    assert "zero2 · tensor" in Path("page.html").read_text()
+    assert Path("c.csv").read_text(encoding="utf-8").startswith("point,sweep,")
+    assert "zero2 · tensor" in Path("page.html").read_text(encoding="utf-8")
     assert report(monkeypatch, "outputs/newer", "--latex", "nowhere/x.tex") == REFUSED
     assert "--latex nowhere/x.tex: No such file" in capsys.readouterr().err
 

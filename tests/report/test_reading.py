@@ -19,7 +19,9 @@ from zeroexp.report.reading import read_runs, records_of
 
 
 def changed(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(

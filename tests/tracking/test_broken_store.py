@@ -92,7 +92,7 @@ def test_a_broken_store_is_told_with_its_remedy(tmp_path, capsys, damage, said) 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -117,7 +117,9 @@ def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
     runs = "select run_uuid, status, artifact_uri from runs where name = ?"
     ((run_id, state, place),) = ask(outputs, runs, f"{sweep.name}: report")
     assert state == "FINISHED"
-    assert Path(place.removeprefix("file://"), "report.html").read_text() == "second"
+    assert (
+        Path(place.removeprefix("file://"), "report.html").read_text(encoding="utf-8") == "second"
+    )
     assert address is not None and address.endswith(f"/runs/{run_id}/artifacts/report.html")
     keys = {key for (key,) in ask(outputs, "select key from tags where run_uuid = ?", run_id)}
     assert "report_of" in keys and "sweep" not in keys

@@ -95,6 +95,6 @@ def test_few_sweeps_lose_no_view() -> None:
 
 def test_a_view_names_the_section_of_every_metric() -> None:
     """MLflow unfolds the charts of a section that a view does not name, beside the view's own."""
-    source = Path(entries.__file__).read_text()
+    source = Path(entries.__file__).read_text(encoding="utf-8")
     sections = set(re.findall(r'"([a-z]+)/', source))
     assert {"memory", "time", "verb"} <= sections <= set(views.SECTIONS)

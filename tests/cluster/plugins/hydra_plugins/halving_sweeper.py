@@ -37,4 +37,4 @@ class HalvingSweeper(Sweeper):
             words = [*arguments, f"optimizer.lr={rate}"]
             (result,) = self.launcher.launch([words], initial_job_idx=number)
             told.append((rate, result.return_value))
-        Path("halving.json").write_text(json.dumps(told))
+        Path("halving.json").write_text(json.dumps(told), encoding="utf-8")
