@@ -295,8 +295,8 @@ LAYOUT = """
 from zeroexp.cut.layout import LAYOUTS, Layout, by_tensor
 from dataclasses import replace
 
-def cut(unit, size, rounding):
-    chunks = by_tensor(unit, size, rounding)
+def cut(unit, size):
+    chunks = by_tensor(unit, size)
     return {}
 
 LAYOUTS.add("layout_of_test", Layout(cut))

@@ -25,13 +25,12 @@ from zeroexp.sharding.options import Options
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units
 FAMILIES = ["parameter", "tensor", "buffer"]
-# Of nine units. In forward and backward of ZeRO-3 the root is gathered once, and the last unit of each of two pools is
-# still there when backward begins.
+# Of nine units. In forward and backward of ZeRO-3 the root is gathered once, and the others twice.
 ISSUED = {
     "ddp": {"allreduce_": 9 + 1},
     "zero1": {"reduce": 9, "gather": 9, "allreduce_": 1},
     "zero2": {"reduce": 9, "gather": 9, "allreduce_": 1},
-    "zero3": {"reduce": 9, "gather": 9 + 8 - 2, "allreduce_": 1},
+    "zero3": {"reduce": 9, "gather": 9 + 8, "allreduce_": 1},
 }
 
 

@@ -23,7 +23,6 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import GATHERS_APART, MOST_ENGINES, NUM_TAGS, Direct
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.offers import MOST_OFFERS, OwnBoard
-from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs
@@ -138,7 +137,7 @@ def steps_with_few_numbers(world: World, transport: str) -> list[float]:
         patch.setattr(direct, "PASSING", MOST_OFFERS - 4)
         wire = Collectives(world, transport=transport)
         wire.connect()
-        wire.reserve([PAGE_BYTES], 64)
+        wire.reserve([64], 64)
         (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
         piece = wire.empty(4, torch.float32)
         read: list[float] = []

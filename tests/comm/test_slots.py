@@ -18,7 +18,6 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
@@ -80,7 +79,7 @@ def neighbours_of(world: World, arena: Arena) -> dict[int, SharedChannel]:
 def write_three_reductions(world: World) -> list[float]:
     """Rank 0 writes to both others, two slots in all. Rank 1 reads at once, rank 2 keeps the first; what they read."""
     slot_bytes = 2 * 64  # 16 bytes for each of two peers, aligned
-    arena = Arena(world.size, [], slot_bytes, num_slots=2, page_bytes=PAGE_BYTES)
+    arena = Arena(world.size, [], slot_bytes, num_slots=2)
     channels = neighbours_of(world, arena)
     arrivals: dict[int, Arrival] = {}
     views: dict[int, Tensor] = {}
@@ -119,7 +118,7 @@ def quiesce_alone(world: World) -> list[str]:
     """Rank 0 is done, and rank 1 not yet: it holds an offer that it has not read."""
     wire = Collectives(world, transport="direct")
     wire.connect()
-    wire.reserve([PAGE_BYTES], 64)
+    wire.reserve([64], 64)
     (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
     piece = wire.empty(4, torch.float32).fill_(1.0 + world.rank)
     part = GatherPart(chunk, torch.empty(8), piece)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from zeroexp.cut.stage import STAGES, Move
+from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import (
@@ -30,7 +30,6 @@ from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
 from zeroexp.sharding.grouping import stage_for_world
 from zeroexp.sharding.options import MIB, Options
-from zeroexp.sharding.pool_assignment import private_units
 
 NUM_BLOCKS = 4
 WORDS = 11
@@ -99,39 +98,11 @@ def engine(world: World, stage: str, options: Options, precision: PrecisionForm,
 def form_of(
     strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
 ) -> ShardedForm:
-    """Built as a planner builds it, from the names and layouts of the units.
-
-    What a pool still holds is not gathered again. So under keep=last the gathers are those of a step that is counted.
-    """
+    """Built as a planner builds it, from the layouts of the units."""
     units = [tuple(tensors.chunk for tensors in unit.chunks) for unit in strategy.units]
     world_size = strategy.wire.world.size
     row = stage_for_world(STAGES[stage], world_size)
-    if row.gather is Move.ALL_GATHER:
-        private = private_units([unit.name for unit in strategy.units], schedule.keep)
-        sharing = [i for i, unit in enumerate(strategy.units) if unit.name not in private]
-        num = len(strategy.pools)
-        forms["pools"] = [sharing[i::num] for i in range(num)]
-        if schedule.keep == "last":
-            counts = gathers_of_a_step(strategy, schedule.accumulation)
-            names = [unit[0].members[0].name if unit else "" for unit in units]
-            forms["gathers"] = [counts[name] for name in names]
     return ShardedForm(units, row, world_size, schedule, **forms)
-
-
-def gathers_of_a_step(strategy: Sharded, accumulation: int) -> Counter[str]:
-    """The gathers of each parameter in the second step; the first one finds their order."""
-    counts, all_gather = Counter[str](), strategy.wire.all_gather
-
-    def counting(parts, kind, *args, **kwargs):
-        if kind == "gather":
-            counts.update(member.name for part in parts for member in part.chunk.members)
-        return all_gather(parts, kind, *args, **kwargs)
-
-    run_step(strategy, accumulation)
-    strategy.wire.all_gather = counting
-    run_step(strategy, accumulation)
-    del strategy.wire.all_gather
-    return counts
 
 
 def run_step(
@@ -217,7 +188,7 @@ def test_bytes_held_at_every_named_moment(situation, optimizer):
 @pytest.mark.parametrize("keep", ["none", "last", "all"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_zero3_gathers_what_is_not_there_any_more(unit, keep, accumulation):
-    """Every schedule of gathers, for every number of pools up to one more than there are blocks."""
+    """Every schedule of gathers, for up to as many units ahead as there are blocks."""
     with fake_world(1, 2) as world:
         for prefetch in range(NUM_BLOCKS + 1):
             options = Options(

@@ -173,15 +173,6 @@ def test_the_peak_of_building_is_a_column_where_it_is_known(tmp_path: Path) -> N
     assert "build: the most allocated at once before the first step." in " ".join(text.split())
 
 
-def test_units_with_memory_of_their_own_are_noted(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run"))
-    assert "memory of their own" not in " ".join(render([run]).split())
-    assert run.summary is not None
-    run.summary.num_private_units = 3
-    note = "zero3/buffer: 3 units ran while their pool was in use and got memory of their own."
-    assert note in " ".join(render([run]).split())
-
-
 def test_what_engines_settled_by_themselves_is_said_once(tmp_path: Path) -> None:
     settled = {"zero2": {"transport": "direct", "bucket_mb": 4.0, "prefetch": None}}
     settled["zero3"] = settled["zero2"]

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 
 from tests.descriptors import mappings_of_ours, open_now
-from zeroexp.comm.paging import lies_on_pages, rounding_to_pages
-from zeroexp.cut.chunk import ParameterSpec
-from zeroexp.cut.layout import lay_out
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process.world import World, fake_world
@@ -94,43 +91,6 @@ def test_a_slot_holds_a_bucket_and_not_a_unit(ranks, stage):
     """
     assert ranks(bytes_of_slots, stage, 4096) == [2 * 4096] * 2
     assert ranks(bytes_of_slots, stage, 1 << 20) == [2 * 8192] * 2
-
-
-# -- cuts -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("numel", "world_size", "per_rank"),
-    [
-        (1_000_000, 2, 245 * 2048),  # 500,000 are 244.1 pages of two bytes an element
-        (1_000_000, 3, 163 * 2048),
-        (2 * 262_144, 2, 262_144),  # 128 pages: large, and cut on a page as it is
-        (2 * 262_144 - 2, 2, 262_143),  # one element less is small: cut evenly, off pages
-        (2 * 262_144 + 2, 2, 129 * 2048),
-        (1001, 2, 501),
-    ],
-)
-@pytest.mark.parametrize("family", ["tensor", "buffer"])
-def test_large_chunks_are_cut_on_pages(family, numel, world_size, per_rank):
-    units = [[ParameterSpec("a", numel, 2)]]
-    (chunk,) = lay_out(family, units, world_size, rounding=rounding_to_pages(4096))[0]
-    assert chunk.cuts == tuple(per_rank * rank for rank in range(world_size + 1))
-    on_pages = per_rank % 2048 == 0
-    for rank in range(world_size):
-        assert lies_on_pages(chunk, rank, 2, 4096) is on_pages
-        assert lies_on_pages(chunk, rank, 4, 4096) is on_pages
-
-
-def pool_bytes(world: World, dtype: torch.dtype) -> int:
-    strategy = engine(world, "zero3", 1000, dtypes=Dtypes(dtype, dtype, dtype), transport="direct")
-    states = strategy.model_states()
-    return sum(memory.nbytes for memory in states.buffers)
-
-
-def test_what_is_gathered_lies_beside_the_own_section_in_every_dtype(ranks):
-    """Of a million elements on two ranks one holds 501,760, see above; its pool holds the other's."""
-    for dtype in (BF16, FP32):
-        assert ranks(pool_bytes, dtype) == [501_760 * dtype.itemsize] * 2
 
 
 # -- a world of one -----------------------------------------------------------------------------------

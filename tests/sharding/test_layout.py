@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.comm.paging import ALIGNMENT_BYTES, aligned
+from zeroexp.comm.sizes import ALIGNMENT_BYTES, aligned
 from zeroexp.cut.chunk import Chunk, ParameterSpec
 from zeroexp.cut.layout import by_parameter, lay_out
 from zeroexp.cut.owners import fullest_bytes, own_contiguously, own_greedily

@@ -95,7 +95,8 @@ def train(world: World, kind: type[Language], watch: Callable[[Language], Any], 
         options=Options(transport=transport),
     )
     root = strategy.units[0]
-    memory = root.store.memory  # pyright: ignore[reportOptionalMemberAccess]
+    memory = root.memory
+    assert memory is not None
     model.watch = lambda own: (watch(own), memory.untyped_storage().nbytes())
     for step in range(2):
         for last in (False, True):

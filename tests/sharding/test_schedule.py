@@ -5,7 +5,6 @@ A wrong order is a hang (told by the pool of ranks) or wrong values (told by the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -281,14 +280,14 @@ def events_of_a_later_step(stage: str, *, accumulation: int = 1, **options: Any)
 
 
 def test_zero3_gathers_one_block_ahead_and_reduces_behind():
-    """The root and block 0 were gathered at the end of the step before; what is still in a pool is not gathered.
+    """The root and block 0 were gathered at the end of the step before.
 
     A block is reduced when the backward of the one before it begins, which every rank reaches in the same order.
     """
     assert events_of_a_later_step("zero3", prefetch=1, keep="last") == [
         *("gather blocks.1", "forward blocks.0", "gather blocks.2", "forward blocks.1"),
         "forward blocks.2",
-        *("done blocks.2", "reduce blocks.2"),
+        *("gather blocks.2", "gather blocks.1", "done blocks.2", "reduce blocks.2"),
         *("gather blocks.0", "done blocks.1", "reduce blocks.1"),
         *("done blocks.0", "reduce blocks.0"),
         *("reduce root", "gather root", "gather blocks.0"),
@@ -363,20 +362,18 @@ def test_partial_gradients_are_not_reduced_each_microbatch():
 
 
 def gathered(strategy: Sharded) -> set[str]:
-    """Units that have parameters, or memory of their own for them."""
-    return {
-        u.name for u in strategy.units if u.residence is not Residence.FREED or private_bytes(u)
-    }
+    """Units that have parameters, or memory for them."""
+    return {u.name for u in strategy.units if u.residence is not Residence.FREED or full_bytes(u)}
 
 
-def private_bytes(unit: Unit) -> int:
+def full_bytes(unit: Unit) -> int:
     return sum(memory.untyped_storage().nbytes() for memory in unit.states()["buffers"])
 
 
 @pytest.mark.parametrize("unit", ["block", "module"])
 @pytest.mark.parametrize("keep", ["none", "last"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_nothing_gathered_outlives_its_unit_but_the_pools(unit, keep, prefetch):
+def test_nothing_gathered_outlives_its_unit(unit, keep, prefetch):
     """While a block runs, only it, its parts, the root and what was gathered ahead have parameters."""
     with fake_world(0, 2) as world:
         strategy = toy_engine(world, "zero3", unit=unit, keep=keep, prefetch=prefetch)
@@ -395,7 +392,6 @@ def test_nothing_gathered_outlives_its_unit_but_the_pools(unit, keep, prefetch):
             assert len(ahead) <= prefetch
         step(strategy, drain=True)
         assert gathered(strategy) == set()
-        assert any(unit.has_private_store for unit in strategy.units)
 
 
 @pytest.mark.parametrize("keep", ["none", "last", "all"])
@@ -462,28 +458,3 @@ def test_what_blocks_share_belongs_to_the_root():
         root: Unit = strategy.units[0]
     names = {member.name for tensors in root.chunks for member in tensors.chunk.members}
     assert names == {"embedding.weight", "unused"}
-
-
-# -- units that run inside each other ---------------------------------------------------------------
-
-
-def count_private_units(world: World, recipe: Recipe, make: Ours) -> list[int]:
-    """Before and after training, and what was warned of meanwhile."""
-    strategy = build_on_rank(world, recipe, make)
-    before = strategy.model_states().num_private_units
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run_steps(strategy, world, recipe, range(recipe.steps))
-    words = sum("it gets memory of its own" in str(warning.message) for warning in told)
-    return [before, strategy.model_states().num_private_units, words]
-
-
-@pytest.mark.parametrize(("model", "num_private"), [("toy", 0), ("calling", 1)])
-def test_units_that_found_their_pool_in_use_are_counted(
-    ranks: Any, model: str, num_private: int
-) -> None:
-    recipe = Recipe(model=model, world_size=2, fused=False)
-    answers = ranks(
-        count_private_units, recipe, Ours("zero3", Options(overlap=False)), world_size=2
-    )
-    assert answers == [[0, num_private, num_private]] * 2

@@ -1,6 +1,6 @@
 """A unit's memory and its transitions: what is freed is gone, what is illegal raises.
 
-Over ranks that do not exist (`fake_world`): the section of rank 0 is real, that of rank 1 is what the pool held.
+Over ranks that do not exist (`fake_world`): the section of rank 0 is real, that of rank 1 is what the memory held.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import torch
 from torch import nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.gather_memory import Allocated
 from zeroexp.cut.stage import STAGES
 from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import group_parameters
-from zeroexp.sharding.pools import Pool, PrivateStore
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
 
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32)
 BF16_MASTER = Dtypes(torch.bfloat16, torch.float32, torch.float32)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -48,10 +45,8 @@ def make(world: World, stage: str, *, family: str = "buffer", dtypes: Dtypes = F
 
 
 def arrive(unit: Unit) -> None:
-    pending = unit.gather()
-    if pending is not None:
-        pending.wait()
-        unit.show_gathered()
+    unit.gather()
+    unit.arrive()
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
@@ -71,29 +66,29 @@ def weight(unit: Unit) -> nn.Parameter:
 @pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
 def test_a_freed_unit_holds_its_piece_alone(world, family):
     for unit in make(world, "zero3", family=family)[1:]:
-        unit.use_store(PrivateStore(unit.full_bytes, CPU))
+        unit.rest()
         states = unit.states()
         assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.chunks)
         assert bytes_of(states["buffers"]) == 0
         assert unit.residence is Residence.FREED
 
 
-def test_private_memory_comes_and_goes_with_the_parameters(world):
+def test_memory_comes_and_goes_with_the_parameters(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(PrivateStore(unit.full_bytes, CPU))
+    unit.rest()
     arrive(unit)
-    assert bytes_of(unit.states()["buffers"]) == unit.full_bytes == 128  # 80 bytes, aligned to 64
-    unit.free(forget=True)
+    assert bytes_of(unit.states()["buffers"]) == 128  # 80 bytes, aligned to 64
+    unit.free()
     assert bytes_of(unit.states()["buffers"]) == 0
 
 
 def test_reading_a_freed_parameter_raises(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(PrivateStore(unit.full_bytes, CPU))
+    unit.rest()
     arrive(unit)
     x = torch.ones(2, 3)
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
-    unit.free(forget=True)
+    unit.free()
     assert weight(unit).shape == (5, 3) and weight(unit).numel() == 15
     with pytest.raises(RuntimeError, match=r"parameter 0.weight is freed.*strategy.gathered"):
         nn.functional.linear(x, weight(unit))
@@ -102,70 +97,40 @@ def test_reading_a_freed_parameter_raises(world):
 def test_own_section_survives_being_freed(world):
     unit = make(world, "zero3")[1]
     mine = unit.chunks[0].piece.clone()
-    unit.use_store(PrivateStore(unit.full_bytes, CPU))
+    unit.rest()
     for _ in range(2):
         arrive(unit)
         flat = torch.cat([p.detach().reshape(-1) for p in unit.trainable_parameters()])
         assert torch.equal(flat[:10], mine)
-        unit.free(forget=True)
+        unit.free()
 
 
-# -- pools -------------------------------------------------------------------------------------------
-
-
-def test_units_take_turns_in_a_pool_at_the_same_place(world):
-    one, two = make(world, "zero3")[1:]
-    pool = Pool(Allocated([one.pieces()], CPU))
-    one.use_store(pool)
-    two.use_store(pool)
-    arrive(one)
-    place = weight(one).data_ptr()
-    assert not two.can_gather
-    with pytest.raises(RuntimeError, match="leased to unit 0, unit 1 can not have it"):
-        two.gather()
-    one.free(forget=False)
-    arrive(two)
-    assert weight(two).data_ptr() == place
-    two.free(forget=False)
-    arrive(one)
-    assert weight(one).data_ptr() == place
-
-
-def test_a_unit_that_returns_first_needs_no_gather(world):
-    one, two = make(world, "zero3")[1:]
-    pool = Pool(Allocated([one.pieces()], CPU))
-    one.use_store(pool)
-    two.use_store(pool)
-    arrive(one)
-    one.free(forget=False)
-    assert one.gather() is None
-    assert one.residence is Residence.READY
-    one.free(forget=False)
-    one.forget()  # the weights changed meanwhile
-    assert one.gather() is not None
-
-
-def test_forgetting_leaves_another_units_values_alone(world):
-    one, two = make(world, "zero3")[1:]
-    pool = Pool(Allocated([one.pieces()], CPU))
-    one.use_store(pool)
-    two.use_store(pool)
-    arrive(two)
-    two.free(forget=False)
-    one.forget()
-    assert pool.valid_for is two
+def test_bytes_stay_while_somebody_else_holds_a_view(world):
+    """To read it ends in no crash, and shows what was gathered; they go once the view is gone."""
+    unit = make(world, "zero3")[1]
+    unit.rest()
+    arrive(unit)
+    unit.chunks[0].full.fill_(2.0)
+    kept = weight(unit).detach()[0]
+    unit.free()
+    assert unit.is_viewed and bytes_of(unit.states()["buffers"]) == 128
+    assert kept.tolist() == [2.0] * 3
+    del kept
+    assert not unit.is_viewed
+    unit.drop_bytes()
+    assert bytes_of(unit.states()["buffers"]) == 0
 
 
 def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world, "zero3")[1]
-    unit.use_store(PrivateStore(unit.full_bytes, CPU))
+    unit.rest()
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
     y = nn.functional.linear(x, weight(unit)).sum()
     version = weight(unit)._version
-    unit.free(forget=True)
+    unit.free()
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     assert weight(unit)._version == version
@@ -178,19 +143,14 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
 
 def test_illegal_transitions_raise(world):
     unit = make(world, "zero3")[1]
-    unit.use_store(PrivateStore(unit.full_bytes, CPU))
-    with pytest.raises(RuntimeError, match="unit 0 is freed and can not become freed"):
-        unit.free(forget=False)
-    pending = unit.gather()
-    assert pending is not None
-    with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become freed"):
-        unit.free(forget=False)
+    unit.rest()
+    unit.gather()
     with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become gathering"):
         unit.gather()
-    pending.wait()
-    unit.show_gathered()
-    with pytest.raises(RuntimeError, match="unit 0 is ready and can not become ready"):
-        unit.gather()
+    unit.arrive()
+    unit.free()
+    unit.free()  # nothing more
+    assert unit.residence is Residence.FREED
 
 
 def test_handing_over_nothing_is_refused(world):
@@ -257,8 +217,8 @@ def test_publishing_casts_masters_into_the_parameters(world):
     ((_, master),) = unit.parameters_with_masters()
     with torch.no_grad():
         master.fill_(3.0)
-    unit.publish().wait()
-    unit.show_gathered()
+    unit.publish()
+    unit.arrive()
     assert weight(unit).reshape(-1)[:10].tolist() == [3.0] * 10
 
 

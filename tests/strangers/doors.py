@@ -321,7 +321,7 @@ def a_rule_of_ones_own_that_differs_by_rank(lab: Lab, what: str) -> None:
     def by_salt(specs: Any, world_size: int) -> dict[str, int]:
         return {spec.name: (len(spec.name) + salt) % world_size for spec in specs}
 
-    def cut_by_salt(unit: Any, world_size: int, _rounding: Any) -> tuple[Chunk, ...]:
+    def cut_by_salt(unit: Any, world_size: int) -> tuple[Chunk, ...]:
         return by_parameter(unit, world_size, by_salt(unit, world_size))
 
     OWNERS.add("salted", by_salt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -110,32 +109,7 @@ def test_peers_have_read_before_weights_change(stage, monkeypatch):
     assert seen == [True] * 3, "weights are as they were when it is asked"
 
 
-# -- units inside one another, and in another order ---------------------------------------------------
-
-
-class Both(Toy):
-    """Its second block runs, and then again inside the first, which calls it though it is no module of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        caller, called = self.blocks[0], self.blocks[1]
-        compute = caller.forward
-        caller.forward = lambda x: compute(called(x))
-        self.order = (1, 0, 2)
-
-
-def test_a_unit_that_runs_inside_another_after_it_ran_alone_gets_memory_of_its_own():
-    """What autograd saved of the place it had before is found in the new one."""
-    with fake_world(0, 2) as world:
-        make = Ours("zero3", Options(prefetch=0, transport="gloo"))
-        strategy = make(BuiltModel(Both(), BLOCKS), Recipe(), world)
-        told = "unit blocks.1 runs inside unit blocks.0: it gets memory of its own"
-        with strategy.microbatch(last=True):
-            with pytest.warns(UserWarning, match=re.escape(told)):
-                loss = strategy.model(microbatch_of(0, 0, 0)[0]).square().sum()
-            strategy.backward(loss)
-        strategy.step()
-        assert strategy.model_states().num_private_units == 1
+# -- units in another order --------------------------------------------------------------------------
 
 
 def test_another_order_of_blocks_is_learned(monkeypatch):

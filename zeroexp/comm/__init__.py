@@ -9,7 +9,5 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
   messages.py        carries tensors between hosts as gloo messages
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
                      offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
-gather_memory.py   provides the memory that chunks are gathered into: allocated, or mapped by stitching.py, which lets a
-                   rank's own piece lie between the sections that it copies; paging.py knows pages and alignment
 tuning.py          how large a reduction should be on these links
 """

@@ -22,34 +22,17 @@ from zeroexp.process import progress
 
 @dataclass
 class GatherPart:
-    """One chunk whose sections become one `full` flat tensor on every rank; `piece` is this rank's section.
-
-    in_place: `piece` already lies in `full`, as that section.
-    """
+    """One chunk whose sections become one `full` flat tensor on every rank; `piece` is this rank's section."""
 
     chunk: Chunk
     full: Tensor
     piece: Tensor
-    in_place: bool = False
     # `full` with a row for each rank; None where the chunk is cut unevenly
     by_rank: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         even, world_size = self.chunk.even, len(self.chunk.cuts) - 1
         self.by_rank = self.full.view(world_size, -1) if even else None
-
-
-Pieces = Sequence[tuple[Chunk, Tensor]]  # the chunks of one unit, each with this rank's piece of it
-
-
-class GatherMemory(Protocol):
-    """Memory in which gathered chunks lie. Units that are never gathered at the same time may share one."""
-
-    memory: Tensor  # flat, uint8: all that it holds for the units that lie in it
-
-    def lay(self, unit: Pieces) -> list[GatherPart]:
-        """Return the parts of a unit, whose full parameters lie in this memory from now on."""
-        ...
 
 
 @dataclass
@@ -140,10 +123,6 @@ class Transport(Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate parameters at rest where peers can read them best."""
-        ...
-
-    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
-        """Provide memory in which the gathered chunks of these units lie by turns. Their pieces come from `empty`."""
         ...
 
     def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import (
-    GatherMemory,
     GatherPart,
     Pending,
-    Pieces,
     ReducePart,
     Sent,
     Transport,
@@ -90,9 +88,6 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype, self.world.device)
-
-    def gather_memory(self, units: Sequence[Pieces]) -> GatherMemory:
-        return self._transport.gather_memory(units, self.world.device)
 
     @property
     def facts(self) -> Facts:

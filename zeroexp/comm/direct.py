@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,19 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
-    GatherMemory,
     GatherPart,
     Pending,
-    Pieces,
     ReducePart,
     TimedWork,
 )
 from zeroexp.comm.facts import TRANSPORTS, Facts
-from zeroexp.comm.gather_memory import Allocated, Mapped
 from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.offers import MOST_OFFERS
-from zeroexp.comm.paging import PAGE_BYTES
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
 from zeroexp.process import world as worlds
@@ -66,8 +61,7 @@ class Direct:
         self._share_memory = share_memory and world.size > 1
         self._neighbours: Neighbourhood | None = None
         self._arena: Arena | None = None
-        self._mapped_bytes = 0  # of memory that units gather into
-        self._facts = self._find_facts(PAGE_BYTES)
+        self._facts = self._find_facts()
 
     @property
     def facts(self) -> Facts:
@@ -77,31 +71,25 @@ class Direct:
         if self._world.size == 1:
             return
         with closing(Listener()) as listener:
-            mine = neighbour_identity(), listener.door, self._facts.page_bytes, self._first_tag
-            hosts, doors, page_bytes, first_tags = zip(*worlds.gather_objects(mine), strict=True)
+            mine = neighbour_identity(), listener.door, self._first_tag
+            hosts, doors, first_tags = zip(*worlds.gather_objects(mine), strict=True)
             self._first_tag = max(first_tags)
             if self._share_memory:
                 self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
-        self._facts = self._find_facts(max(page_bytes))
+        self._facts = self._find_facts()
         if self._facts.name != "direct":
             self._moves.start(str(self._first_tag))
 
-    def _find_facts(self, page_bytes: int) -> Facts:
+    def _find_facts(self) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
         neighbours = self._neighbours.peers if self._neighbours is not None else []
         messages = "mixed" if neighbours else "gloo"
-        name = "direct" if len(neighbours) == len(self._peers) else messages
-        return replace(TRANSPORTS[name], page_bytes=page_bytes)
+        return TRANSPORTS["direct" if len(neighbours) == len(self._peers) else messages]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
-            self._arena = Arena(
-                self._world.size,
-                resting,
-                slot_bytes,
-                num_slots(self.facts.name),
-                self._facts.page_bytes,
-            )
+            slots = num_slots(self.facts.name)
+            self._arena = Arena(self._world.size, resting, slot_bytes, slots)
             self._channels.update(self._neighbours.open(self._arena))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,20 +97,13 @@ class Direct:
             return torch.empty(numel, dtype=dtype, device=device)
         return self._arena.empty(numel, dtype)
 
-    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
-        if self._arena is None:
-            return Allocated(units, device)
-        memory = Mapped(units, self._rank, self._facts.page_bytes, self._arena.place_of)
-        self._mapped_bytes += memory.memory.nbytes
-        return memory
-
     @property
     def staging_bytes(self) -> int:
         return self._arena.staging_bytes if self._arena is not None else 0
 
     @property
     def held_shared_bytes(self) -> int:
-        return self._arena.num_bytes + self._mapped_bytes if self._arena is not None else 0
+        return self._arena.num_bytes if self._arena is not None else 0
 
     def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         offer = renewed
@@ -141,7 +122,7 @@ class Direct:
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
-            if not part.in_place and not _begin_alike(own, piece):
+            if not _begin_alike(own, piece):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroexp.comm.paging import PAGE_BYTES, rounding_to_pages
-from zeroexp.cut.layout import Rounding
-
 MIB = 1 << 20
 
 
@@ -21,11 +18,6 @@ class Facts:
     # Moves are the backend's own collectives: all ranks issue the same ones, and every rank sends as much, padding too.
     is_collective: bool
     shares_memory: bool  # ranks of a host read each other's memory, uncounted by torch's allocator
-    page_bytes: int = PAGE_BYTES  # the largest page size among the ranks' machines, for which large chunks are cut
-
-    @property
-    def rounding(self) -> Rounding:
-        return rounding_to_pages(self.page_bytes)
 
 
 # Each reduction in flight holds the gradients of a unit or bucket. Ranks of one host move bytes only while they wait
@@ -46,6 +38,5 @@ TRANSPORTS = {
         moves_on_wait=False,
         is_collective=True,
         shares_memory=False,
-        page_bytes=4096,  # nothing is mapped, so machines with any page size cut alike
     ),
 }

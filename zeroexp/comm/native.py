@@ -16,16 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
-    GatherMemory,
     GatherPart,
     Pending,
-    Pieces,
     ReducePart,
     Sent,
     TimedWork,
 )
 from zeroexp.comm.facts import TRANSPORTS
-from zeroexp.comm.gather_memory import Allocated
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
@@ -63,9 +60,6 @@ class Native:
 
     def quiesce(self) -> None:
         """Do nothing: whoever waited for a move knows that the backend has read its tensors."""
-
-    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
-        return Allocated(units, device)
 
     def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         return 0  # no offer is needed: the backend reads a piece when it is gathered

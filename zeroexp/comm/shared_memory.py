@@ -30,8 +30,7 @@ from torch import Tensor
 from zeroexp.comm.host_rendezvous import Door, Listener, connect, swap_files
 from zeroexp.comm.messages import Arrival
 from zeroexp.comm.offers import Board, OwnBoard
-from zeroexp.comm.paging import aligned, pages
-from zeroexp.comm.sizes import arena_bytes
+from zeroexp.comm.sizes import aligned, arena_bytes
 from zeroexp.comm.wake_up import Bell
 from zeroexp.process.world import World, host_identity
 
@@ -90,13 +89,11 @@ class Arena:
         resting: Sequence[int],
         slot_bytes: int,
         num_slots: int,
-        page_bytes: int,
     ):
         """resting: the bytes of each tensor that `empty` will be asked for."""
         self.staging_bytes = num_slots * slot_bytes
-        self._page_bytes = page_bytes
-        rest_bytes = sum(pages(num_bytes, page_bytes) for num_bytes in resting)
-        self.num_bytes = arena_bytes(resting, slot_bytes, num_slots, page_bytes)
+        rest_bytes = sum(map(aligned, resting))
+        self.num_bytes = arena_bytes(resting, slot_bytes, num_slots)
         self.file = os.memfd_create("zeroexp")
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.num_bytes)
@@ -113,9 +110,9 @@ class Arena:
         self._written = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a resting tensor with its own storage and pages. It is freed only with the whole arena."""
+        """Return a resting tensor with its own storage. It is freed only with the whole arena."""
         start = self._top
-        self._top += pages(numel * dtype.itemsize, self._page_bytes)
+        self._top += aligned(numel * dtype.itemsize)
         assert self._top <= self._slots[0], "the arena was opened for fewer bytes"
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -135,10 +132,6 @@ class Arena:
             channel.ring()
         for channel in self.channels:
             channel.await_end()
-
-    def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the open file behind a resting tensor, and the offset in it."""
-        return self.file, self.offset_of(tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Return the offset in bytes of a resting tensor in the arena; 0 for an empty one."""

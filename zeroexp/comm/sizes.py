@@ -1,14 +1,19 @@
-"""Pure functions: how much shared memory ranks of one host need for slots of reductions and pools of parameters."""
+"""Bytes of shared memory that a rank of one host needs: what rests there, and slots for reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from zeroexp.comm.facts import TRANSPORTS
-from zeroexp.comm.paging import PAGE_BYTES, aligned, lies_on_pages, pages
 from zeroexp.cut.bucket import cut_in_buckets
 from zeroexp.cut.chunk import Chunk
 from zeroexp.cut.stage import Move, Stage
+
+ALIGNMENT_BYTES = 64  # of tensors that lie side by side in one memory
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def num_slots(transport: str) -> int:
@@ -20,10 +25,9 @@ def num_slots(transport: str) -> int:
     return TRANSPORTS[transport].reductions_in_flight + 1
 
 
-def arena_bytes(resting: Sequence[int], slot_bytes: int, num_slots: int, page_bytes: int) -> int:
-    """Return the bytes of a rank's shared memory: each resting tensor on its own pages, and the slots."""
-    rest_bytes = sum(pages(num_bytes, page_bytes) for num_bytes in resting)
-    return max(rest_bytes + num_slots * slot_bytes, page_bytes)
+def arena_bytes(resting: Sequence[int], slot_bytes: int, num_slots: int) -> int:
+    """Return the bytes of a rank's shared memory: resting tensors, each aligned, and slots."""
+    return max(sum(map(aligned, resting)) + num_slots * slot_bytes, ALIGNMENT_BYTES)
 
 
 def slot_bytes(
@@ -43,22 +47,6 @@ def slot_bytes(
         for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
     )
     return aligned(max(handed, default=0))
-
-
-def mapped_bytes(
-    chunks: Iterable[Chunk], rank: int, itemsize: int, page_bytes: int = PAGE_BYTES
-) -> int:
-    """Return the bytes that a unit takes of a pool backed by a file.
-
-    They are its chunks in whole pages, without the sections that `rank` maps from its arena.
-    """
-    num_bytes = 0
-    for chunk in chunks:
-        section = chunk.section(rank)
-        num_bytes += pages(chunk.padded_numel * itemsize, page_bytes)
-        if lies_on_pages(chunk, rank, itemsize, page_bytes):
-            num_bytes -= (section.stop - section.start) * itemsize
-    return num_bytes
 
 
 def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:

@@ -17,17 +17,6 @@ from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
 
-
-@dataclass(frozen=True)
-class Rounding:
-    """Even sections of `threshold` elements or more grow to a multiple of `step` elements, as the transport asks."""
-
-    step: int = 1
-    threshold: int = 0
-
-
-NO_ROUNDING = Rounding()
-
 Units = Sequence[Sequence[ParameterSpec]]
 
 
@@ -37,34 +26,28 @@ def lay_out(
     world_size: int,
     *,
     owners: str = "greedy",
-    rounding: Rounding = NO_ROUNDING,
 ) -> list[tuple[Chunk, ...]]:
     """Return the chunks of every unit.
 
     family: a word of LAYOUTS.
     owners: a word of OWNERS; only layouts that keep parameters whole read it.
-    rounding: the same on all ranks, since all must cut alike.
     Raises ValueError, in one line, for a rule of others that gives a parameter to no rank.
     """
     layout = LAYOUTS[family]
     if layout.has_owners:
         owner_of = assign_owners(owners, [spec for unit in units for spec in unit], world_size)
         return [layout.cut(unit, world_size, owner_of) for unit in units]
-    return [layout.cut(unit, world_size, rounding) for unit in units]
+    return [layout.cut(unit, world_size) for unit in units]
 
 
-def by_buffer(
-    unit: Sequence[ParameterSpec], world_size: int, rounding: Rounding = NO_ROUNDING
-) -> tuple[Chunk, ...]:
+def by_buffer(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
     """Make one evenly cut chunk for each kind of parameter in the unit."""
-    return tuple(_even_chunk(specs, world_size, rounding) for specs in _by_kind(unit))
+    return tuple(_even_chunk(specs, world_size) for specs in _by_kind(unit))
 
 
-def by_tensor(
-    unit: Sequence[ParameterSpec], world_size: int, rounding: Rounding = NO_ROUNDING
-) -> tuple[Chunk, ...]:
+def by_tensor(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:
     """Make one evenly cut chunk for each parameter."""
-    return tuple(_even_chunk([spec], world_size, rounding) for spec in unit)
+    return tuple(_even_chunk([spec], world_size) for spec in unit)
 
 
 def by_parameter(
@@ -86,9 +69,9 @@ def by_parameter(
 
 @dataclass(frozen=True)
 class Layout:
-    """A way of cutting. `cut` takes a unit's parameters, the world size and a Rounding, and returns its chunks.
+    """A way of cutting. `cut` takes a unit's parameters and the world size, and returns its chunks.
 
-    has_owners: parameters stay whole. Then `cut` takes, in place of the rounding, which rank owns which parameter.
+    has_owners: parameters stay whole. Then `cut` takes as well which rank owns which parameter.
     """
 
     cut: Callable[..., tuple[Chunk, ...]]
@@ -105,16 +88,14 @@ LAYOUTS = Registry(
     },
     needs="a Layout(cut=function)",
     fits=lambda value: isinstance(value, Layout),
-    arguments=lambda layout: {"cut": 3},
+    arguments=lambda layout: {"cut": 3 if layout.has_owners else 2},
 )
 
 
-def _even_chunk(specs: Sequence[ParameterSpec], world_size: int, rounding: Rounding) -> Chunk:
-    """Decide the padding: a chunk grows to the next multiple of the world size, a large one to a rounded section."""
+def _even_chunk(specs: Sequence[ParameterSpec], world_size: int) -> Chunk:
+    """Decide the padding: a chunk grows to the next multiple of the world size."""
     members = _side_by_side(specs)
     per_rank = -(-members[-1].stop // world_size)
-    if per_rank >= rounding.threshold:
-        per_rank = -(-per_rank // rounding.step) * rounding.step
     cuts = tuple(per_rank * rank for rank in range(world_size + 1))
     return Chunk(members, cuts, specs[0].kind)
 

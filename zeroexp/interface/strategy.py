@@ -29,7 +29,6 @@ class ModelStates:
     master: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)  # pools, buckets
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
-    num_private_units: int = 0  # units that got memory of their own, since their pool was in use
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
     asked of the engine    where its model states lie at a moment: parameters, gradients, optimizer, master, pools
     seen by a hook         a gradient as autograd makes it; the model's output (logits)
     by the time of birth   in forward and kept for backward: activations; from the model's output to the gradient of it:
-                           logits; inside of a verb: buckets; in a collective of torch or a thread of the backend:
-                           backend; else temporaries
+                           logits; inside of a gather: pools; of another verb: buckets; in a collective of torch or a
+                           thread of the backend: backend; else temporaries
 
 A block keeps one cause for its whole life. What was there before the step and is no model state is "other".
 """
@@ -35,7 +35,8 @@ class Times:
     """Times tell when the things of a step happened, in seconds of time.perf_counter."""
 
     phases: list[tuple[str, float, float]]  # (phase, from, to), in order
-    # This thread issued a move or waited for one.
+    # This thread issued a gather or waited for one, and the same for another move.
+    gathers: list[Interval] = field(default_factory=list[Interval])
     verbs: list[Interval] = field(default_factory=list[Interval])
     # From the model's output to its gradient.
     losses: list[Interval] = field(default_factory=list[Interval])
@@ -152,6 +153,8 @@ class Causes:
                 return cause
         if block.thread or block.operator.startswith(COLLECTIVES):
             return "backend"
+        if _within(times.gathers, born):
+            return "pools"
         if _within(times.verbs, born):
             return "buckets"
         phase = next((row for row in times.phases if row[1] <= born < row[2]), None)
@@ -181,14 +184,10 @@ def _within(intervals: Sequence[Interval], when: float) -> bool:
 
 
 def _shared(readings: Sequence[Reading], shared_bytes: int) -> Counter[str]:
-    """Divide the memory that ranks share. A pool maps this rank's own pieces too, which count as parameters."""
+    """Divide the memory that ranks share."""
     most: Counter[str] = Counter()
     for reading in readings:
         most |= reading.shared
-    staging = max((reading.hidden_bytes for reading in readings), default=0)
-    pools = most.pop("pools", 0)
-    left = shared_bytes - most.total()
-    most["pools"] = max(0, min(pools, left - staging))
     most["shared memory"] = shared_bytes - most.total()
     return +most
 

@@ -13,9 +13,9 @@ KINDS = ("parameters", "gradients", "optimizer", "master", "buffers")
 # What the bytes at a peak are for. The first four are kinds; "pools" and "buckets" are the kind "buffers".
 CAUSES = (
     *("parameters", "gradients", "optimizer", "master"),
-    "pools",  # memory that units are gathered into, in turn
+    "pools",  # memory that units are gathered into
     "buckets",  # gradients and parameters packed for the wire, by our engine or inside of DDP
-    "shared memory",  # what ranks of one host share beyond the kinds above: slots of reductions, rest of pages
+    "shared memory",  # what ranks of one host share beyond the kinds above: slots of reductions
     "activations",  # what forward keeps for backward
     "logits",  # the model's output, the loss, and their gradients
     "temporaries",  # what an operator allocates on its way, gradients of activations too
@@ -134,7 +134,6 @@ class RankSummary:
     sent_bytes_by_kind: dict[str, float]  # per step, mean over the measured steps
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
-    num_private_units: int = 0  # units that found their pool in use and got their own memory
     build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -187,7 +186,6 @@ class RunSummary:
     sent_bytes_by_kind: dict[str, float]  # bytes per step of the rank that sends most
     calls_by_kind: dict[str, float]  # collectives per step of the same rank
     saving_seconds: float = 0.0  # time in which measured steps stood still for checkpoints
-    num_private_units: int = 0  # the most of all ranks, see RankSummary
     data_source: str = ""  # which text, from where, under which licence
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
     validation_loss: float | None = None  # after the last step; None without validation

@@ -28,7 +28,6 @@ def summarise_rank(
     rank: int,
     records: Sequence[StepRecord],
     *,
-    num_private_units: int = 0,
     build_peak_bytes: int | None = None,
 ) -> RankSummary:
     """Summarise one rank. `records` are all its steps in order, warm-up included.
@@ -47,7 +46,6 @@ def summarise_rank(
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
         wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
-        num_private_units=num_private_units,
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
         times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
@@ -89,7 +87,6 @@ def summarise(
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
-        num_private_units=max(r.num_private_units for r in ranks),
         data_source=data_source,
         diverged_at=diverged_at(records),
         validation_loss=records[-1].validation_loss,

@@ -74,7 +74,8 @@ class StepTrace:
         self.moves = moves
         self.phases = [(phase, start, end) for (phase, start), (_, end) in pairwise(marks) if phase]
         if self.log is not None:
-            times = Times(self.phases, self._verbs(), self._losses(), self._recomputed())
+            gathers, others = (self._spans_of_moves(gathers=each) for each in (True, False))
+            times = Times(self.phases, gathers, others, self._losses(), self._recomputed())
             self.causes = Causes(self.log, times, self.readings, self.noted, shared_bytes)
 
     @property
@@ -171,8 +172,10 @@ class StepTrace:
         storage = local_tensor(tensor).untyped_storage()
         self.noted.append((time.perf_counter(), storage.data_ptr(), cause))
 
-    def _verbs(self) -> list[tuple[float, float]]:
-        return [span for move in self.moves for span in spans_of(move).values()]
+    def _spans_of_moves(self, *, gathers: bool) -> list[tuple[float, float]]:
+        """Return when this thread issued gathers, or other moves, or waited for them."""
+        moves = [move for move in self.moves if (move.verb == "gather") is gathers]
+        return [span for move in moves for span in spans_of(move).values()]
 
     def _losses(self) -> list[tuple[float, float]]:
         """Return from each output of the model to the backward that reaches it."""

@@ -1,12 +1,11 @@
 """The direct transport of a CPU rank whose peers do not exist: some share its host, the others are far away.
 
-Buckets, reductions in flight, pools, messages and the lives of gradients are those of the real transport, which is
+Buckets, reductions in flight, messages and the lives of gradients are those of the real transport, which is
 inherited. Messages go to a process group that moves nothing. Only the memory that ranks share is different, since a
 rehearsal has no memory that could be mapped:
 
     parameters at rest    tensors of their own
-    slots, pages          one tensor as large as the rest of the arena
-    a pool                one tensor as large as the file behind it; the addresses at which units map it do not count
+    slots                 one tensor as large as the rest of the arena
     a neighbour's slot    a tensor that does not count
 """
 
@@ -14,21 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroexp.comm.base import GatherMemory, GatherPart, Pieces
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import TRANSPORTS as FACTS
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.messages import Arrival
-from zeroexp.comm.paging import lies_on_pages, pages
 from zeroexp.comm.shared_memory import SharedChannel
-from zeroexp.comm.sizes import arena_bytes, mapped_bytes, num_slots
+from zeroexp.comm.sizes import arena_bytes, num_slots
 from zeroexp.plan.storages import Storages
 from zeroexp.process.world import World
 
@@ -60,52 +56,16 @@ class DirectWithoutNeighbours(Direct):
         channel = AbsentNeighbour(self._storages)
         self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
 
-    def _find_facts(self, page_bytes: int) -> Facts:
+    def _find_facts(self) -> Facts:
         messages = "mixed" if len(self._host) > 1 else "gloo"
         name = "direct" if len(self._host) == len(self._ranks) else messages
-        return replace(FACTS[name], page_bytes=page_bytes)
+        return FACTS[name]
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if len(self._host) > 1:
-            size = arena_bytes(
-                resting, slot_bytes, num_slots(self._facts.name), self._facts.page_bytes
-            )
-            beside = size - sum(resting)
+            beside = arena_bytes(resting, slot_bytes, num_slots(self._facts.name)) - sum(resting)
             self._slots = torch.empty(beside, dtype=torch.uint8, device=self._world.device)
             self._storages.assign_kind(SLOTS, [self._slots])
-
-    def gather_memory(self, units: Sequence[Pieces], device: torch.device) -> GatherMemory:
-        if self._slots is None:
-            return super().gather_memory(units, device)
-        return NeverMapped(units, self._rank, self._facts.page_bytes, self._storages)
-
-
-class NeverMapped:
-    """A pool as large as its file. Units lie in memory that does not count, as they do in a real pool's addresses."""
-
-    def __init__(
-        self, units: Sequence[Pieces], rank: int, page_bytes: int, storages: Storages
-    ) -> None:
-        self._rank, self._page_bytes, self._storages = rank, page_bytes, storages
-        self.memory = torch.empty(max(map(self._file_bytes, units), default=0), dtype=torch.uint8)
-
-    def lay(self, unit: Pieces) -> list[GatherPart]:
-        parts: list[GatherPart] = []
-        for chunk, piece in unit:
-            with self._storages.not_counting():
-                mapped = torch.empty(
-                    pages(chunk.padded_numel * piece.itemsize, self._page_bytes), dtype=torch.uint8
-                )
-            full = mapped[: chunk.padded_numel * piece.itemsize].view(piece.dtype)
-            in_place = lies_on_pages(chunk, self._rank, piece.itemsize, self._page_bytes)
-            parts.append(GatherPart(chunk, full, piece, in_place=in_place))
-        return parts
-
-    def _file_bytes(self, unit: Pieces) -> int:
-        return sum(
-            mapped_bytes([chunk], self._rank, piece.itemsize, self._page_bytes)
-            for chunk, piece in unit
-        )
 
 
 class AbsentNeighbour(SharedChannel):

@@ -23,8 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
-from zeroexp.comm.paging import aligned
-from zeroexp.comm.sizes import mapped_bytes, num_slots, slot_bytes
+from zeroexp.comm.sizes import aligned, num_slots, slot_bytes
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.stage import Move, Placement, Stage
@@ -95,7 +94,7 @@ class ShardedForm:
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one step, as count_gathers.py counts them; None: one for each forward and backward of a
-    unit that is freed between them, else one for both. pools: of each, the units that take turns in it.
+    unit that is freed between them, else one for both.
     """
 
     units: Sequence[Unit]
@@ -105,7 +104,6 @@ class ShardedForm:
     precision: PrecisionForm = PrecisionForm()
     optimizer: OptimizerForm = OptimizerForm()
     gathers: Sequence[int] | None = None
-    pools: Sequence[Sequence[int]] = ()
 
     # -- bytes sent --------------------------------------------------------------------------------
 
@@ -299,9 +297,9 @@ class ShardedForm:
         return whole * reduce  # the sum of what rests partial lies in it
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
-        """Return the bytes of units that are kept gathered, of memory shared with peers, and of pools."""
+        """Return the bytes of units that are kept gathered, and of memory shared with peers."""
         kept = self._kept_bytes if moment == "after_forward" else 0
-        return kept + self._staging_bytes(rank) + self._pool_bytes(rank)
+        return kept + self._staging_bytes(rank)
 
     @cached_property
     def _kept_bytes(self) -> int:
@@ -314,16 +312,6 @@ class ShardedForm:
         """Return the bytes of a unit while it is gathered."""
         itemsize = ITEMSIZE[self.precision.compute]
         return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index])
-
-    def _pool_bytes(self, rank: int) -> int:
-        """Return the bytes of all pools; on one host a rank's own section is mapped and takes none."""
-        if self.schedule.facts.shares_memory and self.world_size > 1:
-            itemsize = ITEMSIZE[self.precision.compute]
-            return sum(
-                max((mapped_bytes(self.units[i], rank, itemsize) for i in pool), default=0)
-                for pool in self.pools
-            )
-        return sum(max(map(self._gathered_bytes, pool), default=0) for pool in self.pools)
 
     def _staging_bytes(self, rank: int) -> int:
         if not self.schedule.facts.shares_memory or self.world_size == 1:

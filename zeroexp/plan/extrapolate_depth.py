@@ -24,7 +24,8 @@ from zeroexp.plan.form_of_config import build_on_meta
 
 Numbers = TypeVar("Numbers")
 
-LEAST_DEPTH = 4  # fewer blocks never fill the pools and reductions in flight
+LEAST_DEPTH = 4  # fewer blocks never fill what is in flight, beside those gathered ahead
+PERIOD = 2  # blocks of two kinds may take turns
 ROUNDING_BYTES = 1  # a rank's share of a sum over ranks is rounded down to whole bytes
 
 
@@ -40,14 +41,13 @@ def measure_at_depth(
     takes from what was found at one depth those numbers that count at the config's own, which it is given extrapolated.
     """
     depth = depth_of(config)
-    # The units of a model take turns in pools, so all depths leave the same rest.
-    turns = 1 + (1 if config.strategy.prefetch is None else config.strategy.prefetch)
-    first = LEAST_DEPTH + (depth - LEAST_DEPTH) % turns
-    near = (first, first + turns, first + 2 * turns)
+    first = LEAST_DEPTH + (config.strategy.prefetch or 0)
+    first += (depth - first) % PERIOD
+    near = (first, first + PERIOD, first + 2 * PERIOD)
     numbered = config.train.recompute_every is not None
     if depth <= sum(near) or numbered or _tells_blocks_apart(config.model.freeze):
         return measure(config), (depth,)
-    times = (depth - first) // turns
+    times = (depth - first) // PERIOD
     if not _more_blocks_are_of_known_kinds(config, near, times):
         return measure(config), (depth,)
     one, two = (measure(with_depth(config, each)) for each in near[:2])

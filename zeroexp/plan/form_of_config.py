@@ -26,7 +26,6 @@ from zeroexp.plan.count_gathers import gathers_of_step
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.options import settle_options
-from zeroexp.sharding.pool_assignment import private_units
 from zeroexp.sharding.refusals.layouts import refuse_layout
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
@@ -66,13 +65,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     specs = [specs_of(group) for group in groups]
-    layout = lay_out(
-        options.family,
-        specs,
-        world_size,
-        owners=options.owners,
-        rounding=TRANSPORTS[transport].rounding,
-    )
+    layout = lay_out(options.family, specs, world_size, owners=options.owners)
     refuse_layout(options.family, specs, layout, world_size)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
@@ -89,11 +82,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
         return form
     strategy.unit, strategy.keep, strategy.prefetch = options.unit, options.keep, settled.prefetch
     gathers = gathers_of_step(config, model, layout, schedule.accumulation)
-    private = private_units([group.name for group in groups], options.keep)
-    sharing = [index for index, group in enumerate(groups) if group.name not in private]
-    num_pools = 1 + settled.prefetch
-    pools = [sharing[index::num_pools] for index in range(num_pools)]
-    return replace(form, gathers=gathers, pools=pools)
+    return replace(form, gathers=gathers)
 
 
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:

@@ -237,7 +237,7 @@ def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
     speeds = dict.fromkeys(o.rehearsed.speed for o in outcomes if o.rehearsed)
     told = (
         f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
-        "rehearsed rank: states are parameters, gradients, optimizer, master weights and pools. "
+        "rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered units. "
         + (LATE if late else "")
         + f"Seconds are estimates, {'; '.join(speeds)}."
     )

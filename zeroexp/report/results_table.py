@@ -129,7 +129,6 @@ def _meanings(runs: Sequence[Run]) -> list[str]:
     summaries = [run.summary for run in runs if run.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
     counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
-    private = {run.label: run.summary.num_private_units for run in runs if run.summary}
     sentences = [
         f"step, tokens/s: rank 0 over {counted}." if steps else "",
         "params, grads, optimizer: the most held at any of the moments at rest, after forward, after backward, after "
@@ -147,12 +146,6 @@ def _meanings(runs: Sequence[Run]) -> list[str]:
         if shares_memory(runs)
         else "through the network.",
         describe_peak_flops(runs),
-        # A model whose modules run inside one another needs memory beyond the pools.
-        *(
-            f"{label}: {number} units ran while their pool was in use and got memory of their own."
-            for label, number in private.items()
-            if number
-        ),
         *_engine_meanings(runs),
         *_stage_meanings(runs),
     ]

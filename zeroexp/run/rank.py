@@ -305,10 +305,7 @@ def _summarise(
     Times and losses cover the whole run; memory and traffic cover the steps since the last resume, which is all that
     every rank knows.
     """
-    num_private = strategy.model_states().num_private_units
-    mine = summarise_rank(
-        world.rank, records, num_private_units=num_private, build_peak_bytes=build_peak_bytes
-    )
+    mine = summarise_rank(world.rank, records, build_peak_bytes=build_peak_bytes)
     all_ranks = worlds.gather_objects(mine)
     if world.rank == 0:
         steps = read_records(folder)

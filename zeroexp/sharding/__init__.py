@@ -30,16 +30,14 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     dtypes.py           names the dtypes of parameters, gradients and masters
     options.py          settles what the caller leaves open: bucket size, prefetch depth, when to reduce
     grouping.py         decides which parameters of a module move together
-    pools.py            holds the memory in which gathered parameters lie
     guard.py            keeps parameters from being misread: freed ones raise, a root let go is gathered again
                         (tensor_functions.py says which uses need their values)
     state.py *          says what memory a rank holds of one chunk: piece, gathered parameters, masters
     gradients.py        takes one chunk's gradients from autograd to the optimizer
     unit.py *           moves a set of parameters together: the five verbs
-    assemble.py         makes units; pool_assignment.py: gives them the memory they gather into
+    assemble.py         makes units
     saved.py            finds what autograd saved of gathered parameters
-    gathers.py *        gathers a unit when it is needed, frees it when it is not
-    prefetch.py         does so ahead, in the order that gather_order.py remembers
+    gathers.py *        gathers units when they are needed, and ahead as gather_order.py remembers; frees them
     reductions.py       starts the reductions of gradients in an order that all ranks agree on
     closing.py          tells the backward that ends the use of units from others
     schedule.py *       turns what happens in a module into verbs; hooks.py tells it what happens

@@ -55,7 +55,7 @@ def _agreed_layout(
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
     size, layout, refusal = wire.world.size, [], None
     try:
-        layout = lay_out(family, specs, size, owners=owners, rounding=wire.facts.rounding)
+        layout = lay_out(family, specs, size, owners=owners)
         refuse_layout(family, specs, layout, size)
     except ValueError as error:
         refusal = error

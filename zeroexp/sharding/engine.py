@@ -36,7 +36,6 @@ from zeroexp.sharding.gradient_norm import GradientNorm
 from zeroexp.sharding.grouping import group_parameters, stage_for_world
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.options import Options, settle_options
-from zeroexp.sharding.pool_assignment import assign_memory
 from zeroexp.sharding.refusals import arguments
 from zeroexp.sharding.refusals.changes import ParameterWatch
 from zeroexp.sharding.refusals.methods import OwnMethods
@@ -50,7 +49,7 @@ from zeroexp.sharding.unit import MasterGradient, Unit
 class Sharded:
     """The engine trains `module` under one stage. The optimizer sees this rank's pieces only.
 
-    Callers may read the parts `units`, `wire` and `pools`, and must not change them.
+    Callers may read the parts `units` and `wire`, and must not change them.
     """
 
     def __init__(
@@ -109,7 +108,8 @@ class Sharded:
         )
         if values is not None:
             load_values(values, self.units)
-        self.pools = assign_memory(self.units, options.keep, 1 + settled.prefetch, self.wire)
+        for unit in self.units:
+            unit.rest()
         self._schedule = Schedule(self.units, self.wire, options, settled)
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule)
@@ -180,7 +180,7 @@ class Sharded:
         for unit in self.units:  # to drain is to free what was gathered ahead
             self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
-        if not self.units[0].is_sharded:
+        if not self._schedule.gathers.sharded:
             torch.autograd.graph.increment_version(self._trainable)
         self._buffers.share()
         # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
@@ -205,11 +205,7 @@ class Sharded:
 
     def model_states(self) -> ModelStates:
         self.drain()
-        states = ModelStates(
-            buffers=[pool.memory for pool in self.pools],
-            hidden_bytes=self.wire.staging_bytes,
-            num_private_units=self._schedule.num_private,
-        )
+        states = ModelStates(hidden_bytes=self.wire.staging_bytes)
         for unit in self.units:
             for kind, tensors in unit.states().items():
                 getattr(states, kind).extend(tensors)

@@ -99,7 +99,7 @@ def written_while_reading() -> RuntimeError:
 
 def _pin(unit: Unit, rank: int) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
-    if unit.store is None:
+    if not unit.is_sharded:
         return  # the parameters rest whole
     for tensors in unit.chunks:
         tensors.pinned = tensors.piece.new_empty(tensors.chunk.padded_numel)
@@ -118,7 +118,7 @@ def _pin(unit: Unit, rank: int) -> None:
 def _unpin(unit: Unit) -> None:
     for tensors in unit.chunks:
         tensors.pinned = None
-    if unit.store is not None:
+    if unit.is_sharded:
         unit.show()
 
 

@@ -42,6 +42,7 @@ class Guard:
     plain: type[nn.Parameter]  # the parameter's own class
     freed: bool = False
     gradient_taken: bool = False
+    nothing: Tensor | None = None  # what it shows while it is freed
     arrive: Callable[[], None] | None = None  # gathers the values again
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -73,6 +74,10 @@ class GuardedParameter(nn.Parameter):
                 return functions.OF_SHAPE[func](_guard_of(args[0]).shape, *args[1:], **kwargs)
             elif func in functions.CONVERSIONS and _guard_of(args[0]).freed:
                 return _unchanged(args[0], func(args[0].new_empty(0), *args[1:], **kwargs))
+            elif func == functions.GET_DEVICE and _guard_of(args[0]).nothing is not None:
+                args = (
+                    _guard_of(args[0]).nothing,
+                )  # a fake tensor of another class can not tell it
             elif sets_itself:
                 return None
             return func(*args, **kwargs)
@@ -120,14 +125,14 @@ def hide_values(parameter: nn.Parameter, nothing: Tensor) -> None:
     guard = _guard_of(parameter)
     parameter.__class__ = guard.plain
     parameter.data = nothing
-    guard.freed = True
+    guard.freed, guard.arrive, guard.nothing = True, None, nothing
     _set_class(parameter, guard)
 
 
-def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None] | None) -> None:
-    """Mark the values as let go, where `arrive` gathers them again, or as there, where it is None."""
+def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None]) -> None:
+    """Mark the values of a freed parameter as let go: a use calls `arrive` first, which gathers them again."""
     guard = _guard_of(parameter)
-    guard.arrive = arrive
+    guard.freed, guard.arrive = False, arrive
     _set_class(parameter, guard)
 
 

@@ -55,7 +55,6 @@ class SettledOptions:
             "prefetch": self.prefetch if sharded else None,
             "reduce_each": self.reduce_each,
             "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
-            "page_bytes": facts.page_bytes,
         }
 
 
@@ -74,7 +73,7 @@ def settle_options(options: Options, stage: Stage, facts: Facts, world_size: int
 def _prefetch(options: Options, facts: Facts) -> int:
     """Return how many units are gathered ahead.
 
-    Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs a pool.
+    Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs memory.
     """
     if not options.overlap:
         return 0

@@ -6,8 +6,8 @@
     reduce                                                    |                              reduce 2 ....
 
 With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
-for bit equal and shows what overlap buys. gathers.py gathers and frees, prefetch.py does it ahead, and reductions.py
-decides in which order reductions start.
+for bit equal and shows what overlap buys. gathers.py gathers and frees, and reductions.py decides in
+which order reductions start.
 
 [Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
 of a module's output is about to be used, everything created after that output has run already: a unit whose first use
@@ -34,13 +34,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.closing import ClosingBackward
-from zeroexp.sharding.gathers import NO_TASK, Eviction, Gathers, current_task
+from zeroexp.sharding.gathers import Gathers, current_task
 from zeroexp.sharding.options import Options, SettledOptions
-from zeroexp.sharding.pools import PrivateStore
-from zeroexp.sharding.prefetch import Prefetch
 from zeroexp.sharding.reductions import Reductions
 from zeroexp.sharding.refusals.calls import Calls
-from zeroexp.sharding.refusals.kept_views import OwnViews
+from zeroexp.sharding.refusals.kept_views import KeptViews
 from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
@@ -69,7 +67,6 @@ class Schedule:
         self, units: Sequence[Unit], wire: Collectives, options: Options, settled: SettledOptions
     ):
         self._units = list(units)  # the root first, then in order of definition
-        self._device = wire.world.device
         self._uses = {unit: UnitProgress() for unit in units}
         self._tick = 0
         self._num_running = 0  # forwards of modules that run now
@@ -77,12 +74,9 @@ class Schedule:
         self._last = False  # whether this microbatch is the last of its step
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
-        eviction = Eviction(self._release_if_passed, self._give_own_memory)
-        if options.overlap:
-            depth = settled.prefetch
-            self.gathers = Prefetch(units, keep=options.keep, eviction=eviction, depth=depth)
-        else:
-            self.gathers = Gathers(units, keep=options.keep, eviction=eviction)
+        self.gathers = Gathers(
+            units, keep=options.keep, depth=settled.prefetch, overlap=options.overlap
+        )
         self._reductions = Reductions(
             units, wire, overlap=options.overlap, reduce_each=settled.reduce_each
         )
@@ -94,10 +88,9 @@ class Schedule:
         self._inner: dict[Unit, int] = {}
         # Comparisons of the ranks, which come once all ranks have launched their reductions.
         self.at_end_of_microbatch: list[Callable[[], None]] = []
-        self.num_private = 0  # units that found their pool in use and got their own memory
         self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
         self.saved = SavedWeights(self.gathers.sharded, self._make_ready_for_backward)
-        self._views = OwnViews(self.gathers.sharded)
+        self._kept_views = KeptViews(self.gathers.sharded)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -124,8 +117,6 @@ class Schedule:
         self._free_after_inner_backward()
         if not unit.is_pinned:
             self.gathers.make_ready(unit)
-        if current_task() != NO_TASK and not self.saved.sees_what_is_saved():
-            self.gathers.note_recomputed(unit)
 
     def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
         """Return when this use began and ended, for `before_backward` of its outputs."""
@@ -202,7 +193,7 @@ class Schedule:
             self._agree_on_order()
         self.gathers.end_microbatch()
         self.calls.end_microbatch(last=self._last)
-        self._views.refuse_others()
+        self._kept_views.refuse()
 
     def abandon_microbatch(self) -> None:
         """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
@@ -260,7 +251,7 @@ class Schedule:
         root = self._units[0]
         if not self._is_idle(root) or not self.gathers.may_free_until_used(root):
             return
-        if root.is_pinned or self.saved.needs_root() or self._views.others_hold(root):
+        if root.is_pinned or self.saved.needs_root() or root.is_viewed:
             return
         self._uses[root].in_backward = False
         self.gathers.free_until_used(root, partial(self._make_ready_for_backward, root))
@@ -281,16 +272,3 @@ class Schedule:
         gathered = self.gathers.order_of_microbatch.units
         if not self._reductions.agree(gathered, any_order=not self.gathers.sharded):
             self.gathers.depth = 0
-
-    def _release_if_passed(self, tenant: Unit) -> bool:
-        """Free a unit that only its frozen parameters kept gathered; tell whether it was freed."""
-        passed = self._reductions.is_complete(tenant) and not self._uses[tenant].running
-        if passed:
-            self._after_backward(tenant)
-        return passed
-
-    def _give_own_memory(self, unit: Unit) -> None:
-        with self._views.recount_after_move(unit):
-            unit.use_store(PrivateStore(unit.full_bytes, self._device))
-        self.saved.find_memory()
-        self.num_private += 1

@@ -2,7 +2,7 @@
 
 Rank 1 of 4 holds this ('#' real memory, '.' not held):
 
-    parameters rest sharded     full  . . . .  (in a pool only while gathered)    piece  # (its quarter)
+    parameters rest sharded     full  . . . .  (# # # # only while gathered)      piece  # (its quarter)
     parameters rest replicated  full  # # # #                                     piece  = full[section 1]
     master of another dtype     one flat tensor over the spans the optimizer owns here
     master of the same dtype    views of piece / full
@@ -33,10 +33,9 @@ class Residence(Enum):
     READY = "ready"  # the full parameters can be used
 
 
-# What a unit may become. READY follows FREED where a pool still holds the values; GATHERING follows READY where masters
-# are published into parameters that rest replicated.
+# What a unit may become. GATHERING follows READY where masters are published into parameters that rest replicated.
 MAY_BECOME = {
-    Residence.FREED: (Residence.GATHERING, Residence.READY),
+    Residence.FREED: (Residence.GATHERING,),
     Residence.GATHERING: (Residence.READY,),
     Residence.READY: (Residence.FREED, Residence.GATHERING),
 }
@@ -54,7 +53,7 @@ class ChunkTensors:
     owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
     masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
     master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
-    full: Tensor | None = None  # flat and padded; None until the unit has a store
+    full: Tensor | None = None  # flat and padded; None until the unit rests
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     # A copy of full in memory of its own, while `gathered` shows it (gathered.py).
     pinned: Tensor | None = None
@@ -73,9 +72,19 @@ class ChunkTensors:
         """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
         return self.chunk.kind != FROZEN
 
+    @property
+    def whole(self) -> Tensor:
+        """The full parameters, flat and padded."""
+        assert self.full is not None
+        return self.full
+
+    @property
+    def full_bytes(self) -> int:
+        return self.chunk.padded_numel * self.piece.itemsize
+
     def place_in(self, full: Tensor) -> None:
-        """Let the full parameters lie in `full`, flat and padded."""
-        self.full = full
+        """Let the full parameters lie in `full`: flat, padded, of any dtype."""
+        self.full = full = full.view(self.piece.dtype)
         self.views = self.views_of(full)
 
     def views_of(self, full: Tensor) -> list[Tensor]:
@@ -108,8 +117,8 @@ class ChunkTensors:
     def cast_masters(self) -> None:
         """Copy masters of another dtype into the parameters they stand for."""
         if self.master_flat is not None:
-            for master, (_, target) in zip(self.masters, self.own_elements(), strict=True):
-                target.copy_(master.detach().reshape(-1))
+            targets = [elements for _, elements in self.own_elements()]
+            torch._foreach_copy_(targets, [master.detach().view(-1) for master in self.masters])
 
     @torch.no_grad()
     def write_parameter(self, member: int, read: Read) -> None:

@@ -46,7 +46,7 @@ LIKE |= {getattr(Tensor, name) for name in _TENSOR_LIKE.split()}
 _CONVERSIONS = "to cpu cuda float double half bfloat16 type_as"
 CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS.split()}
 
-GET_DATA, SET_DATA = _getter("data"), _setter("data")
+GET_DATA, SET_DATA, GET_DEVICE = _getter("data"), _setter("data"), _getter("device")
 
 OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 

@@ -2,9 +2,12 @@
 
 state.py draws what a rank holds of a unit. stage.py derives from the stage what each verb does.
 
-[Note: freed parameters] While a unit is freed, its parameters have no values and raise on every use (guard.py).
-Backward finds again what autograd saved of them (saved.py). Neither assigning `.data` nor writing into the pool
-advances a parameter's version counter.
+[Note: one storage] The full parameters of a unit that rests sharded lie in one storage, from the first day to the
+last. It is resized to nothing while the unit is freed, and back; it is never replaced. So a view of it, such as
+backward makes of what autograd saved (saved.py), is right again once the unit is gathered again. Meanwhile the
+parameters have no values and raise on every use (guard.py). Where somebody else holds a view, the bytes stay until that
+view is gone: reading it ends in no crash, and refusals/kept_views.py refuses it. Neither assigning `.data` nor writing
+into the storage advances a parameter's version counter.
 """
 
 from __future__ import annotations
@@ -12,18 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from zeroexp.comm.base import GatherPart, Pending, Pieces
+from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.gather_memory import bytes_side_by_side
+from zeroexp.comm.sizes import aligned
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
+from zeroexp.cut.chunk import FROZEN
 from zeroexp.cut.stage import Move, Stage
 from zeroexp.measure.verb_seconds import timed_as_verb
 from zeroexp.sharding import guard
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.gradients import Gradients
-from zeroexp.sharding.pools import PrivateStore, Store
 from zeroexp.sharding.state import MAY_BECOME, ChunkTensors, Residence
 
 
@@ -52,13 +56,17 @@ class Unit:
         self.name = name
         self.chunks = chunks
         self.residence = Residence.READY
-        self.store: Store | None = None  # memory of the full parameters, where they rest sharded
+        self.memory: Tensor | None = (
+            None  # flat, uint8: the full parameters, where they rest sharded
+        )
         self.generation = 0  # number of optimizer steps that the weights have taken
         self.trainable = [tensors for tensors in chunks if tensors.is_trainable]
         self._stage = stage
         self._wire = wire
         self._offer: int | None = None
+        self._arriving: Pending | None = None
         self._parts = [GatherPart(t.chunk, t.full, t.piece) for t in chunks if t.full is not None]
+        self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
         self._gradients = [Gradients(t, stage, dtypes, wire.world) for t in self.trainable]
         self.buckets = cut_in_buckets(
             [tensors.chunk for tensors in self.trainable], dtypes.reduce.itemsize, bucket_bytes
@@ -69,47 +77,52 @@ class Unit:
 
     # -- gather: P -> replicate, before forward and before backward ------------------------------
 
-    def gather(self) -> Pending | None:
-        """Start P -> replicate. Wait for what it returns, then call `show_gathered`; None: nothing moves."""
-        assert self._stage.gather is Move.ALL_GATHER and self.store is not None
-        self.store.lease(self)
-        if self.store.valid_for is self or not self.chunks:
-            self.show_gathered()
-            return None
-        self.store.valid_for = None
+    @timed_as_verb("gather")
+    def gather(self) -> None:
+        """Start P -> replicate; `arrive` ends it."""
+        assert self.memory is not None
         self._become(Residence.GATHERING)
-        return self._wire.all_gather(self.gather_parts(), "gather", self._offer, str(self))
+        self.memory.untyped_storage().resize_(self._num_bytes)
+        self._arriving = self._wire.all_gather(self._parts, "gather", self._offer, str(self))
 
-    def show_gathered(self) -> None:
-        """Show the full parameters to the module, now that they are in place."""
-        self._become(Residence.READY)
-        if self.store is not None:
-            self.store.valid_for = self
-            self.show()
+    def arrive(self) -> None:
+        """Return when nothing is in flight, and show the full parameters to the module."""
+        if self._arriving is not None:
+            self.wait()
+            self._arriving = None
+            self._become(Residence.READY)
+            if self.is_sharded:
+                self.show()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; what has arrived is not shown yet."""
+        if self._arriving is not None:
+            self._arriving.wait()
 
     # -- free: replicate -> P, after forward and after backward ----------------------------------
 
-    def free(self, *, forget: bool) -> None:
-        """Carry out replicate -> P. With `forget` the next gather moves the values even if they still lie there."""
-        assert self.store is not None
-        self._become(Residence.FREED)
-        self.store.release(forget=forget)
+    def free(self) -> None:
+        """Carry out replicate -> P; a freed unit shows no values from here on, see `free_until_used`."""
+        self.arrive()
+        if self.residence is Residence.READY:
+            self._become(Residence.FREED)
         self.show()
+        self.drop_bytes()
 
     def free_until_used(self, gather_again: Callable[[], None]) -> None:
         """Give the memory back before the last gradients come; whoever uses a parameter gathers the unit again.
 
-        The parameters keep their shapes, with which autograd compares those of gradients. `show` ends this.
+        `free` ends this.
         """
-        assert isinstance(self.store, PrivateStore)
-        self._become(Residence.FREED)
-        self.store.release(forget=True)
-        self.await_on_use(gather_again)
+        self.free()
+        for tensors in self.chunks:
+            for parameter in tensors.parameters:
+                guard.await_on_use(parameter, gather_again)
 
-    def forget(self) -> None:
-        """Drop what a pool still holds of this unit, which is out of date because the weights changed."""
-        if self.store is not None and self.store.valid_for is self:
-            self.store.release(forget=True)
+    def drop_bytes(self) -> None:
+        """Give back the memory of a freed unit, if nobody else holds a view of it."""
+        if self.residence is Residence.FREED and self.memory is not None and not self.is_viewed:
+            self.memory.untyped_storage().resize_(0)
 
     # -- reduce: partial -> G, when gradients are ready ------------------------------------------
 
@@ -138,17 +151,16 @@ class Unit:
     # -- publish: O -> P, after the optimizer's step ---------------------------------------------
 
     @timed_as_verb("publish")
-    def publish(self) -> Pending | None:
-        """Start O -> P: masters become parameters everywhere. Returns None if no rank needs another rank's masters."""
+    def publish(self) -> None:
+        """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
         for tensors in self.trainable:
             tensors.cast_masters()
         if self.is_sharded:
             self.offer()
-        if self._stage.publish is not Move.ALL_GATHER or not self.trainable:
-            return None
-        self._become(Residence.GATHERING)
-        return self._wire.all_gather(self.gather_parts(trainable=True), "publish", what=str(self))
+        if self._stage.publish is Move.ALL_GATHER and self.trainable:
+            self._become(Residence.GATHERING)
+            self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
 
     def zero_grad(self) -> None:
         for gradients in self._gradients:
@@ -163,7 +175,7 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        return self._stage.gather is Move.ALL_GATHER
+        return self._stage.gather is Move.ALL_GATHER and bool(self.chunks)
 
     @property
     def reduces_at_hand_over(self) -> bool:
@@ -171,9 +183,12 @@ class Unit:
         return self._stage.hand_over is Move.REDUCE_SCATTER
 
     @property
-    def can_gather(self) -> bool:
-        """Whether the unit is freed and no other unit uses the memory it gathers into."""
-        return self.residence is Residence.FREED and self.store is not None and self.store.is_free
+    def is_viewed(self) -> bool:
+        """Whether anybody but the engine and the unit's parameters holds a view of the full parameters."""
+        if self.memory is None:
+            return False
+        shown = 0 if self.residence is Residence.FREED else len(list(self.parameters()))
+        return torch._C._storage_Use_Count(self.storage) > self._own_uses + shown
 
     @property
     def is_pinned(self) -> bool:
@@ -181,20 +196,8 @@ class Unit:
         return any(tensors.pinned is not None for tensors in self.chunks)
 
     @property
-    def has_private_store(self) -> bool:
-        return isinstance(self.store, PrivateStore)
-
-    @property
     def has_frozen(self) -> bool:
         return len(self.trainable) < len(self.chunks)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of all full chunks side by side, each aligned."""
-        return bytes_side_by_side(self.pieces())
-
-    def pieces(self) -> Pieces:
-        return [(tensors.chunk, tensors.piece) for tensors in self.chunks]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for tensors in self.chunks for parameter in tensors.parameters)
@@ -229,38 +232,56 @@ class Unit:
 
     def states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that exist now, by kind of memory."""
-        at_rest = [
-            t.piece if t.full is None or self.store is not None else t.full for t in self.chunks
-        ]
         return {
-            "parameters": at_rest,
+            "parameters": [t.piece if self.is_sharded else t.whole for t in self.chunks],
             "gradients": [held for each in self._gradients for held in each.held],
             "master": [t.master_flat for t in self.chunks if t.master_flat is not None],
-            "buffers": [self.store.memory] if isinstance(self.store, PrivateStore) else [],
+            "buffers": [] if self.memory is None else [self.memory],
         }
 
     # -- where it lies ---------------------------------------------------------------------------
 
-    def use_store(self, store: Store) -> None:
-        """Let the full parameters lie in `store` from now on, and free the unit."""
-        self.store = store
-        self._parts = store.lay(self.pieces())
-        for tensors, part in zip(self.chunks, self._parts, strict=True):
-            tensors.place_in(part.full)
-        store.release(forget=True)
-        self.residence = Residence.FREED
+    def rest(self) -> None:
+        """Take up the memory of full parameters that rest sharded, free it, and offer the pieces to peers.
+
+        All ranks call it in one order, when the pieces have their values.
+        """
+        if not self.is_sharded:
+            return
+        starts = [0]
+        for tensors in self.chunks:
+            starts.append(aligned(starts[-1] + tensors.full_bytes))
+        self._num_bytes = starts[-1]
+        self.memory = torch.empty(
+            self._num_bytes, dtype=torch.uint8, device=self._wire.world.device
+        )
+        for tensors, start in zip(self.chunks, starts, strict=False):
+            tensors.place_in(self.memory[start : start + tensors.full_bytes])
+        self._parts = [GatherPart(t.chunk, t.whole, t.piece) for t in self.chunks]
+        self._become(Residence.FREED)
         self.show()
-        if self._offer is None:
-            self.offer()
+        self._own_uses = torch._C._storage_Use_Count(self.storage)
+        self.drop_bytes()
+        self.offer()
+
+    @property
+    def storage(self) -> int:
+        """The address by which torch knows the storage of the full parameters."""
+        assert self.memory is not None
+        return self.memory.untyped_storage()._cdata
+
+    def own_views(self) -> Iterator[Tensor]:
+        """Yield the engine's tensors over the storage of the full parameters."""
+        if self.memory is not None:
+            yield self.memory
+        for tensors, part in zip(self.chunks, self._parts, strict=True):
+            yield from (tensors.whole, *tensors.views)
+            if part.by_rank is not None:
+                yield part.by_rank
 
     def offer(self) -> None:
         """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
-        self._offer = self._wire.offer(self.gather_parts(), self._offer)
-
-    def gather_parts(self, *, trainable: bool = False) -> list[GatherPart]:
-        """Return parts for all chunks, or for the trainable ones."""
-        pairs = zip(self.chunks, self._parts, strict=True)
-        return [part for tensors, part in pairs if tensors.is_trainable or not trainable]
+        self._offer = self._wire.offer(self._parts, self._offer)
 
     def gather_into(self, parts: Sequence[GatherPart]) -> None:
         """Gather the full parameters into other memory and wait for them; the unit stays as it is."""
@@ -279,11 +300,6 @@ class Unit:
             for parameter, nothing in zip(tensors.parameters, tensors.nothing, strict=True):
                 if parameter.untyped_storage()._cdata != nothing.untyped_storage()._cdata:
                     yield parameter
-
-    def await_on_use(self, arrive: Callable[[], None] | None) -> None:
-        """Let any use of a parameter call `arrive` first, which gathers it again; None: the values are there."""
-        for parameter in self.parameters():
-            guard.await_on_use(parameter, arrive)
 
     def mark_gradients_taken(self, *, taken: bool) -> None:
         """Mark `.grad` of the parameters as taken by the engine or not; reading a taken one raises."""

@@ -80,7 +80,7 @@ class ParameterWatch:
         self._addresses = [
             (parameter, view.data_ptr())
             for unit in self._units
-            if unit.store is None and not world.is_fake
+            if not unit.is_sharded and not world.is_fake
             for tensors in unit.chunks
             for parameter, view in zip(tensors.parameters, tensors.views, strict=True)
         ]
