@@ -415,11 +415,10 @@ def test_optuna_minimises_the_final_loss(tmp_path):
 @pytest.mark.slow
 @needs_optuna
 def test_trials_that_fail_are_told_as_points_that_fail(tmp_path):
-    """The shipped text is shorter than one such sample, which the rank finds out; Optuna then has no best trial."""
-    long = ["data.seq_len=400000", "model.hf_config.max_position_embeddings=400000"]
-    quick = [word for word in QUICK if "seq_len" not in word]
-    done = zeroexp(tmp_path, *OPTUNA, *quick, *long, "hydra.sweeper.n_trials=1")
+    """The seed fails in the ranks alone; Optuna then has no best trial."""
+    (tmp_path / "sitecustomize.py").write_text(THIRTEEN_FAILS)
+    done = in_new_processes(tmp_path, *OPTUNA, *QUICK, "train.seed=13", "hydra.sweeper.n_trials=1")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "zeroexp: hydra/sweeper: No trials are completed yet." in done.stderr
-    assert "data.seq_len=400000: the text is shorter" in done.stdout
+    assert "rank0.log" in done.stdout

@@ -42,7 +42,7 @@ def _explain_point(point: Point) -> Iterator[str]:
         share = held["buffers"] / sum(held.values())
         yield (
             f"Buffers hold {_mib(held['buffers'])} ({100 * share:.0f} %) that no table has: buckets of gradients, "
-            "pools that gathered units lie in, and memory that ranks share."
+            "units kept gathered, and memory that ranks share."
         )
     yield from _explain_traffic(point)
     yield from _explain_beside_plan(point.summary)

@@ -14,7 +14,7 @@ KIND_NAMES = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "master": "master weights",
-    "buffers": "buffers and pools",
+    "buffers": "buffers",
 }
 KIND_COLOURS = {
     "parameters": BLUE,
