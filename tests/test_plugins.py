@@ -109,7 +109,7 @@ def test_a_word_can_be_typed(word):
         (STAGES, Stage(PARTIAL, S, S), "whose parameters are not partial"),
         (OWNERS, "greedy", "use a function"),
         (OWNERS, lambda specs: {}, "can not be called with 2 arguments"),
-        (LAYOUTS, Layout(lambda unit, size: ()), "gives cut=<lambda>.*with 3 arguments"),
+        (LAYOUTS, Layout(lambda unit: ()), "gives cut=<lambda>.*with 2 arguments"),
         (OPTIMIZERS, OptimizerKind(print, num_moments=1), "num_moments=1: no function; give one"),  # pyright: ignore
         (MODELS, ModelFamily(print, tasks="causal"), "tasks='causal': no tuple of words"),  # pyright: ignore
         (MODELS, ModelFamily(print, tasks=()), "tasks=.*: empty; name one or more"),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from zeroexp.checkpoint.folders import LOG
@@ -80,8 +81,10 @@ class LocalCluster:
             if answer:
                 preparing.over = True
             elif preparing.stands_still():
-                self._process.kill()
                 answer = {"ended": "failed", "Hang": preparing.describe_hang()}
+                self._process.kill()
+                with suppress(subprocess.TimeoutExpired):  # the next job is to see that it is gone
+                    self._process.wait(END_SECONDS)
             for row in read_rows(records.new_lines()):
                 on_record(row)
             for line in complaints.new_complaints():
