@@ -14,6 +14,7 @@ from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch, StepBatch
 from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure import clock
+from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import MOMENTS, StepRecord
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -98,6 +99,15 @@ def test_what_is_asked_of_an_engine_and_when(world):
         *step[2],
     ]
     assert lrs[0] == 0.1 and lrs[-1] == pytest.approx(0.05)
+
+
+def test_nothing_is_in_flight_where_a_profile_ends(world, tmp_path):
+    """torch's profiler ends in a segmentation fault where work of gloo that it saw begin ends after it."""
+    config = make_config(warmup=1, steps=4)
+    config.train.profile_steps = [2]
+    strategy, _ = run(config, world, instruments=Instruments(config.train, world, tmp_path))
+    steps = [call for call in strategy.calls if call.startswith("step")]
+    assert steps == ["step and drain", "step", "step and drain", "step", "step and drain"]
 
 
 def test_losses_equal_the_plain_computation(world):

@@ -384,6 +384,20 @@ def loss_backward(lab: Lab) -> None:
         t.zero_grad()
 
 
+@scenario(EVERY_WAY)
+def backward_to_some_weights(lab: Lab) -> None:
+    """`loss.backward(inputs=...)`: of the head, then of a block and the head, and the first microbatch has no more."""
+    t = lab.wrap(Net())
+    for step in range(2):
+        for batch in lab.batches(step, 2):
+            with t.microbatch(last=batch.last):
+                some = [t.model.layers[1], t.model.head] if batch.last else [t.model.head]
+                loss = plain_loss(t.model, batch)
+                loss.backward(inputs=[p for module in some for p in module.parameters()])
+        lab.note(t.step())
+        t.zero_grad()
+
+
 @scenario()
 def autograd_backward(lab: Lab) -> None:
     """`torch.autograd.backward` of two losses at once, and of a tensor with its gradient."""

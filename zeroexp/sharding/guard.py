@@ -64,6 +64,8 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad and _freed_among(args[1]):
             return func(args[0], _as_edges(args[1]), **kwargs)
+        if func is torch.autograd.backward and _freed_among(inputs := kwargs.get("inputs") or ()):
+            return func(*args, **{**kwargs, "inputs": _as_edges(inputs)})
         with unguarded():
             sets_itself = func == functions.SET_DATA and args[1] is args[0]
             told_by_shape = func in functions.NEEDS_SHAPE and _guard_of(args[0]).freed

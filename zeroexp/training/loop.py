@@ -109,6 +109,8 @@ class _Run:
         self.num_steps = num_warmup + config.train.steps
         self.validated = validated_steps(config)
         self._window_ends = {num_warmup - 1, self.num_steps - 1}
+        # torch's profiler corrupts memory where it ends while work of gloo is in flight.
+        self._drained = {*self._window_ends, *self.validated, *config.train.profile_steps}
         warms_up = num_warmup > start_step
         self._reading_step = num_warmup - 1 if warms_up else self.num_steps - 1
 
@@ -156,7 +158,7 @@ class _Run:
             step.wishes.fill_(1)
         sums = self.collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         with step.clock.optimizer(strategy.optimizer):
-            step.grad_norm = strategy.step(drain=ends_window or step.index in self.validated)
+            step.grad_norm = strategy.step(drain=step.index in self._drained)
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
         sums.wait()
