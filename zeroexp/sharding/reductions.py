@@ -21,7 +21,6 @@ from torch import nn
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.sharding.grouping import outer_names
 from zeroexp.sharding.unit import Unit
 
 
@@ -107,19 +106,18 @@ class Reductions:
         while self._in_flight:
             self._in_flight.popleft().wait()
 
-    def agree(self, gathered: Sequence[Unit], *, any_order: bool) -> bool:
+    def agree(self, gathered: Sequence[Unit]) -> bool:
         """After the first microbatch adopt the order in which gradients came, if it was the same on all ranks.
 
-        gathered: the units that this rank gathered, in order.
-        any_order: reductions and gathers need not keep one common order.
-        Returns whether gathers and gradients came in the same order on all ranks.
+        gathered: the units that this rank gathered, in order. Returns whether gathers and gradients came in the same
+        order on all ranks. Any such order will do: ranks whose gradients differ later launch at the same places, since
+        no gradient decides where a unit is closed where every rank takes part in a gather.
         """
         came = [unit for unit in self._completed if unit.trainable]
         names = "\n".join(unit.name for unit in (*came, *gathered))
         if not self._wire.same_everywhere(zlib.crc32(names.encode())):
             return False
-        if any_order or _is_inside_out(came):
-            self._order = came
+        self._order = came
         return True
 
     def _launch(self) -> None:
@@ -155,17 +153,3 @@ def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
         for parameter in unit.parameters_in(bucket):
             found.setdefault(parameter, []).append(index)
     return found
-
-
-def _is_inside_out(units: Sequence[Unit]) -> bool:
-    """Tell whether each unit comes after the units inside it.
-
-    Suppose an outer unit is done before its inner ones on one rank, and after them on another, where one of its
-    parameters gets no gradient. The two would reduce it between different gathers and wait for one another.
-    """
-    before: set[str] = set()
-    for unit in units:
-        if not before.isdisjoint(["", *outer_names(unit.name)]):
-            return False
-        before.add(unit.name)
-    return True

@@ -270,5 +270,5 @@ class Schedule:
         """Agree on one order after the first microbatch, see `Reductions.agree`; without agreement do not prefetch."""
         self._agreed = True
         gathered = self.gathers.order_of_microbatch.units
-        if not self._reductions.agree(gathered, any_order=not self.gathers.sharded):
+        if not self._reductions.agree(gathered):
             self.gathers.depth = 0
