@@ -170,6 +170,22 @@ def test_imports_run_one_way_inside_a_folder_too(package):
     assert list(TopologicalSorter(needed).static_order())  # raises CycleError
 
 
+def test_one_line_of_the_engine_names_its_refusals():
+    """So they observe it; tests/sharding/test_without_refusals.py trains without them."""
+    inside = ROOT / "zeroexp/sharding/refusals"
+    naming = [
+        (path.relative_to(ROOT).as_posix(), module)
+        for path in SOURCES
+        if not path.is_relative_to(inside)
+        for _, module in imported_modules(path)
+        if module.startswith("zeroexp.sharding.refusals")
+    ]
+    door = "zeroexp.sharding.refusals.engine_refusals"
+    assert {(path, module.removesuffix(".EngineRefusals")) for path, module in naming} == {
+        ("zeroexp/sharding/engine.py", door)
+    }
+
+
 def test_the_loop_knows_no_engine():
     path = ROOT / "zeroexp/training/loop.py"
     assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.sharding")] == []

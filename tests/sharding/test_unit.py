@@ -17,6 +17,7 @@ from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import group_parameters
+from zeroexp.sharding.options import Options, settle_options
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
 
@@ -34,14 +35,11 @@ def make(world: World, stage: str, *, family: str = "buffer", dtypes: Dtypes = F
     """The units of two linear blocks of 3 x 5 + 5 = 20 elements each, ten for each rank; the root is empty."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))
-    return make_units(
-        group_parameters(module, ["0", "1"], "block"),
-        stage=STAGES[stage],
-        family=family,
-        owners="greedy",
-        dtypes=dtypes,
-        wire=Collectives(world, transport="gloo"),
-    )
+    wire = Collectives(world, transport="gloo")
+    options = Options(family=family)
+    settled = settle_options(options, STAGES[stage], wire.facts, 1)  # a unit is one bucket
+    groups = group_parameters(module, ["0", "1"], "block")
+    return make_units(groups, STAGES[stage], options, settled, dtypes, wire)
 
 
 def arrive(unit: Unit) -> None:
@@ -66,7 +64,6 @@ def weight(unit: Unit) -> nn.Parameter:
 @pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
 def test_a_freed_unit_holds_its_piece_alone(world, family):
     for unit in make(world, "zero3", family=family)[1:]:
-        unit.rest()
         states = unit.states()
         assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.chunks)
         assert bytes_of(states["buffers"]) == 0
@@ -75,7 +72,6 @@ def test_a_freed_unit_holds_its_piece_alone(world, family):
 
 def test_memory_comes_and_goes_with_the_parameters(world):
     unit = make(world, "zero3")[1]
-    unit.rest()
     arrive(unit)
     assert bytes_of(unit.states()["buffers"]) == 128  # 80 bytes, aligned to 64
     unit.free()
@@ -84,7 +80,6 @@ def test_memory_comes_and_goes_with_the_parameters(world):
 
 def test_reading_a_freed_parameter_raises(world):
     unit = make(world, "zero3")[1]
-    unit.rest()
     arrive(unit)
     x = torch.ones(2, 3)
     assert nn.functional.linear(x, weight(unit)).shape == (2, 5)
@@ -97,7 +92,6 @@ def test_reading_a_freed_parameter_raises(world):
 def test_own_section_survives_being_freed(world):
     unit = make(world, "zero3")[1]
     mine = unit.chunks[0].piece.clone()
-    unit.rest()
     for _ in range(2):
         arrive(unit)
         flat = torch.cat([p.detach().reshape(-1) for p in unit.trainable_parameters()])
@@ -108,7 +102,6 @@ def test_own_section_survives_being_freed(world):
 def test_bytes_stay_while_somebody_else_holds_a_view(world):
     """To read it ends in no crash, and shows what was gathered; they go once the view is gone."""
     unit = make(world, "zero3")[1]
-    unit.rest()
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     kept = weight(unit).detach()[0]
@@ -124,7 +117,6 @@ def test_bytes_stay_while_somebody_else_holds_a_view(world):
 def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world, "zero3")[1]
-    unit.rest()
     arrive(unit)
     unit.chunks[0].full.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -143,7 +135,6 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
 
 def test_illegal_transitions_raise(world):
     unit = make(world, "zero3")[1]
-    unit.rest()
     unit.gather()
     with pytest.raises(RuntimeError, match="unit 0 is gathering and can not become gathering"):
         unit.gather()

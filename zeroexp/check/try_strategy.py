@@ -11,7 +11,6 @@ from zeroexp.engines.build import options_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.sharding.grouping import group_parameters, specs_of
-from zeroexp.sharding.refusals.layouts import refuse_layout
 
 
 def check_strategy(config: Config) -> None:
@@ -40,8 +39,7 @@ def _try_layout(config: Config, model: BuiltModel) -> None:
     options, size = options_of(config.strategy), config.world_size
     units = [specs_of(g) for g in group_parameters(model.module, model.blocks, options.unit)]
     try:
-        layout = lay_out(options.family, units, size, owners=options.owners)
-        refuse_layout(options.family, units, layout, size)
+        lay_out(options.family, units, size, owners=options.owners)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from zeroexp.cut.check_chunks import ChunkCheck
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
@@ -31,13 +32,17 @@ def lay_out(
 
     family: a word of LAYOUTS.
     owners: a word of OWNERS; only layouts that keep parameters whole read it.
-    Raises ValueError, in one line, for a rule of others that gives a parameter to no rank.
+    Raises ValueError, in one line, where a rule of others gives a parameter to no rank, or to two.
     """
-    layout = LAYOUTS[family]
+    layout, rules = LAYOUTS[family], ()
     if layout.has_owners:
-        owner_of = assign_owners(owners, [spec for unit in units for spec in unit], world_size)
-        return [layout.cut(unit, world_size, owner_of) for unit in units]
-    return [layout.cut(unit, world_size) for unit in units]
+        rules = (assign_owners(owners, [spec for unit in units for spec in unit], world_size),)
+    laid_out = [layout.cut(unit, world_size, *rules) for unit in units]
+    if family not in LAYOUTS.own:  # ours have a property test
+        check = ChunkCheck(family, world_size)
+        for chunks, unit in zip(laid_out, units, strict=True):
+            check.refuse(chunks, unit)
+    return laid_out
 
 
 def by_buffer(unit: Sequence[ParameterSpec], world_size: int) -> tuple[Chunk, ...]:

@@ -26,7 +26,6 @@ from zeroexp.plan.count_gathers import gathers_of_step
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.options import settle_options
-from zeroexp.sharding.refusals.layouts import refuse_layout
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
 
@@ -66,7 +65,6 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     groups = group_parameters(model.module, model.blocks, options.unit)
     specs = [specs_of(group) for group in groups]
     layout = lay_out(options.family, specs, world_size, owners=options.owners)
-    refuse_layout(options.family, specs, layout, world_size)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,

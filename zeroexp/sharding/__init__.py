@@ -46,7 +46,8 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     same_start.py       lets ranks start with the same settings and weights
     state_dict.py       converts weights and moments to canonical pieces and back
     engine.py *         runs microbatch, backward and step: the verbs in their order
-    refusals/           raises where code around the engine would train another model without a word
+    observer.py         names the events that the engine tells; refusals/ is the observer, which raises where code
+                        around the engine would train another model without a word
 
 Bytes move in `zeroexp/comm/`; `zeroexp/plan/closed_forms.py` predicts what a step sends and holds.
 """

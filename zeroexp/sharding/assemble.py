@@ -16,36 +16,36 @@ from zeroexp.interface.values import Read, Values
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.grouping import Group, specs_of
 from zeroexp.sharding.guard import guard_parameters
-from zeroexp.sharding.refusals.layouts import refuse_layout
+from zeroexp.sharding.options import Options, SettledOptions
 from zeroexp.sharding.state import ChunkTensors, allocate
 from zeroexp.sharding.unit import Unit
 
 
 def make_units(
     groups: Sequence[Group],
-    *,
     stage: Stage,
-    family: str,
-    owners: str,
+    options: Options,
+    settled: SettledOptions,
     dtypes: Dtypes,
     wire: Collectives,
-    bucket_bytes: int | None = None,
-    deferred: bool = False,
+    values: Values | None = None,
 ) -> list[Unit]:
-    """Cut every group and move its parameters into their memory, of which the modules' parameters become views.
-
-    If `deferred`, the parameters have no values yet, and `load_values` follows.
-    """
+    """Cut every group and move its parameters, or their `values`, to where they rest."""
     specs = [specs_of(group) for group in groups]
-    layout = _agreed_layout(family, specs, owners, wire)
+    layout = _agreed_layout(options.family, specs, options.owners, wire)
+    bucket_bytes = settled.bucket_bytes
     wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
         held: list[ChunkTensors] = []
         for chunk in chunks:
             held.append(allocate(chunk, group.parameters, stage, dtypes, wire))
-            _move_into(held[-1], deferred=deferred)
+            _move_into(held[-1], deferred=values is not None)
         units.append(Unit(group.name, held, stage, dtypes, wire, bucket_bytes))
+    if values is not None:
+        _load_values(values, units)
+    for unit in units:
+        unit.rest()
     return units
 
 
@@ -56,7 +56,6 @@ def _agreed_layout(
     size, layout, refusal = wire.world.size, [], None
     try:
         layout = lay_out(family, specs, size, owners=owners)
-        refuse_layout(family, specs, layout, size)
     except ValueError as error:
         refusal = error
     if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
@@ -101,7 +100,7 @@ def _bytes_to_reserve(
     return resting, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
 
 
-def load_values(values: Values, units: Sequence[Unit]) -> None:
+def _load_values(values: Values, units: Sequence[Unit]) -> None:
     """Fill parameters that had no values yet, one after the other, with what this rank holds of each."""
     places = {
         member.name: (tensors, index)

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.stage import Placement, Stage
+from zeroexp.cut.stage import Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
-from zeroexp.interface.elementwise import refuse_unless_elementwise
 from zeroexp.interface.load_state import load_state
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
@@ -29,18 +27,16 @@ from zeroexp.interface.strategy import (
 )
 from zeroexp.interface.values import Values, make_places
 from zeroexp.process.world import World
-from zeroexp.sharding.assemble import load_values, make_units
+from zeroexp.sharding.assemble import make_units
 from zeroexp.sharding.dtypes import Dtypes, own_dtypes
-from zeroexp.sharding.gathered import gathered, written_while_reading
+from zeroexp.sharding.gathered import gathered
 from zeroexp.sharding.gradient_norm import GradientNorm
-from zeroexp.sharding.grouping import group_parameters, stage_for_world
+from zeroexp.sharding.grouping import group_parameters, groups_of_lists, stage_for_world
+from zeroexp.sharding.guard import unguarded
 from zeroexp.sharding.hooks import attach
 from zeroexp.sharding.options import Options, settle_options
-from zeroexp.sharding.refusals import arguments
-from zeroexp.sharding.refusals.changes import ParameterWatch
-from zeroexp.sharding.refusals.methods import OwnMethods
-from zeroexp.sharding.refusals.pieces import OwnPieces
-from zeroexp.sharding.same_start import agree_on_settings, agree_on_weights, describe_param_groups
+from zeroexp.sharding.refusals.engine_refusals import EngineRefusals
+from zeroexp.sharding.same_start import start_alike
 from zeroexp.sharding.schedule import Schedule
 from zeroexp.sharding.state_dict import canonical_state, held_elements
 from zeroexp.sharding.unit import MasterGradient, Unit
@@ -68,19 +64,21 @@ class Sharded:
     ):
         """Build the engine. `values` are what the parameters of a module on meta are to hold."""
         options = options or Options()
-        param_groups = arguments.groups_of_lists(param_groups, optimizer_factory)
-        arguments.refuse(module, blocks, param_groups, stage, options, max_grad_norm, values)
+        param_groups = groups_of_lists(param_groups, optimizer_factory)
+        self._observer = EngineRefusals()
+        self._observer.building(
+            module,
+            blocks,
+            param_groups,
+            optimizer_factory,
+            stage,
+            options,
+            max_grad_norm,
+            values,
+            world,
+        )
         dtypes = dtypes or own_dtypes(module)
         stage = stage_for_world(stage, world.size)
-        shards = stage.optimizer is Placement.SHARD and world.size > 1
-        if not world.is_fake:  # the trial compares values
-            refuse_unless_elementwise(
-                optimizer_factory,
-                param_groups,
-                family=options.family,
-                cut=shards and not LAYOUTS[options.family].has_owners,
-                shared=shards,
-            )
         if values is not None:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
@@ -89,51 +87,31 @@ class Sharded:
         self._max_grad_norm = max_grad_norm
         self.wire = Collectives(world, transport=options.transport)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
-        agree_on_settings([*settings, describe_param_groups(module, param_groups)], self.wire)
-        agree_on_weights(self.model, self.wire, values)
+        start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.connect()
         settled = settle_options(options, stage, self.wire.facts, world.size)
         self.settings = settled.as_record(options, stage, self.wire.facts)
         groups = group_parameters(module, blocks, options.unit)
-        self.units = make_units(
-            groups,
-            stage=stage,
-            family=options.family,
-            owners=options.owners,
-            dtypes=dtypes,
-            wire=self.wire,
-            bucket_bytes=settled.bucket_bytes,
-            deferred=values is not None,
-        )
-        if values is not None:
-            load_values(values, self.units)
-        for unit in self.units:
-            unit.rest()
-        self._schedule = Schedule(self.units, self.wire, options, settled)
+        self.units = make_units(groups, stage, options, settled, dtypes, self.wire, values)
+        self._schedule = Schedule(self.units, self.wire, options, settled, self._observer)
         for unit, group in zip(self.units, groups, strict=True):
-            attach(unit, group.module, self._schedule)
+            attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
-        self._parameters = ParameterWatch(module, self.units, world)
         self.optimizer = optimizer_factory(_masters_in_groups(self.units, param_groups))
-        named = {parameter: name for name, parameter in module.named_parameters()}
-        names = [[named[p] for p in group["params"] if p in named] for group in param_groups]
-        self._python = PythonValues(self.optimizer, names)
-        self._methods = OwnMethods(module, self.optimizer, self.zero_grad)
-        self._pieces = OwnPieces(self.optimizer)
+        self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
+        self._observer.built(module, self.units, self.optimizer, self.zero_grad, world)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
+        self._observer.begin_microbatch()
         self._schedule.begin_microbatch(last=last)
         try:
-            self._parameters.refuse_changes()
             for unit in self.units:
                 unit.mark_gradients_taken(taken=False)
             with self._schedule.watch_what_is_saved():
                 yield
             self._schedule.end_microbatch()
-            if self.wire.world.size > 1:
-                self._parameters.refuse_writes()
         except BaseException:
             self._schedule.abandon_microbatch()
             raise
@@ -150,21 +128,14 @@ class Sharded:
     def gathered(self, *, write: bool = False) -> Iterator[None]:
         """Show all parameters whole inside; all ranks enter and leave together, see zeroexp/sharding/gathered.py."""
         with (
-            self._methods.loading(allowed=write),
+            self._observer.gathered(write=write, in_microbatch=self._schedule.in_microbatch),
             gathered(self.units, self._schedule, self.wire, write=write),
         ):
             yield
-        if self._schedule.calls.in_microbatch:
-            return  # its end refuses what was written
-        reads_only = not (write or self._methods.may_load or self.wire.world.size == 1)
-        if reads_only and self._parameters.were_written():
-            raise written_while_reading()
-        self._parameters.note_versions()
 
     def step(self, *, drain: bool = False) -> Tensor:
         """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
-        self._schedule.calls.step(is_gathered=any(u.is_pinned for u in self.units))
-        self._parameters.refuse_writes_between()
+        self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
@@ -185,7 +156,7 @@ class Sharded:
         self._buffers.share()
         # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
         self._schedule.gathers.await_published()
-        self._parameters.note_versions(stepped=True)
+        self._observer.weights_changed(stepped=True)
         if drain:
             self.drain()
         return sums.norm()
@@ -194,7 +165,7 @@ class Sharded:
         """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
         for unit in self.units:
             unit.zero_grad()
-        self._schedule.calls.zero_grad()
+        self._observer.zero_grad()
 
     def drain(self) -> None:
         """Wait for everything in flight; afterwards the parameters may be read outside of `model`.
@@ -243,7 +214,7 @@ class Sharded:
         for unit in self.units:
             self._schedule.gathers.publish(unit)
         self._schedule.drain()
-        self._parameters.note_versions()
+        self._observer.weights_changed()
 
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]
@@ -260,9 +231,16 @@ class Sharded:
         if scale is not None and handed:
             gradients = [each.gradient for each in handed]
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-        gradients = [(each.master, each.gradient) for each in handed]
-        with self._pieces.updated(gradients), self._methods.stepping():
-            self.optimizer.step()
+        with unguarded():
+            for each in handed:
+                each.master.grad = each.gradient
+        try:
+            with self._observer.updating():
+                self.optimizer.step()
+        finally:
+            with unguarded():
+                for each in handed:
+                    each.master.grad = None
 
 
 def _masters_in_groups(
@@ -273,8 +251,12 @@ def _masters_in_groups(
     for unit in units:
         for parameter, master in unit.parameters_with_masters():
             masters.setdefault(parameter, []).append(master)
-    groups = [
+    return [
         {**group, "params": [m for p in group["params"] for m in masters.get(p, ())]}
         for group in param_groups
     ]
-    return groups
+
+
+def _names_in_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    named = {parameter: name for name, parameter in module.named_parameters()}
+    return [[named[p] for p in group["params"] if p in named] for group in param_groups]

@@ -37,7 +37,7 @@ def gathered(
     units: Sequence[Unit], schedule: Schedule, wire: Collectives, *, write: bool
 ) -> Iterator[None]:
     """Pin every unit inside; at the end take over what was written, or raise where `write` is False."""
-    if write and schedule.calls.in_microbatch:
+    if write and schedule.in_microbatch:
         raise RuntimeError(
             "strategy.gathered(write=True) inside a microbatch: backward needs the weights as they were; write "
             "after strategy.step()"
@@ -72,7 +72,7 @@ def gathered(
             for unit in units:
                 schedule.gathers.publish(unit)
             schedule.gathers.await_published()
-    if schedule.calls.in_microbatch:  # ranks that lack gradients have reductions still to launch
+    if schedule.in_microbatch:  # ranks that lack gradients have reductions still to launch
         schedule.at_end_of_microbatch.append(lambda: _refuse_written(wire, written=written))
     elif not write:
         _refuse_written(wire, written=written)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeroexp.cut.chunk import FROZEN, ParameterSpec
 from zeroexp.cut.stage import Placement, Stage
@@ -55,6 +56,32 @@ def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> lis
         claimed = claims[parameter]
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
     return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
+
+
+def groups_of_lists(
+    param_groups: Sequence[dict[str, Any]], optimizer_factory: object
+) -> list[dict[str, Any]]:
+    """Return the groups, each with a list of its parameters, which may have been an iterator."""
+    if not callable(optimizer_factory):
+        raise ValueError(
+            f"optimizer_factory is a {type(optimizer_factory).__name__}: give a function that takes parameter "
+            "groups and makes the optimizer"
+        )
+    groups: list[dict[str, Any]] = []
+    for group in param_groups:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(
+                f"param_groups hold a {type(group).__name__} without params: give a list of "
+                '{"params": [...], ...}'
+            )
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if not all(isinstance(each, nn.Parameter) for each in params):
+            raise ValueError(
+                "param_groups hold what is no parameter: take them from model.parameters()"
+            )
+        groups.append({**group, "params": params})
+    return groups
 
 
 def specs_of(group: Group) -> list[ParameterSpec]:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroexp.sharding.guard import unguarded
-from zeroexp.sharding.refusals.kept_views import is_view_of_freed
+from zeroexp.sharding.observer import Observer
 from zeroexp.sharding.schedule import Schedule, Ticks
 from zeroexp.sharding.unit import Unit
 
 
-def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
+def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer) -> None:
     """Report what happens to `module` and its unit's parameters to the schedule.
 
     A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other pre-hooks
@@ -44,11 +44,7 @@ def attach(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
             return
         ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
         for tensor in tensors_in(output):
-            if is_view_of_freed(tensor, unit):
-                raise RuntimeError(
-                    f"{unit} returns a view of its parameters (shape {list(tensor.shape)}), which are freed when "
-                    "its module has run: return a clone, or make it part of a larger unit"
-                )
+            observer.returned(unit, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 tensor.register_hook(partial(before_backward, ticks))
 

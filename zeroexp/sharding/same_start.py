@@ -17,6 +17,18 @@ from zeroexp.process import world as worlds
 ELEMENTS_AT_ONCE = 1 << 18  # what a sum of bits takes at once, since it needs 16 bytes for each
 
 
+def start_alike(
+    module: nn.Module,
+    settings: Sequence[Any],
+    param_groups: Sequence[dict[str, Any]],
+    values: Values | None,
+    wire: Collectives,
+) -> None:
+    """Give all ranks the weights of rank 0. Raises ValueError on all of them if settings or models differ."""
+    agree_on_settings([*settings, describe_param_groups(module, param_groups)], wire)
+    agree_on_weights(module, wire, values)
+
+
 def describe_param_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
     """Return words for the parameter groups, which must be equal on every rank."""
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -35,10 +35,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroexp.comm.collectives import Collectives
 from zeroexp.sharding.closing import ClosingBackward
 from zeroexp.sharding.gathers import Gathers, current_task
+from zeroexp.sharding.observer import Observer
 from zeroexp.sharding.options import Options, SettledOptions
 from zeroexp.sharding.reductions import Reductions
-from zeroexp.sharding.refusals.calls import Calls
-from zeroexp.sharding.refusals.kept_views import KeptViews
 from zeroexp.sharding.saved import SavedWeights
 from zeroexp.sharding.state import Residence
 from zeroexp.sharding.unit import Unit
@@ -64,8 +63,15 @@ class Schedule:
     """The schedule turns what happens in a pass into moves of units; hooks call its methods."""
 
     def __init__(
-        self, units: Sequence[Unit], wire: Collectives, options: Options, settled: SettledOptions
+        self,
+        units: Sequence[Unit],
+        wire: Collectives,
+        options: Options,
+        settled: SettledOptions,
+        observer: Observer,
     ):
+        self.in_microbatch = False
+        self._observer = observer
         self._units = list(units)  # the root first, then in order of definition
         self._uses = {unit: UnitProgress() for unit in units}
         self._tick = 0
@@ -88,14 +94,12 @@ class Schedule:
         self._inner: dict[Unit, int] = {}
         # Comparisons of the ranks, which come once all ranks have launched their reductions.
         self.at_end_of_microbatch: list[Callable[[], None]] = []
-        self.calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
         self.saved = SavedWeights(self.gathers.sharded, self._make_ready_for_backward)
-        self._kept_views = KeptViews(self.gathers.sharded)
 
     # -- forward ----------------------------------------------------------------------------------
 
     def begin_microbatch(self, *, last: bool) -> None:
-        self.calls.begin_microbatch()
+        self.in_microbatch = True
         self._last = last
         self._microbatch += 1
         self._tick = self._num_running = 0
@@ -108,7 +112,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         self._tick += 1
-        if not self._num_running and not self.calls.in_microbatch:
+        if not self._num_running and not self.in_microbatch:
             self.gathers.begin_forward_outside()
         self._num_running += 1
         use = self._uses[unit]
@@ -126,7 +130,7 @@ class Schedule:
         self._num_running -= 1
         if self._is_idle(unit) and not use.in_backward:
             self.gathers.after_forward(unit, differentiable=differentiable)
-        return began, self._tick, self._microbatch if self.calls.in_microbatch else 0
+        return began, self._tick, self._microbatch if self.in_microbatch else 0
 
     def watch_what_is_saved(self) -> AbstractContextManager[None]:
         """Return a context in which autograd saves gathered parameters so that backward finds them, see saved.py."""
@@ -138,13 +142,13 @@ class Schedule:
 
     def closing_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Let the backward of `loss` that runs inside close units, see closing.py."""
-        self.calls.expect_microbatch("backward", ": run forward and backward inside it")
+        self._expect_microbatch("backward", ": run forward and backward inside it")
         return self._closing.of_loss(loss)
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
         began, ended, microbatch = ticks
-        if not self.calls.in_microbatch or microbatch != self._microbatch:
+        if not self.in_microbatch or microbatch != self._microbatch:
             raise RuntimeError(
                 f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
                 "inside the same `with strategy.microbatch(last=...):`"
@@ -168,7 +172,8 @@ class Schedule:
 
     def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
         use = self._uses[unit]
-        self.calls.gradient(unit, is_reduced=self._reductions.is_complete(unit))
+        self._expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
+        self._observer.gradient(unit, is_reduced=self._reductions.is_complete(unit))
         if not self._closing.is_current():
             return
         use.missing.discard(parameter)
@@ -192,12 +197,13 @@ class Schedule:
         if not self._agreed:
             self._agree_on_order()
         self.gathers.end_microbatch()
-        self.calls.end_microbatch(last=self._last)
-        self._kept_views.refuse()
+        self.in_microbatch = False
+        self._observer.end_microbatch(last=self._last)
 
     def abandon_microbatch(self) -> None:
         """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
-        self.calls.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
+        self.in_microbatch = False
+        self._observer.abandon_microbatch(reduced=self._reductions.abandon_microbatch())
         self.gathers.abandon_microbatch()
         self._uses = {unit: UnitProgress() for unit in self._units}
         self._inner.clear()
@@ -232,11 +238,15 @@ class Schedule:
 
     def _make_ready_for_backward(self, unit: Unit) -> None:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
-        self.calls.expect_microbatch(f"backward of {unit}")
+        self._expect_microbatch(f"backward of {unit}")
         self._uses[unit].in_backward = True
         if unit not in self.gathers.in_use and not self._closing.is_current():
             self._inner[unit] = current_task()
         self.gathers.make_ready(unit)
+
+    def _expect_microbatch(self, what: str, why: str = "") -> None:
+        if not self.in_microbatch:
+            raise RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")
 
     def _is_idle(self, unit: Unit) -> bool:
         """Tell whether the unit is gathered for use and none of its forwards runs."""

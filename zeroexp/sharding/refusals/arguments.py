@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -20,7 +20,7 @@ TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Replicated = DataParallel | DistributedDataParallel
 
 
-def refuse(
+def refuse_arguments(
     module: nn.Module,
     blocks: Sequence[str],
     param_groups: Sequence[dict[str, Any]],
@@ -133,29 +133,3 @@ def _refuse_overlaps(module: nn.Module) -> None:
             raise ValueError(
                 f"parameters {name} and {next_name} lie in the same memory: make them one parameter, or clone one"
             )
-
-
-def groups_of_lists(
-    param_groups: Sequence[dict[str, Any]], optimizer_factory: object
-) -> list[dict[str, Any]]:
-    """Return the groups, each with a list of its parameters, which may have been an iterator."""
-    if not callable(optimizer_factory):
-        raise ValueError(
-            f"optimizer_factory is a {type(optimizer_factory).__name__}: give a function that takes parameter "
-            "groups and makes the optimizer"
-        )
-    groups: list[dict[str, Any]] = []
-    for group in param_groups:
-        if not isinstance(group, dict) or "params" not in group:
-            raise ValueError(
-                f"param_groups hold a {type(group).__name__} without params: give a list of "
-                '{"params": [...], ...}'
-            )
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        if not all(isinstance(each, nn.Parameter) for each in params):
-            raise ValueError(
-                "param_groups hold what is no parameter: take them from model.parameters()"
-            )
-        groups.append({**group, "params": params})
-    return groups

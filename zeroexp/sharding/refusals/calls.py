@@ -11,7 +11,7 @@ class Calls:
     """This object tracks which call comes next. With `once` the gradients of a step can be reduced only once."""
 
     def __init__(self, *, once: bool):
-        self.in_microbatch = False
+        self._in_microbatch = False
         self._once = once
         self._failed = False  # an exception left reductions behind that peers may not know of
         # The last microbatch of a step has ended, and no step has come yet.
@@ -19,7 +19,7 @@ class Calls:
         self._stepped = False  # a step was taken with the gradients that still exist
 
     def begin_microbatch(self) -> None:
-        if self.in_microbatch:
+        if self._in_microbatch:
             raise RuntimeError(
                 "a microbatch inside a microbatch: end the first one before the next"
             )
@@ -35,35 +35,21 @@ class Calls:
                 "strategy.zero_grad() between, or say last=False for all but the last"
             )
         self._last_ended = False
-        self.in_microbatch = True
-
-    def expect_microbatch(self, what: str, why: str = "") -> None:
-        if not self.in_microbatch:
-            raise RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")
-
-    def gradient(self, unit: object, *, is_reduced: bool) -> None:
-        """Allow a gradient of `unit` to come or raise RuntimeError. `is_reduced`: those of this microbatch were."""
-        self.expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
-        if is_reduced:
-            raise RuntimeError(
-                f"{unit} got a gradient after its gradients of this microbatch were reduced: call "
-                "strategy.backward once in a microbatch, with the sum of the losses (use loss.backward() for all "
-                "but the last), and compute penalties on weights after the model's forward"
-            )
+        self._in_microbatch = True
 
     def end_microbatch(self, *, last: bool) -> None:
-        self.in_microbatch = False
+        self._in_microbatch = False
         self._last_ended = last
 
     def abandon_microbatch(self, *, reduced: bool) -> None:
         """Note that an exception ended the microbatch. `reduced`: some of its gradients had been reduced already."""
-        self.in_microbatch = False
+        self._in_microbatch = False
         self._failed = self._failed or reduced
 
     def step(self, *, is_gathered: bool) -> None:
         """Allow a step or raise RuntimeError. `is_gathered`: the call comes inside of `strategy.gathered()`."""
         self._refuse_after_failure()
-        if self.in_microbatch:
+        if self._in_microbatch:
             raise RuntimeError(
                 "strategy.step() inside a microbatch: call it after the `with` has ended"
             )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -77,20 +77,14 @@ class OwnPieces:
         self._guard(True)
 
     @contextmanager
-    def updated(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Give the pieces their gradients inside. Others' hooks before a step find the pieces guarded, and so after."""
+    def updating(self) -> Iterator[None]:
+        """Let the optimizer's step run inside. Others' hooks before it find the pieces guarded, and so after."""
         self._hooks.move_to_end(self._opening.id)
-        with unguarded():
-            for piece, gradient in gradients:
-                piece.grad = gradient
         try:
             yield
         finally:
             self._num_running = 0
             self._guard(True)
-            with unguarded():
-                for piece, _ in gradients:
-                    piece.grad = None
 
     def _open(self, *_: Any) -> None:
         self._num_running += 1
