@@ -15,6 +15,7 @@ from zeroexp.comm.base import GatherPart, Pending
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 from zeroexp.sharding.options import Options
 
@@ -24,8 +25,8 @@ RECIPE = Recipe(steps=2)
 class Rounding(Direct):
     """What is gathered arrives in bfloat16's precision, with every rank's own section as well."""
 
-    def __init__(self, world: World):
-        super().__init__(world, share_memory=False)
+    def __init__(self, world: World, moves: Moves):
+        super().__init__(world, moves, share_memory=False)
 
     @property
     def facts(self) -> Facts:

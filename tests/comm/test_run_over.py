@@ -54,7 +54,7 @@ class Tagged:
 
 
 def transport_to(peer: Tagged, world: World) -> Direct:
-    transport = Direct(world, share_memory=False)
+    transport = Direct(world, Moves(world), share_memory=False)
     transport._channels[1] = peer
     return transport
 

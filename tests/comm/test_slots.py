@@ -22,6 +22,7 @@ from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process import world as worlds
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World, fake_world
 
 AWHILE_SECONDS = (
@@ -58,7 +59,7 @@ class Slot:
 def test_a_slot_is_given_back_after_its_sum_was_taken():
     chunk = Chunk((Member("a", 0, 6),), (0, 2, 4, 6))
     with fake_world(1, 3) as world:
-        transport = Direct(world, share_memory=False)
+        transport = Direct(world, Moves(world), share_memory=False)
         slots = {0: Slot(10.0), 2: Slot(300.0)}
         transport._channels.update(slots)
         for accumulate, expected in ((False, 311.0), (True, 622.0)):

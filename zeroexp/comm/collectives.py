@@ -6,6 +6,7 @@ messages only. `native` (native.py) uses the backend's own collectives.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
@@ -25,19 +26,22 @@ from zeroexp.comm.native import Native
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
+from zeroexp.process import world as worlds
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 
-def choose_transport(world: World) -> Transport:
+def choose_transport(world: World, moves: Moves) -> Transport:
     """Return a new `direct` transport on CPU, and `native` elsewhere."""
-    return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world)
+    return TRANSPORTS["direct" if world.backend == "gloo" else "native"](world, moves)
 
 
-# Another transport, or a codec around one of these, is a file beside this one and a row here.
-TRANSPORTS: dict[str, Callable[[World], Transport]] = {
+# Another transport, or a codec around one of these, is a file beside this one and a row here. It carries the moves of
+# the ranks in `world`, all or a group of them, and records them in `moves`, which all transports of an engine share.
+TRANSPORTS: dict[str, Callable[[World, Moves], Transport]] = {
     "auto": choose_transport,
-    "direct": lambda world: Direct(world, share_memory=True),
-    "gloo": lambda world: Direct(world, share_memory=False),
+    "direct": lambda world, moves: Direct(world, moves, share_memory=True),
+    "gloo": lambda world, moves: Direct(world, moves, share_memory=False),
     "native": Native,
 }
 
@@ -75,13 +79,17 @@ class Collectives:
     """The three moves and the sum of a tiny tensor, over all ranks, counted by kind of message."""
 
     def __init__(self, world: World, *, transport: str = "auto"):
-        self._transport = TRANSPORTS[transport](world)
         self.world = world
+        self._moves = Moves(world)
+        self._transport = TRANSPORTS[transport](world, self._moves)
         self.traffic = Traffic()
         _of_this_process.add(self)
 
     def connect(self) -> None:
+        """Find the other ranks, and let all compare their moves where one could wait for another's forever."""
         self._transport.connect()
+        if self.facts.name != "direct" and self.world.size > 1 and not self.world.is_fake:
+            self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         self._transport.reserve(resting, slot_bytes)

@@ -45,7 +45,7 @@ class Direct:
     # No comparison is needed: a gather receives the unit that it names, or waits.
     issued_checksum = None
 
-    def __init__(self, world: World, *, share_memory: bool):
+    def __init__(self, world: World, moves: Moves, *, share_memory: bool):
         self._rank = world.rank
         self._ranks = range(world.size)
         self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
@@ -55,9 +55,11 @@ class Direct:
         self._num_gathers: dict[int, int] = {}  # offer -> gathers of it
         self._num_passing = PASSING  # the last of this step's offers for one gather only
         self._first_tag = NUM_TAGS * (next(_engines) % MOST_ENGINES)
-        self._world, self._moves = world, Moves(world)
+        self._world, self._moves = world, moves
         # `reserve` replaces the channels to peers that share memory.
-        self._channels: dict[int, Channel] = {p: GlooChannel(p, self._moves) for p in self._peers}
+        self._channels: dict[int, Channel] = {
+            peer: GlooChannel(world.numbers[peer], moves) for peer in self._peers
+        }
         self._share_memory = share_memory and world.size > 1
         self._neighbours: Neighbourhood | None = None
         self._arena: Arena | None = None
@@ -77,8 +79,6 @@ class Direct:
             if self._share_memory:
                 self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
         self._facts = self._find_facts()
-        if self._facts.name != "direct":
-            self._moves.start(str(self._first_tag))
 
     def _find_facts(self) -> Facts:
         """Return the facts of shared memory where all peers are neighbours, else those of messages to some or all."""
@@ -89,8 +89,9 @@ class Direct:
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         if self._neighbours is not None and self._neighbours.peers:
             slots = num_slots(self.facts.name)
-            self._arena = Arena(self._world.size, resting, slot_bytes, slots)
-            self._channels.update(self._neighbours.open(self._arena))
+            self._arena = Arena(self._neighbours.num_ranks, resting, slot_bytes, slots)
+            opened = self._neighbours.open(self._arena)
+            self._channels |= {self._world.numbers.index(p): opened[p] for p in opened}
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._arena is None:
@@ -176,7 +177,8 @@ class Direct:
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
-        return Pending([TimedWork(self._moves.watched(dist.all_reduce(value, async_op=True)))])
+        work = dist.all_reduce(value, group=self._moves.world.process_group, async_op=True)
+        return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:
         self._num_passing = PASSING

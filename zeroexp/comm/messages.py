@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import TimedWork
@@ -46,12 +45,14 @@ class GlooChannel:
     """Point-to-point messages of gloo, straight from and into the tensors."""
 
     def __init__(self, peer: int, moves: Moves):
+        """peer: its number among all ranks."""
         self._peer, self._moves = peer, moves
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
         self._moves.record_message(self._peer, tag)
-        return [self._watched(_group().send([b], self._peer, tag), b, tag, what) for b in buffers]
+        group = self._moves.world.process_group
+        return [self._watched(group.send([b], self._peer, tag), b, tag, what) for b in buffers]
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
@@ -59,7 +60,7 @@ class GlooChannel:
         packed: list[tuple[Tensor, list[Tensor]]] = []
         for message in _messages(targets):
             buffer = message[0] if len(message) == 1 else _packed_like(message)
-            work = _group().recv([buffer], self._peer, tag)
+            work = self._moves.world.process_group.recv([buffer], self._peer, tag)
             works.append(self._watched(work, buffer, tag, what))
             if len(message) > 1:
                 packed.append((buffer, message))
@@ -76,12 +77,6 @@ class GlooChannel:
     def _watched(self, work: Any, buffer: Tensor, tag: int, what: str) -> TimedWork:
         watched = self._moves.watched(work, Message(self._peer, tag, what))
         return TimedWork(watched, self._peer, held=buffer)
-
-
-def _group() -> dist.ProcessGroup:
-    """Return the process group. A channel does not keep it: a group that is kept outlives `world.leave`."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -7,7 +7,6 @@ variant for a list of parts, which NCCL launches as one group. The backend decid
 from __future__ import annotations
 
 import itertools
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from zeroexp.comm.base import (
 )
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
-from zeroexp.process import world as worlds
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
@@ -35,22 +33,21 @@ class Native:
     staging_bytes = held_shared_bytes = 0
     facts = TRANSPORTS["native"]
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, moves: Moves):
+        self._world = world
         self._rank = world.rank
         self._size = world.size
         # gloo gathers parts of one size only, so smaller parts are padded there.
         self._gathers_uneven = world.backend == "nccl"
         self._is_fake = world.is_fake
-        self._moves = Moves(world)
+        self._moves = moves
 
     @property
     def issued_checksum(self) -> int:
         return self._moves.checksum
 
     def connect(self) -> None:
-        """Let the ranks compare their moves; the backend finds its peers itself."""
-        if self._size > 1 and not self._is_fake:
-            self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
+        """Do nothing: the backend finds its peers itself."""
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         """Do nothing: the backend sends from any memory."""
@@ -105,7 +102,7 @@ class Native:
         self._moves.record_collective(what)
         gradients = [gradient for part in parts for gradient in part.gradients]
         message = torch.cat(gradients)
-        work = dist.all_reduce(message, async_op=True)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
 
         def spread() -> None:
             sizes = [gradient.numel() for gradient in gradients]
@@ -115,7 +112,8 @@ class Native:
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)
-        return self._pending(dist.all_reduce(value, async_op=True))
+        group = self._moves.world.process_group
+        return self._pending(dist.all_reduce(value, group=group, async_op=True))
 
     def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
         return Pending([TimedWork(self._moves.watched(work))], then)
@@ -123,40 +121,45 @@ class Native:
     def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> Pending:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
         if layout.is_even:
-            return self._pending(_all_gather(message, mine))
+            return self._pending(_all_gather(message, mine, self._group))
         if self._is_fake:
             self._view_of_own_part(layout, message).copy_(mine)
-            return self._pending(_all_gather(*_nothing(mine)))
+            return self._pending(_all_gather(*_nothing(mine), self._group))
         if self._gathers_uneven:
             parts = list(message.split(layout.numel_by_rank))
-            return self._pending(dist.all_gather(parts, mine, async_op=True))
+            return self._pending(dist.all_gather(parts, mine, group=self._group, async_op=True))
         padded, sent = layout.pad_sections(mine)
-        work = _all_gather(padded, sent)
+        work = _all_gather(padded, sent, self._group)
         return self._pending(work, lambda: layout.unpad_sections(padded, message))
 
     def _reduce(self, layout: MessageLayout, own: Tensor, message: Tensor) -> Any:
         if layout.is_even:
-            return _reduce_scatter(own, message)
+            return _reduce_scatter(own, message, self._group)
         if self._is_fake:
             own.copy_(self._view_of_own_part(layout, message))
-            return _reduce_scatter(*_nothing(own))
-        return dist.reduce_scatter(own, list(message.split(layout.numel_by_rank)), async_op=True)
+            return _reduce_scatter(*_nothing(own), self._group)
+        parts = list(message.split(layout.numel_by_rank))
+        return dist.reduce_scatter(own, parts, group=self._group, async_op=True)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._world.process_group
 
     def _view_of_own_part(self, layout: MessageLayout, message: Tensor) -> Tensor:
         start = sum(layout.numel_by_rank[: self._rank])
         return message[start : start + layout.numel_by_rank[self._rank]]
 
 
-def _all_gather(full: Tensor, piece: Tensor) -> Any:
+def _all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
     # torch 2.13 renamed it.
     op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return op(full, piece, async_op=True)
+    return op(full, piece, group=group, async_op=True)
 
 
-def _reduce_scatter(own: Tensor, message: Tensor) -> Any:
+def _reduce_scatter(own: Tensor, message: Tensor, group: dist.ProcessGroup) -> Any:
     # torch 2.13 renamed it.
     op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return op(own, message, async_op=True)
+    return op(own, message, group=group, async_op=True)
 
 
 def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,28 +43,27 @@ def neighbour_identity() -> tuple[Any, ...]:
 
 
 class Neighbourhood:
-    """The connections of this rank to the other ranks of its host."""
+    """The connections of this rank to the other ranks of its host, or to those of its group."""
 
     def __init__(self, world: World, hosts: Sequence[Any], doors: Sequence[Door], own: Listener):
-        """Connect to all neighbours.
+        """Connect to all neighbours in `world`, which may be a group; here ranks are numbered among all.
 
-        hosts: one value for each rank, equal where ranks can be neighbours; doors: where each rank can be called.
+        hosts: one value for each of all ranks, equal where ranks can be neighbours; doors: where each can be called.
         """
-        self._world = world
-        self.peers = [r for r, host in enumerate(hosts) if host == hosts[world.rank]]
-        self.peers.remove(world.rank)
-        seconds = world.timeout_seconds
-        self._sockets = connect(world.rank, self.peers, doors, own, seconds)
-        self._bell = Bell(world.rank, self._sockets, seconds)
+        self._rank, self.num_ranks = world.numbers[world.rank], len(hosts)
+        self.peers = [r for r in world.numbers if hosts[r] == hosts[self._rank]]
+        self.peers.remove(self._rank)
+        self._seconds = world.timeout_seconds
+        self._sockets = connect(self._rank, self.peers, doors, own, self._seconds)
+        self._bell = Bell(self._rank, self._sockets, self._seconds)
 
     def open(self, arena: Arena) -> dict[int, SharedChannel]:
         """Show `arena` to the neighbours, map theirs, and return a channel for each.
 
         All neighbours call it together.
         """
-        world = self._world
         files = [arena.file, arena.board.file, self._bell.file]
-        theirs = swap_files(world.rank, self._sockets, files, world.timeout_seconds)
+        theirs = swap_files(self._rank, self._sockets, files, self._seconds)
         with ExitStack() as received:
             for memory, board, _ in theirs.values():
                 received.callback(os.close, memory)  # the mappings keep the files open
@@ -73,7 +72,7 @@ class Neighbourhood:
                 self._bell.add(peer, bell)
             for peer, (memory, board, _) in theirs.items():
                 channel = SharedChannel(
-                    world.rank, peer, arena, self._bell, _map(memory), Board(board, world.size)
+                    self._rank, peer, arena, self._bell, _map(memory), Board(board, self.num_ranks)
                 )
                 arena.channels.append(channel)
         arena.bell = self._bell
@@ -85,12 +84,12 @@ class Arena:
 
     def __init__(
         self,
-        world_size: int,
+        num_ranks: int,
         resting: Sequence[int],
         slot_bytes: int,
         num_slots: int,
     ):
-        """resting: the bytes of each tensor that `empty` will be asked for."""
+        """num_ranks: of all ranks. resting: the bytes of each tensor that `empty` will be asked for."""
         self.staging_bytes = num_slots * slot_bytes
         rest_bytes = sum(map(aligned, resting))
         self.num_bytes = arena_bytes(resting, slot_bytes, num_slots)
@@ -100,7 +99,7 @@ class Arena:
         self._mapping = mmap.mmap(self.file, self.num_bytes)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.channels: list[SharedChannel] = []
-        self.board = OwnBoard(world_size)
+        self.board = OwnBoard(num_ranks)
         self.bell: Bell
         self.step = 1  # 1 + calls of `end_offers`, the same on every rank
         self._top = 0

@@ -26,6 +26,7 @@ from zeroexp.comm.messages import Arrival
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.comm.sizes import arena_bytes, num_slots
 from zeroexp.plan.storages import Storages
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 SLOTS = "shared slots"
@@ -35,7 +36,9 @@ SLOTS = "shared slots"
 def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None]:
     """Let engines that are built inside choose this transport if they are free to choose."""
     chosen = TRANSPORTS["auto"]
-    TRANSPORTS["auto"] = lambda world: DirectWithoutNeighbours(world, storages, ranks_per_host)
+    TRANSPORTS["auto"] = lambda world, moves: DirectWithoutNeighbours(
+        world, moves, storages, ranks_per_host
+    )
     try:
         yield
     finally:
@@ -45,10 +48,10 @@ def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None
 class DirectWithoutNeighbours(Direct):
     """The transport of one rank; nothing moves. The ranks of a host follow one another."""
 
-    def __init__(self, world: World, storages: Storages, ranks_per_host: int) -> None:
+    def __init__(self, world: World, moves: Moves, storages: Storages, ranks_per_host: int) -> None:
         first = world.rank - world.rank % ranks_per_host
         self._host = range(first, min(first + ranks_per_host, world.size))
-        super().__init__(world, share_memory=True)
+        super().__init__(world, moves, share_memory=True)
         self._storages = storages
         self._slots: Tensor | None = None
 

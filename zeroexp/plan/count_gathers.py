@@ -38,6 +38,7 @@ from zeroexp.models.loss import loss_sum
 from zeroexp.models.module import BuiltModel, allow_fake_tensors, build_model, materialize
 from zeroexp.plan.block_kinds import kinds_of
 from zeroexp.plan.no_data import NoData
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 from zeroexp.sharding.grouping import outer_names
 
@@ -105,8 +106,8 @@ def _run(config: Config, model: BuiltModel) -> Counts:
 class MovesNothing(Native):
     """A transport that counts the gathers of each parameter. It needs no process group, so that a rank may use it."""
 
-    def __init__(self, world: World, gathers: Counter[str]) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, moves: Moves, gathers: Counter[str]) -> None:
+        super().__init__(world, moves)
         self._gathers = gathers
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
@@ -127,7 +128,7 @@ class MovesNothing(Native):
 def _counting() -> Generator[Counter[str]]:
     """Let engines that are built inside use `MovesNothing`."""
     chosen, gathers = TRANSPORTS["auto"], Counter[str]()
-    TRANSPORTS["auto"] = lambda world: MovesNothing(world, gathers)
+    TRANSPORTS["auto"] = lambda world, moves: MovesNothing(world, moves, gathers)
     try:
         yield gathers
     finally:

@@ -1,4 +1,4 @@
-"""Rank, world size, device and process group of this process. No other file reads a rank from the environment.
+"""Rank, world size, device and process groups of this process. No other file reads a rank from the environment.
 
 `join` is the same call on a laptop, under torchrun and under Slurm. A single rank joins a group of one, so that no
 later code asks whether it is distributed.
@@ -10,9 +10,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,42 @@ from zeroexp.process.rendezvous import open_store
 
 @dataclass(frozen=True)
 class World:
+    """Ranks that work together: all of them, or those of one group; `rank` and `size` count inside of it."""
+
     rank: int
     size: int
     device: torch.device
     backend: str  # gloo | nccl | fake
     timeout_seconds: float = 600.0  # a peer that is silent for longer counts as dead
+    members: range | None = None  # the ranks of a group, as numbered among all; None: all ranks
+
+    @property
+    def numbers(self) -> range:
+        """The number of each rank among all ranks."""
+        return range(self.size) if self.members is None else self.members
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of these ranks. Nobody may keep it: a group that is kept outlives `leave_process_group`."""
+        whole = dist.group.WORLD
+        assert whole is not None
+        return whole if self.members is None else _groups[whole][self.members]
+
+    def split(self, num_groups: int) -> tuple[World, World]:
+        """Return this rank's group of neighbours, and the ranks that have its place in the other groups.
+
+        Rank 3 of 6 in 2 groups works with 4 and 5, and with 0. All ranks call it together.
+        """
+        size = self.size // num_groups
+        place, first = self.rank % size, self.rank - self.rank % size
+        return self._part(range(first, first + size)), self._part(range(place, self.size, size))
+
+    def _part(self, members: range) -> World:
+        if len(members) == self.size:
+            return self
+        if len(members) > 1:
+            _join_group(members)
+        return replace(self, rank=members.index(self.rank), size=len(members), members=members)
 
     @property
     def is_fake(self) -> bool:
@@ -45,6 +77,24 @@ class World:
     def read(self, tensor: torch.Tensor) -> list[float]:
         """Return the values of a one-dimensional tensor; in a fake world there may be none, and all are nan."""
         return [float("nan")] * len(tensor) if self.is_fake else tensor.tolist()
+
+
+# The groups that this process belongs to, by process group of all ranks. torch keeps them; see `process_group`.
+_groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[range, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+def _join_group(members: range) -> None:
+    """Make the process group of these ranks, who call it together, unless it exists."""
+    whole = dist.group.WORLD
+    assert whole is not None
+    groups = _groups.setdefault(whole, WeakValueDictionary())
+    if members not in groups:
+        progress.count_move()
+        group = dist.new_group(list(members), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[members] = group
 
 
 @dataclass(frozen=True)
