@@ -84,6 +84,10 @@ class Rules:
     # FSDP2: sums of microbatches are added in the master's dtype, gradients of several uses of a weight in its own;
     # else both are added in the wire's.
     added_in_master: bool = False
+    replicas: int = (
+        1  # groups of neighbouring ranks: each adds up its own, then these sums are added
+    )
+    groups_each: str = "step"  # microbatch | step: when the sums of groups are added
 
 
 @dataclass
@@ -153,24 +157,30 @@ def _summed_gradients(
 ) -> tuple[dict[nn.Parameter, Tensor], float]:
     """(gradient of the step by parameter, global loss). Where no rank has one there is none."""
     ranks, microbatches = range(recipe.world_size), range(recipe.accumulation)
+    size = recipe.world_size // rules.replicas
+    groups = [ranks[first : first + size] for first in range(0, recipe.world_size, size)]
     precision = PRECISIONS[recipe.precision]
     added_in = _dtype(precision.master if rules.added_in_master else precision.reduce)
     if not rules.added_in_master:
         for parameter in module.parameters():
             parameter.grad_dtype = _dtype(precision.reduce)
     turns = [[m] for m in microbatches] if rules.reduce_each == "microbatch" else [microbatches]
-    total: dict[nn.Parameter, Tensor] = {}
+    totals: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
     loss = 0.0
     for turn in turns:
-        reduced: dict[nn.Parameter, Tensor] = {}
+        reduced: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
         for rank in ranks:
             added: dict[nn.Parameter, Tensor] = {}
             for m in turn:
                 loss += _backward(module, recipe, step, m, rank)
                 _add(added, _taken_gradients(module, _dtype(precision.reduce)))
-            _add(reduced, added)
-        _add(total, {p: gradient.to(added_in) for p, gradient in reduced.items()})
-    return total, loss
+            _add(reduced[rank // size], added)
+        for total, of_group in zip(totals, reduced, strict=True):
+            into = totals[0] if rules.groups_each == "microbatch" else total
+            _add(into, {p: gradient.to(added_in) for p, gradient in of_group.items()})
+    for total in totals[1:]:
+        _add(totals[0], total)
+    return totals[0], loss
 
 
 def _backward(module: nn.Module, recipe: Recipe, step: int, microbatch: int, rank: int) -> float:

@@ -88,6 +88,7 @@ class TimedWork:
 
 
 Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
+Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reduction, see replicas.py
 
 
 class Transport(Protocol):
@@ -134,9 +135,14 @@ class Transport(Protocol):
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent: ...
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
-    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
+    def all_reduce(
+        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
+    ) -> Sent:
+        """Replace gradients by their sums. `between` sums those of one rank further before all get them."""
+        ...
+
     def sum(self, value: Tensor, what: str) -> Pending:
-        """Replace a tiny tensor by its sum over ranks."""
+        """Replace a tiny tensor by its sum over all ranks, those of other groups too."""
         ...
 
     def quiesce(self) -> None:

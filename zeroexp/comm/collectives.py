@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -23,6 +24,7 @@ from zeroexp.comm.base import (
 from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.comm.native import Native
+from zeroexp.comm.replicas import BetweenReplicas, facts_of_all
 from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
@@ -76,39 +78,72 @@ def held_shared_bytes() -> int:
 
 
 class Collectives:
-    """The three moves and the sum of a tiny tensor, over all ranks, counted by kind of message."""
+    """The three moves inside of a group and the sum of a tiny tensor over all ranks, counted by kind of message.
 
-    def __init__(self, world: World, *, transport: str = "auto"):
+    world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
+    of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
+    """
+
+    def __init__(self, world: World, *, transport: str = "auto", replicas: int = 1):
         self.world = world
+        self.group, self.holders = world.split(replicas)
         self._moves = Moves(world)
-        self._transport = TRANSPORTS[transport](world, self._moves)
+        self._transport = TRANSPORTS[transport](self.group, self._moves)
+        self._between: BetweenReplicas | None = None
+        if replicas > 1:
+            other = TRANSPORTS[transport](self.holders, self._moves)
+            self._between = BetweenReplicas(other, replicas)
+        self._facts_of_all: Facts | None = None
         self.traffic = Traffic()
         _of_this_process.add(self)
 
     def connect(self) -> None:
         """Find the other ranks, and let all compare their moves where one could wait for another's forever."""
-        self._transport.connect()
-        if self.facts.name != "direct" and self.world.size > 1 and not self.world.is_fake:
+        if self._between is not None:
+            self.group.join()
+            self.holders.join()
+        for transport in self._transports:
+            transport.connect()
+        names = {transport.facts.name for transport in self._transports}
+        if self.world.size == 1 or self.world.is_fake:
+            return
+        if self._between is not None:
+            facts, of_others = zip(*worlds.gather_objects((self.facts, names)), strict=True)
+            self._facts_of_all, names = facts_of_all(facts), set[str]().union(*of_others)
+        if names != {"direct"}:
             self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
-    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
+    @property
+    def _transports(self) -> list[Transport]:
+        return [self._transport, *([self._between.transport] if self._between else [])]
+
+    def reserve(self, resting: Sequence[int], slot_bytes: int, slot_bytes_of_sums: int = 0) -> None:
+        """See `Transport.reserve`. slot_bytes_of_sums: of the largest sum between replicas."""
         self._transport.reserve(resting, slot_bytes)
+        if self._between is not None:
+            self._between.transport.reserve([], slot_bytes_of_sums)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype, self.world.device)
 
     @property
     def facts(self) -> Facts:
-        return self._transport.facts
+        """What holds for the moves inside of every group."""
+        return self._facts_of_all or self._transport.facts
+
+    @property
+    def facts_between(self) -> Facts | None:
+        """What holds for this rank's sums between replicas; None without replicas."""
+        return self._between.transport.facts if self._between is not None else None
 
     @property
     def staging_bytes(self) -> int:
-        return self._transport.staging_bytes
+        return sum(transport.staging_bytes for transport in self._transports)
 
     @property
     def held_shared_bytes(self) -> int:
         """Bytes that this rank holds outside of torch's allocator; a complete peak includes them."""
-        return self._transport.held_shared_bytes
+        return sum(transport.held_shared_bytes for transport in self._transports)
 
     @property
     def issued_checksum(self) -> int | None:
@@ -139,22 +174,46 @@ class Collectives:
             return self._count(kind, sent, move)
 
     def reduce_scatter(
-        self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
+        self,
+        parts: Sequence[ReducePart],
+        kind: str,
+        what: str = "gradients",
+        *,
+        last: bool = True,
     ) -> Pending:
-        """Start partial -> sharded."""
+        """Start partial -> sharded. With replicas the sums are those of the group.
+
+        `last`: nothing more is added to them; they are those of all ranks once `finish_sums` has returned.
+        """
         with meter.issuing(kind, what) as move:
-            return self._count(
-                kind, self._transport.reduce_scatter(parts, f"the {kind} of {what}"), move
-            )
+            sent = self._transport.reduce_scatter(parts, f"the {kind} of {what}")
+            reduced = self._count(kind, sent, move)
+        between = self._between
+        if between is None or not last:
+            return reduced
+        sums = [out for part in parts for out in part.out] or [parts[0].gradients[0][:0]]
+        return Pending([reduced], lambda: between.keep(self._sum_between(sums, what)))
+
+    def finish_sums(self) -> None:
+        """Return when the sums between replicas that were started are there."""
+        if self._between is not None:
+            self._between.finish()
 
     def all_reduce(
         self, parts: Sequence[ReducePart], kind: str, what: str = "gradients"
     ) -> Pending:
-        """Start partial -> replicated; the sum replaces `gradients` in place."""
+        """Start partial -> replicated; the sum over all ranks replaces `gradients` in place."""
+        between = partial(self._sum_between, what=what) if self._between is not None else None
         with meter.issuing(kind, what) as move:
-            return self._count(
-                kind, self._transport.all_reduce(parts, f"the {kind} of {what}"), move
-            )
+            sent = self._transport.all_reduce(parts, f"the {kind} of {what}", between)
+            return self._count(kind, sent, move)
+
+    def _sum_between(self, sums: Sequence[Tensor], what: str) -> Pending:
+        """Start to sum this rank's sums with those of the other holders of its pieces."""
+        assert self._between is not None
+        with meter.issuing("replicas", what) as move:
+            sent = self._between.sum(sums, f"the sum between replicas of {what}")
+            return self._count("replicas", sent, move)
 
     def sum_scalar(self, value: Tensor, kind: str) -> Tensor:
         """Replace a tiny tensor by its sum over ranks, and return it."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
+    Between,
     GatherPart,
     Pending,
     ReducePart,
@@ -165,7 +166,9 @@ class Direct:
 
         return Pending(works, add_in_rank_order), num_bytes
 
-    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> tuple[Pending, int]:
+    def all_reduce(
+        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
+    ) -> tuple[Pending, int]:
         """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
             part.out = self._spans([part], self._rank)
@@ -174,6 +177,8 @@ class Direct:
         mine = self._spans(parts, self._rank)
         theirs = {peer: self._spans(parts, peer) for peer in self._peers}
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
+        if between is not None:
+            reduced = Pending([reduced], lambda: between(mine))
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:

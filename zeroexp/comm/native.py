@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroexp.comm.base import (
+    Between,
     GatherPart,
     Pending,
     ReducePart,
@@ -98,17 +99,27 @@ class Native:
 
         return self._pending(work, hand_out), message.nbytes - own.nbytes
 
-    def all_reduce(self, parts: Sequence[ReducePart], what: str) -> Sent:
+    def all_reduce(
+        self, parts: Sequence[ReducePart], what: str, between: Between | None = None
+    ) -> Sent:
         self._moves.record_collective(what)
         gradients = [gradient for part in parts for gradient in part.gradients]
-        message = torch.cat(gradients)
-        work = dist.all_reduce(message, group=self._group, async_op=True)
+        sizes = [gradient.numel() for gradient in gradients]
+        rest = -sum(sizes) % self._size if between is not None else 0
+        message = torch.cat([*gradients, gradients[0].new_zeros(rest)])
+        num_bytes = 2 * message.nbytes * (self._size - 1) // self._size
 
         def spread() -> None:
-            sizes = [gradient.numel() for gradient in gradients]
-            torch._foreach_copy_(gradients, list(message.split(sizes)))
+            torch._foreach_copy_(gradients, list(message.split([*sizes, rest]))[:-1])
 
-        return self._pending(work, spread), 2 * message.nbytes * (self._size - 1) // self._size
+        if between is None:
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+            return self._pending(work, spread), num_bytes
+        own = message.new_empty(message.numel() // self._size)
+        reduced = self._pending(_reduce_scatter(own, message, self._group))
+        summed = Pending([reduced], lambda: between([own]))
+        gathered = Pending([summed], lambda: self._pending(_all_gather(message, own, self._group)))
+        return Pending([gathered], spread), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from zeroexp.comm.facts import TRANSPORTS
-from zeroexp.cut.bucket import cut_in_buckets
-from zeroexp.cut.chunk import Chunk
-from zeroexp.cut.stage import Move, Stage
+from zeroexp.cut.bucket import Bucket, cut_in_buckets
+from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.layout import by_buffer
+from zeroexp.cut.stage import STAGES, Move, Stage
 
 ALIGNMENT_BYTES = 64  # of tensors that lie side by side in one memory
 
@@ -47,6 +49,39 @@ def slot_bytes(
         for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
     )
     return aligned(max(handed, default=0))
+
+
+def slot_bytes_of_sums(
+    units: Iterable[Sequence[Chunk]],
+    ranks: tuple[int, int],
+    num_replicas: int,
+    itemsize: int,
+    bucket_bytes: int | None = None,
+) -> int:
+    """Return the most bytes that one sum between replicas lays out for others to read.
+
+    ranks: this rank's place in its group, and its number among those of that place.
+    """
+    place, replica = ranks
+    handed = (
+        _handed_bytes([sums_of(bucket, place, num_replicas)], STAGES["ddp"], replica, itemsize)
+        for chunks in units
+        for bucket in cut_in_buckets(chunks, itemsize, bucket_bytes)
+    )
+    return aligned(max(handed, default=0))
+
+
+def sums_of(bucket: Bucket, place: int, num_replicas: int) -> Chunk:
+    """Return what a rank has to sum between replicas after the reduction of this bucket inside of its group."""
+    sizes = [span.numel for part in bucket.slices for span in part.chunk.spans(place)]
+    return chunk_of_sums(tuple(sizes), num_replicas)
+
+
+@lru_cache(maxsize=4096)
+def chunk_of_sums(sizes: tuple[int, ...], num_replicas: int) -> Chunk:
+    """Return a rank's sums, flat tensors of these sizes, as a chunk that is cut evenly over replicas."""
+    specs = [ParameterSpec(str(i), numel, itemsize=1) for i, numel in enumerate(sizes or (0,))]
+    return by_buffer(specs, num_replicas)[0]
 
 
 def _handed_bytes(chunks: Sequence[Chunk], stage: Stage, rank: int, itemsize: int) -> int:

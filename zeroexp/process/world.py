@@ -51,7 +51,7 @@ class World:
     def split(self, num_groups: int) -> tuple[World, World]:
         """Return this rank's group of neighbours, and the ranks that have its place in the other groups.
 
-        Rank 3 of 6 in 2 groups works with 4 and 5, and with 0. All ranks call it together.
+        Rank 3 of 6 in 2 groups works with 4 and 5, and with 0.
         """
         size = self.size // num_groups
         place, first = self.rank % size, self.rank - self.rank % size
@@ -60,9 +60,19 @@ class World:
     def _part(self, members: range) -> World:
         if len(members) == self.size:
             return self
-        if len(members) > 1:
-            _join_group(members)
         return replace(self, rank=members.index(self.rank), size=len(members), members=members)
+
+    def join(self) -> None:
+        """Make the process group of these ranks, who call it together, unless it exists."""
+        whole = dist.group.WORLD
+        assert whole is not None
+        groups = _groups.setdefault(whole, WeakValueDictionary())
+        if self.members is None or self.members in groups:
+            return
+        progress.count_move()
+        group = dist.new_group(list(self.members), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[self.members] = group
 
     @property
     def is_fake(self) -> bool:
@@ -79,22 +89,10 @@ class World:
         return [float("nan")] * len(tensor) if self.is_fake else tensor.tolist()
 
 
-# The groups that this process belongs to, by process group of all ranks. torch keeps them; see `process_group`.
+# The groups that this process belongs to, by the process group of all ranks; torch keeps them alive.
 _groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[range, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
-
-
-def _join_group(members: range) -> None:
-    """Make the process group of these ranks, who call it together, unless it exists."""
-    whole = dist.group.WORLD
-    assert whole is not None
-    groups = _groups.setdefault(whole, WeakValueDictionary())
-    if members not in groups:
-        progress.count_move()
-        group = dist.new_group(list(members), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        groups[members] = group
 
 
 @dataclass(frozen=True)

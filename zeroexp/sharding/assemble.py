@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from zeroexp.comm.collectives import Collectives
-from zeroexp.comm.sizes import slot_bytes
+from zeroexp.comm.sizes import slot_bytes, slot_bytes_of_sums
 from zeroexp.cut.chunk import FROZEN, Chunk
 from zeroexp.cut.layout import LAYOUTS, Units, lay_out
 from zeroexp.cut.stage import Placement, Stage
@@ -34,7 +34,7 @@ def make_units(
     specs = [specs_of(group) for group in groups]
     layout = _agreed_layout(options.family, specs, options.owners, wire)
     bucket_bytes = settled.bucket_bytes
-    wire.reserve(*_bytes_to_reserve(layout, stage, dtypes, wire, bucket_bytes))
+    _reserve(layout, stage, dtypes, wire, bucket_bytes)
     units: list[Unit] = []
     for group, chunks in zip(groups, layout, strict=True):
         held: list[ChunkTensors] = []
@@ -53,7 +53,7 @@ def _agreed_layout(
     family: str, specs: Units, owners: str, wire: Collectives
 ) -> list[tuple[Chunk, ...]]:
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
-    size, layout, refusal = wire.world.size, [], None
+    size, layout, refusal = wire.group.size, [], None
     try:
         layout = lay_out(family, specs, size, owners=owners)
     except ValueError as error:
@@ -81,15 +81,15 @@ def _move_into(tensors: ChunkTensors, *, deferred: bool) -> None:
             parameter.data = view
 
 
-def _bytes_to_reserve(
+def _reserve(
     layout: Sequence[Sequence[Chunk]],
     stage: Stage,
     dtypes: Dtypes,
     wire: Collectives,
     bucket_bytes: int | None,
-) -> tuple[list[int], int]:
-    """Return the bytes of each tensor of parameters at rest, and of the largest reduction of a unit in flight."""
-    rank = wire.world.rank
+) -> None:
+    """Announce the bytes of each tensor of parameters at rest, and of the largest reductions of a unit in flight."""
+    rank = wire.group.rank
     sharded = stage.parameters is Placement.SHARD
     resting = [
         (chunk.section_numel(rank) if sharded else chunk.padded_numel) * dtypes.compute.itemsize
@@ -97,7 +97,12 @@ def _bytes_to_reserve(
         for chunk in chunks
     ]
     trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
-    return resting, slot_bytes(trainable, stage, rank, dtypes.reduce.itemsize, bucket_bytes)
+    itemsize, holders = dtypes.reduce.itemsize, wire.holders
+    wire.reserve(
+        resting,
+        slot_bytes(trainable, stage, rank, itemsize, bucket_bytes),
+        slot_bytes_of_sums(trainable, (rank, holders.rank), holders.size, itemsize, bucket_bytes),
+    )
 
 
 def _load_values(values: Values, units: Sequence[Unit]) -> None:

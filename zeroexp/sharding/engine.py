@@ -85,13 +85,15 @@ class Sharded:
         self.model = module if world.is_fake else module.to(world.device)
         self._stage = stage
         self._max_grad_norm = max_grad_norm
-        self.wire = Collectives(world, transport=options.transport)
+        self.wire = Collectives(world, transport=options.transport, replicas=options.replicas)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.connect()
         settled = settle_options(options, stage, self.wire.facts, world.size)
         self.settings = settled.as_record(options, stage, self.wire.facts)
+        if self.wire.facts_between is not None:
+            self.settings["transport_between_replicas"] = self.wire.facts_between.name
         groups = group_parameters(module, blocks, options.unit)
         self.units = make_units(groups, stage, options, settled, dtypes, self.wire, values)
         self._schedule = Schedule(self.units, self.wire, options, settled, self._observer)
@@ -100,7 +102,7 @@ class Sharded:
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
         self.optimizer = optimizer_factory(_masters_in_groups(self.units, param_groups))
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
-        self._observer.built(module, self.units, self.optimizer, self.zero_grad, world)
+        self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -190,7 +192,7 @@ class Sharded:
             self.units,
             self._stage,
             self.optimizer,
-            self.wire.world,
+            self.wire,
             self._python,
             self._buffers,
         )

@@ -48,7 +48,7 @@ def gathered(
     if write:
         schedule.drain()
     for unit in units:
-        _pin(unit, wire.world.rank)
+        _pin(unit, wire.group.rank)
     if write:  # peers may still read pieces that are overwritten below
         wire.quiesce()
     # A transport that rounds shows each rank its own section as it is, and the others' rounded.
@@ -56,7 +56,7 @@ def gathered(
     try:
         yield
         # `sum` visits every unit, since `_was_written` also takes back parameters that were moved.
-        written = sum(_was_written(unit, wire.world.rank) for unit in units) > 0
+        written = sum(_was_written(unit, wire.group.rank) for unit in units) > 0
         if alike and not _show_the_same(units, wire):
             raise RuntimeError(
                 "ranks wrote different weights inside `with strategy.gathered(write=True):`: write the same on "
@@ -64,7 +64,7 @@ def gathered(
             )
         if write:
             for unit in units:
-                _copy_shown_to_weights(unit, wire.world.rank)
+                _copy_shown_to_weights(unit, wire.group.rank)
     finally:
         for unit in units:
             _unpin(unit)

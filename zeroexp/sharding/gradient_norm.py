@@ -47,8 +47,9 @@ class GradientNorm:
         checks = [] if issued is None else checksum_terms(issued)
         self._contributed = [0.0, *has_gradient, *checks]
         self._sums = torch.tensor(self._contributed, dtype=torch.float64).to(wire.world.device)
-        # Where every rank holds whole gradients, only rank 0 contributes their squares.
-        if stage.optimizer is Placement.SHARD or wire.world.rank == 0:
+        # Of the ranks that hold the same gradients, all or the replicas, only the first contributes their squares.
+        holders = wire.holders if stage.optimizer is Placement.SHARD else wire.world
+        if holders.rank == 0:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
         self._summed = wire.sum_scalar_later(self._sums, "norm")
         self._counts: list[float] = []

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.interface.values import Values
@@ -44,7 +45,7 @@ class Observer:
         units: Sequence[Unit],
         optimizer: Optimizer,
         zero_grad: Callable[..., None],
-        world: World,
+        wire: Collectives,
     ) -> None:
         """The engine around `module` is built; `zero_grad` is its own."""
 

@@ -36,6 +36,7 @@ class Options:
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
+    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,26 @@ def refuse_options(options: Options, stage: Stage) -> None:
         raise ValueError(
             "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
         )
+
+
+def refuse_replicas(replicas: int, stage: Stage, world_size: int) -> None:
+    """Raise ValueError unless `world_size` ranks can form so many groups that shard."""
+    if type(replicas) is not int or replicas < 1:
+        raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
+    if replicas > 1 and (problem := why_no_replicas(replicas, stage, world_size)):
+        raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
+
+
+def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, str] | None:
+    """Return why a stage on these ranks can have no replicas, and what to do; None where it can."""
+    if stage.optimizer is not Placement.SHARD:
+        return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
+    if world_size % replicas:
+        sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
+        return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
+    if world_size == replicas:
+        return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
+    return None
 
 
 def is_number(value: object) -> bool:

@@ -105,6 +105,7 @@ class Reductions:
     def finish(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().wait()
+        self._wire.finish_sums()
 
     def agree(self, gathered: Sequence[Unit]) -> bool:
         """After the first microbatch adopt the order in which gradients came, if it was the same on all ranks.
@@ -138,7 +139,7 @@ class Reductions:
         if not self._last and self._reduce_each == "step":
             return
         reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
-        pending = reduce(bucket)
+        pending = reduce(bucket, last=self._last)
         if pending is None:
             return
         self._launched = True

@@ -145,7 +145,7 @@ def allocate(
     wire: Collectives,
 ) -> ChunkTensors:
     """Make the memory in which one chunk rests, filled with zeros, and its masters."""
-    rank = wire.world.rank
+    rank = wire.group.rank
     parameters = [named[member.name] for member in chunk.members]
     shapes = [parameter.shape for parameter in parameters]
     full = None

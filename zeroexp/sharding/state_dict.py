@@ -1,8 +1,8 @@
 """This file converts the engine's pieces to canonical tensors and back; every rank gives what it owns, ungathered.
 
-The master is the canonical weight. Ranks that all hold a tensor whole give even shares of it, so that each element
-comes from one rank. Values of a whole parameter (the optimizer's step, Python values) come from the rank that owns its
-first element.
+The master is the canonical weight. Ranks that hold the same elements give even shares of them, so that each element
+comes from one rank: all ranks what is whole, replicas what is sharded. Values of a whole parameter (the optimizer's
+step, Python values) come from the first rank that owns its first element.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.buffers import Buffers
@@ -28,14 +29,14 @@ def canonical_state(
     units: Sequence[Unit],
     stage: Stage,
     optimizer: Optimizer,
-    world: World,
+    wire: Collectives,
     python: PythonValues | None = None,
     buffers: Buffers | None = None,
 ) -> CanonicalState:
     """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
     state: CanonicalState = {} if buffers is None else buffers.canonical()
     for tensors in _chunks(units):
-        sharded = _rests_sharded(tensors, stage)
+        holders = wire.holders if _rests_sharded(tensors, stage) else wire.world
         for member, shape in zip(tensors.chunk.members, tensors.shapes, strict=True):
             if shape.numel() == 0:  # no rank owns an element of an empty parameter
                 state[member.name] = {
@@ -45,14 +46,14 @@ def canonical_state(
             shape = tuple(tensors.shapes[span.member])
             name = tensors.chunk.members[span.member].name
             entry = state.setdefault(name, {})
-            first = span.start == 0 and (sharded or world.rank == 0)
+            first = span.start == 0 and holders.rank == 0
             moments = moments_of(optimizer.state.get(weight, {}))
             told = python.of(name, weight) if python is not None else {}
             entry.update(told if first else {})
             for key, tensor in {WEIGHT: weight, **moments}.items():
                 if tensor.shape == weight.shape:
                     canonical = CanonicalTensor(shape, tensor.dtype, [])
-                    piece = _piece_of(span, tensor, sharded, world)
+                    piece = _piece_of(span, tensor, holders)
                 else:
                     canonical = CanonicalTensor(tuple(tensor.shape), tensor.dtype, [])
                     piece = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
@@ -82,10 +83,8 @@ def _rests_sharded(tensors: ChunkTensors, stage: Stage) -> bool:
     return rests is Placement.SHARD
 
 
-def _piece_of(span: Span, tensor: Tensor, sharded: bool, world: World) -> Piece:
-    """Return the piece this rank gives: all elements it holds, or an even share where every rank holds the same."""
+def _piece_of(span: Span, tensor: Tensor, holders: World) -> Piece:
+    """Return the piece this rank gives of a span: its even share of what all `holders` hold."""
     flat = tensor.detach().reshape(-1)
-    if sharded:
-        return Piece(span.start, flat)
-    start, stop = (flat.numel() * rank // world.size for rank in (world.rank, world.rank + 1))
-    return Piece(start, flat[start:stop])
+    first, last = (flat.numel() * rank // holders.size for rank in (holders.rank, holders.rank + 1))
+    return Piece(span.start + first, flat[first:last])

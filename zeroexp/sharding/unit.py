@@ -67,7 +67,7 @@ class Unit:
         self._arriving: Pending | None = None
         self._parts = [GatherPart(t.chunk, t.full, t.piece) for t in chunks if t.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
-        self._gradients = [Gradients(t, stage, dtypes, wire.world) for t in self.trainable]
+        self._gradients = [Gradients(t, stage, dtypes, wire.group) for t in self.trainable]
         self.buckets = cut_in_buckets(
             [tensors.chunk for tensors in self.trainable], dtypes.reduce.itemsize, bucket_bytes
         )
@@ -126,16 +126,19 @@ class Unit:
 
     # -- reduce: partial -> G, when gradients are ready ------------------------------------------
 
-    def reduce(self, bucket: Bucket) -> Pending | None:
-        """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros."""
-        return self._reduce(self._stage.reduce, bucket)
+    def reduce(self, bucket: Bucket, *, last: bool) -> Pending | None:
+        """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros.
+
+        last: the microbatch is the last of its step. With replicas its sums are summed between these too.
+        """
+        return self._reduce(self._stage.reduce, bucket, last=last)
 
     # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
 
     @timed_as_verb("hand_over")
-    def reduce_to_owner(self, bucket: Bucket) -> Pending | None:
+    def reduce_to_owner(self, bucket: Bucket, *, last: bool) -> Pending | None:
         """Start the part of `hand_over` that communicates: partial -> O, in place in the owner's span."""
-        return self._reduce(self._stage.hand_over, bucket)
+        return self._reduce(self._stage.hand_over, bucket, last=last)
 
     @timed_as_verb("hand_over")
     def hand_over(self) -> list[MasterGradient]:
@@ -315,12 +318,12 @@ class Unit:
             )
         self.residence = residence
 
-    def _reduce(self, move: Move, bucket: Bucket) -> Pending | None:
+    def _reduce(self, move: Move, bucket: Bucket, *, last: bool) -> Pending | None:
         if move in (Move.NOTHING, Move.SLICE):
             return None
         if move is Move.REDUCE_SCATTER:
             parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
-            return self._wire.reduce_scatter(parts, "reduce", str(self))
+            return self._wire.reduce_scatter(parts, "reduce", str(self), last=last)
         sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
         summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
 

@@ -85,12 +85,16 @@ class ParameterWatch:
             for parameter, view in zip(tensors.parameters, tensors.views, strict=True)
         ]
 
-    def note_versions(self, *, stepped: bool = False) -> None:
-        """Accept the weights as they are now; the engine calls this after it has changed them itself."""
+    def note_versions(self, *, stepped: bool = False) -> bool:
+        """Accept the weights as they are now; the engine calls this after it has changed them itself.
+
+        Returns whether this is a step whose weights are worth a look at their values.
+        """
         self._num_steps += stepped
         compares = 0 < self._num_steps <= 2 or (self._num_steps and self._num_steps % 100 == 0)
         self._versions = self._read_versions()
         self._sums = self._read_sums() if compares else []
+        return stepped and bool(compares)
 
     def were_written(self) -> bool:
         """Tell whether parameters were written in place since `note_versions` or the microbatch's beginning."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.elementwise import refuse_unless_elementwise
@@ -17,13 +18,14 @@ from zeroexp.interface.values import Values
 from zeroexp.process.world import World
 from zeroexp.sharding.gathered import written_while_reading
 from zeroexp.sharding.observer import Observer
-from zeroexp.sharding.options import Options
+from zeroexp.sharding.options import Options, refuse_replicas
 from zeroexp.sharding.refusals.arguments import refuse_arguments
 from zeroexp.sharding.refusals.calls import Calls
 from zeroexp.sharding.refusals.changes import ParameterWatch
 from zeroexp.sharding.refusals.kept_views import KeptViews, is_view_of_freed
 from zeroexp.sharding.refusals.methods import OwnMethods
 from zeroexp.sharding.refusals.pieces import OwnPieces
+from zeroexp.sharding.refusals.replicas import refuse_different_replicas
 from zeroexp.sharding.unit import Unit
 
 
@@ -43,6 +45,7 @@ class EngineRefusals(Observer):
         world: World,
     ) -> None:
         refuse_arguments(module, blocks, param_groups, stage, options, max_grad_norm, values)
+        refuse_replicas(options.replicas, stage, world.size)
         if world.is_fake:  # the trial compares values
             return
         shards = stage.optimizer is Placement.SHARD and world.size > 1
@@ -57,11 +60,14 @@ class EngineRefusals(Observer):
         units: Sequence[Unit],
         optimizer: Optimizer,
         zero_grad: Callable[..., None],
-        world: World,
+        wire: Collectives,
     ) -> None:
-        self._is_alone = world.size == 1
-        self._calls = Calls(once=any(unit.reduces_at_hand_over for unit in units))
-        self._parameters = ParameterWatch(module, units, world)
+        self._is_alone = wire.world.size == 1
+        self._units, self._wire = units, wire
+        # A second last microbatch would sum again what was summed between replicas.
+        has_replicas = wire.holders.size > 1
+        self._calls = Calls(once=has_replicas or any(u.reduces_at_hand_over for u in units))
+        self._parameters = ParameterWatch(module, units, wire.world)
         self._views = KeptViews(unit for unit in units if unit.is_sharded)
         self._methods = OwnMethods(module, optimizer, zero_grad)
         self._pieces = OwnPieces(optimizer)
@@ -119,7 +125,8 @@ class EngineRefusals(Observer):
             yield
 
     def weights_changed(self, *, stepped: bool = False) -> None:
-        self._parameters.note_versions(stepped=stepped)
+        if self._parameters.note_versions(stepped=stepped):
+            refuse_different_replicas(self._units, self._wire)
 
     def zero_grad(self) -> None:
         self._calls.zero_grad()
