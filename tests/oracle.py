@@ -175,9 +175,12 @@ def _summed_gradients(
                 loss += _backward(module, recipe, step, m, rank)
                 _add(added, _taken_gradients(module, _dtype(precision.reduce)))
             _add(reduced[rank // size], added)
-        for total, of_group in zip(totals, reduced, strict=True):
-            into = totals[0] if rules.groups_each == "microbatch" else total
-            _add(into, {p: gradient.to(added_in) for p, gradient in of_group.items()})
+        if rules.groups_each == "microbatch":
+            for of_group in reduced[1:]:
+                _add(reduced[0], of_group)
+            del reduced[1:]
+        for total, of_group in zip(totals, reduced, strict=False):
+            _add(total, {p: gradient.to(added_in) for p, gradient in of_group.items()})
     for total in totals[1:]:
         _add(totals[0], total)
     return totals[0], loss

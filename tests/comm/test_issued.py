@@ -105,10 +105,10 @@ def fsdp2(stage: str, world: World) -> Strategy:
     return TorchFSDP2(model, dtypes=dtypes, **keeps, **common(model, world))
 
 
-def ours(stage: str, family: str, world: World) -> Sharded:
+def ours(stage: str, family: str, world: World, **options: Any) -> Sharded:
     model = make_model()
-    options = Options(family=family, transport="native")
-    return Sharded(model, stage=STAGES[stage], options=options, **common(model, world))
+    chosen = Options(family=family, **{"transport": "native", **options})
+    return Sharded(model, stage=STAGES[stage], options=chosen, **common(model, world))
 
 
 @pytest.mark.parametrize("world_size", [8, 64])

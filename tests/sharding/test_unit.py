@@ -159,7 +159,7 @@ def test_gradients_rest_where_the_stage_says(world, stage, kept):
     for parameter in unit.trainable_parameters():
         parameter.grad = torch.ones_like(parameter)
     reduce = unit.reduce_to_owner if unit.reduces_at_hand_over else unit.reduce
-    pending = reduce(unit.buckets[0])
+    pending = reduce(unit.buckets[0], last=True)
     assert pending is not None
     pending.wait()
     assert all(parameter.grad is None for parameter in unit.trainable_parameters())
@@ -174,7 +174,7 @@ def test_a_missing_gradient_is_zeros():
         unit = make(alone, "ddp")[1]
         bias = unit.trainable_parameters()[1]
         bias.grad = torch.ones_like(bias)
-        unit.reduce(unit.buckets[0]).wait()
+        unit.reduce(unit.buckets[0], last=True).wait()
         gradients = {each.master.shape: each.gradient for each in unit.hand_over()}
         assert unit.gradient_presence() == [False, True]
         assert gradients[torch.Size([5, 3])].tolist() == [[0.0] * 3] * 5

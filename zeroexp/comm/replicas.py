@@ -5,7 +5,8 @@
     second    the K ranks of one place              this rank's sums, 1/S of it     all-reduce
 
 So the link between groups, which may be the slow one, carries 2 (K-1)/K P/S bytes from each rank for P of gradients.
-A second phase travels while backward goes on; `finish` waits for the last of them.
+A second phase travels while backward goes on; `finish` waits for the last ones. It begins where the first phase is
+waited for, which all ranks do in one order.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ uses. Every collective takes a tensor from where it rests to where it is needed 
 
     * in forward, and again in backward
 
+With replicas N is the size of a group of ranks, and what its ranks have summed is summed between groups in the last
+microbatch (zeroexp/comm/replicas.py). Nothing else changes.
+
 The drawing shows what each of two ranks holds after backward (# held, . not held; the optimizer has two moments):
 
                  zero1                  zero2                  zero3

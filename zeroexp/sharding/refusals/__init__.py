@@ -7,6 +7,7 @@ engine_refusals.py   the observer: it hands each event of the engine to the file
 arguments.py         what an engine is built with: modules, blocks, parameter groups, options
 calls.py             the order of microbatch, step and zero_grad
 changes.py           parameters that were replaced, moved, thawed or written behind the engine
+differing_replicas.py  replicas whose weights drift apart
 kept_views.py        views of gathered parameters that outlive them
 methods.py           methods of model and optimizer that would go past the engine
 pieces.py            the optimizer's own tensors, where somebody else writes them or asks for their gradients
