@@ -22,10 +22,10 @@ from zeroexp.sharding.options import Options, refuse_replicas
 from zeroexp.sharding.refusals.arguments import refuse_arguments
 from zeroexp.sharding.refusals.calls import Calls
 from zeroexp.sharding.refusals.changes import ParameterWatch
+from zeroexp.sharding.refusals.differing_replicas import refuse_different_replicas
 from zeroexp.sharding.refusals.kept_views import KeptViews, is_view_of_freed
 from zeroexp.sharding.refusals.methods import OwnMethods
 from zeroexp.sharding.refusals.pieces import OwnPieces
-from zeroexp.sharding.refusals.differing_replicas import refuse_different_replicas
 from zeroexp.sharding.unit import Unit
 
 
