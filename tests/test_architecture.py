@@ -193,19 +193,16 @@ def test_the_loop_knows_no_engine():
 
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 SCOPES = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+
+
 # Functions that nest deeper than three blocks, each with its reason.
-DEEP = {
-    "zeroexp.comm.host_rendezvous._answer": "calls that arrive are sorted inside of what closes them",
-}
-
-
 def depth_of(node: ast.AST) -> int:
     inner = (each for each in ast.iter_child_nodes(node) if not isinstance(each, SCOPES))
     return max((depth_of(each) + isinstance(each, BLOCKS) for each in inner), default=0)
 
 
 def test_functions_nest_three_blocks_at_most():
-    folders = {"plan", "report", "cluster", "sharding", "watchdog"}  # not yet
+    folders = {"plan", "sharding"}  # not yet
     deep = {
         f"{module_name(path)}.{node.name}"
         for path in SOURCES
@@ -213,7 +210,7 @@ def test_functions_nest_three_blocks_at_most():
         for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef) and depth_of(node) > 3
     }
-    assert deep == DEEP.keys(), "nest less, or give the reason above"
+    assert not deep, "nest less"
 
 
 def test_the_loop_is_forty_lines():

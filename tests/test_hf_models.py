@@ -262,14 +262,6 @@ def test_random_weights_of_a_folders_shape(here):
     assert config.weights is None and len(built.blocks) == 3
 
 
-def test_a_head_for_classes_on_a_language_model(here):
-    qwen()
-    config = of_line("model.path=qwen", "model.task=classification", "model.num_labels=3")
-    module = build_model(config, seed=0).module
-    tokens, _ = microbatch("classification", 0, 0)
-    assert module(input_ids=tokens).logits.shape == (2, 3)
-
-
 # --- saved buffers
 
 
@@ -631,11 +623,6 @@ def test_a_tied_weight_is_frozen_by_either_name():
     config = ModelConfig(name="tied", family="hf", hf_config=shape, freeze=["lm_head.*"])
     module = build_model(config, seed=0).module
     assert not module.get_parameter("model.embed_tokens.weight").requires_grad
-
-
-def test_a_frozen_embedding_that_is_the_whole_model_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.freeze=\*: nothing is left"):
-        build_deferred(model_config("causal", "llama", freeze=["*"]), seed=0)
 
 
 def test_named_blocks_replace_those_that_are_found():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -147,24 +146,6 @@ def test_checkpointing_holds_fewer_activations_and_trains_the_same(local, tmp_pa
     one_activation = 256 * 64 * 4
     # At least one is kept less for each block.
     assert recomputed_peak <= kept_peak - 8 * one_activation
-
-
-def test_a_rank_killed_in_training_ends_the_run(local, tmp_path):
-    job = make_job(tmp_path / "run", train__steps=1_000_000)
-    killed: list[int] = []
-
-    def kill_rank_1(record: dict[str, Any]) -> None:
-        if record["step"] >= 3 and not killed:
-            killed.append(record["step"])
-            os.kill(process_of(job, 1), signal.SIGKILL)
-
-    outcome = run(local, job, kill_rank_1)
-    assert killed, "and a million steps were not taken"
-    assert outcome.status == "failed" and outcome.cause is not None
-    assert (outcome.cause["rank"], outcome.cause["exception"]) == (1, "SIGKILL")
-    for rank in (0, 1):
-        with pytest.raises(ProcessLookupError):
-            os.kill(process_of(job, rank), 0)
 
 
 def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):

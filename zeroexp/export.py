@@ -12,17 +12,15 @@ is written, one rename gives the folder its name. Exit codes: 0 written, 2 refus
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.process import safe_output
-from zeroexp.process.locks import temporary_folder
+from zeroexp.process.durable import appearing
 
 
 def main() -> int:
@@ -106,7 +104,7 @@ def export(
 
     weights = Weights(checkpoint, manifest)
     try:
-        with _appearing(target) as folder:
+        with appearing(target) as folder:
             huggingface_folder.write(
                 folder,
                 config.model,
@@ -136,28 +134,6 @@ def _tokenizer(config: Config):
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
         return None
     return Tokenizer(words.file, words.end_of_text, words.padding)
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a folder to write into; it gets the name `target` once all of it is on disk, and is removed on an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(target.parent) as beside:
-        folder = beside / target.name
-        folder.mkdir()
-        yield folder
-        for path in (*folder.iterdir(), folder):
-            _sync(path)
-        folder.rename(target)
-        _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -67,13 +67,6 @@ def test_a_missing_shard(ranks, saved):
     assert line == f"{saved}/rank1.bin: missing; give another checkpoint"
 
 
-def test_a_truncated_shard(ranks, saved):
-    size = read_manifest(saved).file_bytes()["rank0.bin"]
-    with (saved / "rank0.bin").open("r+b") as file:
-        file.truncate(size - 1)
-    assert f"rank0.bin: truncated to {size - 1} of {size} bytes" in refused(ranks, saved)
-
-
 def test_any_flipped_byte_of_any_piece_is_found(ranks, saved):
     """Whichever of the ranks checks it."""
     pieces = [(t, piece) for _, t in read_manifest(saved).tensors() for piece in t.pieces]

@@ -18,9 +18,15 @@ from tests.plain_strategy import PlainStrategy
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.load import load
-from zeroexp.checkpoint.manifest import CheckpointError, read_manifest
+from zeroexp.checkpoint.manifest import (
+    CheckpointError,
+    StoredPiece,
+    StoredTensor,
+    read_manifest,
+)
 from zeroexp.checkpoint.save import Saver
 from zeroexp.checkpoint.staging import ALIGNMENT, Staging
+from zeroexp.checkpoint.storage import Written, join_pieces
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -153,6 +159,20 @@ def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
         Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
     new.save_now(2)
     assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_pieces_of_all_ranks_make_each_tensor_whole():
+    """Whoever answers first; elements that no rank wrote are an error."""
+
+    def written(start: int, numel: int) -> Written:
+        piece = StoredPiece(f"rank{start}.bin", 0, start, numel, "")
+        return {"state/a.b/weight": StoredTensor((6,), "float32", (piece,))}
+
+    state, random_states = join_pieces([written(4, 2), written(0, 4)])
+    assert [piece.start for piece in state["a.b"]["weight"].pieces] == [0, 4]
+    assert random_states == {}
+    with pytest.raises(ValueError, match=r"state/a\.b/weight: 4 of 6 elements"):
+        join_pieces([written(0, 4)])
 
 
 # -- copies -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.cluster.test_sweep import LIGHT, jobs, write_study, zeroexp
+from tests.cluster.test_sweep import LIGHT, jobs, statuses, write_study, zeroexp
 from zeroexp.tracking import labels
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
@@ -12,12 +12,15 @@ from zeroexp.tracking.run import read_run
 WORDS = ["-m", "world_size=1", "optimizer=sgd", *LIGHT, "train.steps=6"]
 
 
-def test_a_run_that_diverged_is_done_and_says_so_everywhere(tmp_path):
-    """A sweeper that learns is given no loss of it, which an optimizer may take for the best of all."""
-    done = zeroexp(
-        tmp_path, *WORDS, "hydra/sweeper=halving", "hydra.sweeper.rates=[0.001,1000000.0]"
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_sweeper_that_learns_gets_losses_and_none_of_a_run_that_diverged(tmp_path):
+    """It launches one point after another, and may take no loss for the best of all. The study has its verdict."""
+    study = write_study(tmp_path, "loss_agreement: 1e-5")
+    rates = ["hydra/sweeper=halving", "hydra.sweeper.rates=[0.001,1000000.0]"]
+    done = zeroexp(tmp_path, *study, *WORDS, *rates)
+    assert done.returncode == 1, done.stderr
+    assert set(statuses(tmp_path).values()) == {"done"}, "it is the claim that fails"
+    assert "2 loss curves DISAGREE" in done.stdout
+    assert not list((tmp_path / "outputs").glob("*/state.json"))
     fine, diverged = (jobs(tmp_path)[f"zero3-buffer-n1-lr{lr}"] for lr in ("0.001", "1000000.0"))
     records = read_records(diverged.folder)
     first = next(r.step for r in records if not abs(r.loss) + r.grad_norm < float("inf"))

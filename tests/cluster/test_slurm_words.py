@@ -47,21 +47,6 @@ def test_a_point_takes_the_fewest_nodes_that_share_it_evenly(
     assert JobShape.of(world_size, most) == shape
 
 
-SEEN = {
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "PENDING": "pending",
-    "REQUEUED": "pending",
-    "TIMEOUT": "timed_out",
-    "CANCELLED": "cancelled",
-    "NODE_FAIL": "node_lost",
-    "PREEMPTED": "failed",
-    "OUT_OF_MEMORY": "out_of_memory",
-    "FAILED": "failed",
-    "COMPLETED": "failed",  # and left no result
-}
-
-
 def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
     """Its peers had not reached it yet; the lines are what srun of Slurm 22 printed of a killed task."""
     job = make_job(tmp_path)
@@ -76,39 +61,6 @@ def test_a_task_that_nobody_met_is_named_by_srun(tmp_path: Path) -> None:
     )
     assert status == "failed"
     assert reason == "rank 0 on node1: its task ended first (killed, says srun)"
-
-
-@pytest.mark.parametrize(("word", "status"), SEEN.items())
-def test_every_word_of_slurm_has_a_status(tmp_path: Path, word: str, status: str) -> None:
-    job = make_job(tmp_path)
-    assert conclude_state(job, Sighting(word, "None", "node1", preempted=False))[0] == status
-
-
-def test_a_result_without_failure_is_done_also_when_slurm_forgot(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    assert conclude_state(job, None)[0] == "failed"
-    write_json(tmp_path / "summary.json", {"world_size": 1})
-    assert conclude_state(job, None) == ("done", None)
-    assert conclude_state(job, Sighting("COMPLETED", "None", "node1", preempted=False)) == (
-        "done",
-        None,
-    )
-
-
-def test_the_first_cause_counts_unless_slurm_took_the_job_away(tmp_path: Path) -> None:
-    """Ranks that lost a peer on a crashed node raise too, and they raise a consequence."""
-    job = make_job(tmp_path)
-    failure.write_raised(tmp_path, 1, ArithmeticError("not a number"))
-    _, reason = conclude_state(
-        job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=False)
-    )
-    assert reason is not None and "rank 1" in reason and "ArithmeticError: not a number" in reason
-    _, reason = conclude_state(job, Sighting("NODE_FAIL", "NodeDown", "node[1-2]", preempted=False))
-    assert reason == "node lost (node[1-2])"
-    _, reason = conclude_state(
-        job, Sighting("FAILED", "NonZeroExitCode", "node[1-2]", preempted=True)
-    )
-    assert reason == "preempted by a job of higher priority (node[1-2])"
 
 
 def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ files mapped into memory. There is no pickle: files are JSON and raw numbers.
     resume.py     finds the checkpoint that `resume` means and checks that it fits                       no torch
     verify.py     checks the hash of every piece                                                         no torch
     staging.py    copies this rank's pieces, so that training goes on while they are written
-    planner.py    tells torch.distributed.checkpoint what each rank writes; storage.py how
+    storage.py    writes each rank's file, and puts the manifest together
     save.py       decides when: it copies, then writes in a thread
     load.py       checks every hash, then fills the engine from mapped files
     weights.py    reads whole weights for the export

@@ -18,7 +18,7 @@ from typing import Any
 
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from zeroexp.process.content_hash import hash_of
-from zeroexp.tracking.json_files import sync_folder
+from zeroexp.process.durable import sync, write_durably
 from zeroexp.tracking.run import UNFINISHED as GOES_ON
 from zeroexp.tracking.run import state_of
 
@@ -79,7 +79,7 @@ def register_attempt(run: Path, attempt: int) -> None:
         _refuse_outdated(run, attempt)
         write_durably(folder / f"{ATTEMPT}.{attempt}", str(attempt).encode())
         (folder / f"{ATTEMPT}.{attempt}").replace(folder / ATTEMPT)
-        sync_folder(folder)
+        sync(folder)
         for path in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path)
     except OSError as error:
@@ -95,13 +95,13 @@ def unfinished_folder(run: Path, step: int, attempt: int) -> Path:
 def commit(run: Path, step: int, attempt: int) -> Path:
     """Complete the checkpoint by one rename. Raises OSError, and CheckpointError for an outdated attempt."""
     source, target = unfinished_folder(run, step, attempt), run / FOLDER / f"step-{step:06d}"
-    sync_folder(source)
+    sync(source)
     _refuse_outdated(run, attempt)
     if (target / MANIFEST).is_file():  # the run resumed from this step and saved before any other
         shutil.rmtree(source)
     else:
         source.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     return target
 
 
@@ -155,13 +155,6 @@ def append_to_log(run: Path, line: dict[str, Any]) -> None:
     # The disk may be full.
     with contextlib.suppress(OSError), (run / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _refuse_outdated(run: Path, attempt: int) -> None:

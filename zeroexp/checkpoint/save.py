@@ -17,27 +17,24 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from zeroexp import __version__
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import CheckpointError, Manifest, Stored
-from zeroexp.checkpoint.planner import PiecePlanner
+from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, to_json
 from zeroexp.checkpoint.rng import random_states
 from zeroexp.checkpoint.staging import RNG, Flat, Staging, flat_state
-from zeroexp.checkpoint.storage import PieceWriter, Target
+from zeroexp.checkpoint.storage import Written, join_pieces, write_pieces
 from zeroexp.config.keys import Config
 from zeroexp.interface.strategy import CanonicalTensor, Piece, Strategy
 from zeroexp.process import world as worlds
+from zeroexp.process.durable import write_durably
 from zeroexp.process.world import World
 
 
@@ -146,20 +143,49 @@ class Saver:
 
     def _write(self, staged: Flat, saved: SaveRecord) -> SaveRecord:
         """Write the copies without ever raising: `error` holds the failure, the same on every rank."""
-        began = time.perf_counter()
-        target = Target(self._run, saved.step, self._attempt, self._config.checkpoint.keep)
-        writer = PieceWriter(target, lambda state, rng: self._manifest(saved.step, state, rng))
-        state: dict[str, Any] = dict(staged)
+        assert self._group is not None
+        began, written, problem = time.perf_counter(), {}, None
+        folder = folders.unfinished_folder(self._run, saved.step, self._attempt)
         try:
-            dcp.save(
-                state, storage_writer=writer, planner=PiecePlanner(), process_group=self._group
+            written = write_pieces(folder, self._world.rank, staged)
+        except Exception as error:
+            problem = f"rank {self._world.rank}: {type(error).__name__}: {_first_line(error)}"
+        try:
+            problem, saved.num_bytes = worlds.decide_on_first_rank(
+                (problem, written),
+                lambda answers: self._complete(folder, saved, answers),
+                self._group,
             )
-        except BaseException as error:  # DCP's own error is not an Exception
-            saved.error = f"checkpoint of step {saved.step} failed: {_first(error)}"
-        saved.num_bytes, saved.write_seconds = writer.num_bytes, time.perf_counter() - began
+        except Exception as error:  # a rank has died
+            problem = f"{type(error).__name__}: {_first_line(error)}"
+        if problem is not None:
+            saved.error = f"checkpoint of step {saved.step} failed: {problem}"
+        saved.write_seconds = time.perf_counter() - began
         if self._world.rank == 0:
             self._tell(saved)
         return saved
+
+    def _complete(
+        self, folder: Path, saved: SaveRecord, answers: Sequence[tuple[str | None, Written]]
+    ) -> tuple[str | None, int]:
+        """Write the manifest, rename the folder, remove older checkpoints; return (problem or None, bytes)."""
+        for problem, _ in answers:
+            if problem is not None:
+                return problem, 0
+        try:
+            manifest = self._manifest(saved.step, [written for _, written in answers])
+            if missing := folders.find_missing_file(folder, manifest):
+                remedy = "set outputs to a folder that all nodes share"
+                raise CheckpointError(f"{missing}, although its rank wrote it; {remedy}")
+            write_durably(folder / MANIFEST, to_json(manifest))
+            folders.commit(self._run, saved.step, self._attempt)
+            folders.keep_newest(self._run, self._config.checkpoint.keep)
+        except CheckpointError as error:
+            return _first_line(error), 0
+        except Exception as error:
+            return f"rank 0: {type(error).__name__}: {_first_line(error)}", 0
+        pieces = [(tensor, piece) for _, tensor in manifest.tensors() for piece in tensor.pieces]
+        return None, sum(tensor.num_bytes(piece) for tensor, piece in pieces)
 
     def _tell(self, saved: SaveRecord) -> None:
         if saved.error is not None:
@@ -167,7 +193,8 @@ class Saver:
             folders.discard(self._run, saved.step, self._attempt)
         folders.append_to_log(self._run, asdict(saved))
 
-    def _manifest(self, steps_done: int, state: Stored, rng: Stored) -> Manifest:
+    def _manifest(self, steps_done: int, of_ranks: Sequence[Written]) -> Manifest:
+        state, rng = join_pieces(of_ranks)
         versions = {"zeroexp": __version__, "torch": torch.__version__}
         return Manifest(
             versions={**versions, "python": platform.python_version()},
@@ -187,14 +214,5 @@ def _in_background(action: Callable[[], SaveRecord]) -> Future[SaveRecord]:
     return future
 
 
-def _first(error: BaseException) -> str:
-    """Return the first cause in one line, with its rank."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    reason = str(cause).partition("\n")[0]
-    return (
-        reason
-        if isinstance(cause, CheckpointError)
-        else f"rank {rank}: {type(cause).__name__}: {reason}"
-    )
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -82,9 +82,7 @@ class LocalCluster:
                 preparing.over = True
             elif preparing.stands_still():
                 answer = {"ended": "failed", "Hang": preparing.describe_hang()}
-                self._process.kill()
-                with suppress(subprocess.TimeoutExpired):  # the next job is to see that it is gone
-                    self._process.wait(END_SECONDS)
+                self._kill()
             for row in read_rows(records.new_lines()):
                 on_record(row)
             for line in complaints.new_complaints():
@@ -126,8 +124,12 @@ class LocalCluster:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # it still imports, and has no ranks yet
-            self._process.kill()
-            self._process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # whoever looks next is to see that it is gone
+            self._process.wait(END_SECONDS)
 
 
 class _PreparationWatch:

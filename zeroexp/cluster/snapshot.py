@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroexp.process.locks import temporary_folder
+from zeroexp.process.durable import appearing
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -25,27 +25,27 @@ def take_snapshot(sweep: Path, plugins: Sequence[str] = ()) -> Path:
     target = sweep / ".code" / _fingerprint(sources)
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(target.parent) as folder:
-        beside = folder / target.name
-        beside.mkdir()
-        for source in sources:
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, beside / source.name, ignore=ignored)
-            else:
-                shutil.copy2(source, beside)
-        try:
-            beside.rename(target)
-        except OSError:  # another submitter of this sweep made the same copy first
-            if not target.exists():
-                raise
+    try:
+        with appearing(target) as folder:
+            for source in sources:
+                _copy(source, folder)
+    except OSError:  # another submitter of this sweep made the same copy first
+        if not target.exists():
+            raise
     return target
+
+
+def _copy(source: Path, folder: Path) -> None:
+    if source.is_dir():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / source.name, ignore=ignored)
+    else:
+        shutil.copy2(source, folder)
 
 
 def _sources(plugins: Sequence[str]) -> list[Path]:
     """Return the file or folder of each top-level module that is not installed."""
-    found: list[Path] = []
+    sources: list[Path] = []
     for name in dict.fromkeys(plugin.partition(".")[0] for plugin in plugins):
         spec = find_spec(name)
         if spec is None or spec.origin is None:
@@ -53,8 +53,8 @@ def _sources(plugins: Sequence[str]) -> list[Path]:
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
         if not {"site-packages", "dist-packages"} & set(path.parts):
-            found.append(path)
-    return found
+            sources.append(path)
+    return sources
 
 
 def _fingerprint(sources: Sequence[Path]) -> str:

@@ -56,7 +56,7 @@ WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0
 
 @dataclass(frozen=True)
 class Duty:
-    """A duty is what the submitter tells a task to do."""
+    """Settings of a task, from its submitter."""
 
     rank_main: str  # module:function, called with (folder, device=...)
     device: str
@@ -204,11 +204,11 @@ def _not_started(folder: Path, world_size: int) -> str | None:
         job_id = f"{array_id}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     errors = folder / "slurm" / f"{job_id}_batch.err"
     if not errors.exists() or not (
-        found := NOT_STARTED.search(errors.read_text(errors="replace", encoding="utf-8"))
+        error := NOT_STARTED.search(errors.read_text(errors="replace", encoding="utf-8"))
     ):
         return None
-    who = _name_of(int(found[1]), world_size)
-    return f"{who} did not start: {found[2]}, says srun. Does its node see {folder}?"
+    who = _name_of(int(error[1]), world_size)
+    return f"{who} did not start: {error[2]}, says srun. Does its node see {folder}?"
 
 
 def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:
@@ -242,7 +242,7 @@ def _is_preempted() -> bool:
     """Ask Slurm whether this job is being preempted. In a container without squeue nobody knows."""
     command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}"]
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             [*command, "--Format=PreemptTime:20"],
             capture_output=True,
             encoding="utf-8",
@@ -250,7 +250,7 @@ def _is_preempted() -> bool:
         )
     except FileNotFoundError:
         return False
-    return told.stdout.strip() not in ("", "N/A")
+    return answer.stdout.strip() not in ("", "N/A")
 
 
 class _Asked:

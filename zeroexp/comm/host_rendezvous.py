@@ -135,20 +135,33 @@ def _answer(
     try:
         while missing := callers - met.keys():
             for file in _ready(poll, deadline, rank, missing):
-                if file == listener.socket.fileno():
-                    _admit(listener, strangers, poll)
-                    continue
-                caller = strangers.pop(file)
-                poll.unregister(caller)
-                peer = _introduced(caller, listener.token)
-                if peer in callers - met.keys():
-                    met[peer] = opened.enter_context(caller)
-                else:
-                    caller.close()
+                met |= _hear(file, listener, strangers, poll, callers - met.keys())
     finally:
+        for caller in met.values():
+            opened.enter_context(caller)
         for stranger in strangers.values():
             stranger.close()
     return met
+
+
+def _hear(
+    file: int,
+    listener: Listener,
+    strangers: dict[int, socket.socket],
+    poll: select.poll,
+    missing: set[int],
+) -> dict[int, socket.socket]:
+    """Admit who calls, or read who a stranger is; return it by its rank where that is missing."""
+    if file == listener.socket.fileno():
+        _admit(listener, strangers, poll)
+        return {}
+    caller = strangers.pop(file)
+    poll.unregister(caller)
+    peer = _introduced(caller, listener.token)
+    if peer in missing:
+        return {peer: caller}
+    caller.close()
+    return {}
 
 
 def _admit(listener: Listener, strangers: dict[int, socket.socket], poll: select.poll) -> None:

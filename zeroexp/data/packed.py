@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from zeroexp.config.paths import cache_root
 from zeroexp.data import Microbatch
 from zeroexp.data.check_source import IGNORED
 from zeroexp.process.content_hash import hash_of
+from zeroexp.process.durable import appearing
 from zeroexp.process.writable import require_writable
 
 DIGESTS = "digests.json"
@@ -53,13 +52,8 @@ def cached(
     require_writable(f"ZEROEXP_CACHE={folder.parent}", folder.parent, remedy)
     with FileLock(folder.with_suffix(".lock")):
         if not is_whole(folder):
-            # A damaged folder and the remains of a killed writer are removed.
-            for left in (
-                folder,
-                *folder.parent.glob(f".{folder.name}-*"),
-            ):
-                shutil.rmtree(left, ignore_errors=True)
-            _write_atomically(folder, write)
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+            _fill(folder, write)
     return folder
 
 
@@ -81,28 +75,10 @@ def _digests(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+def _fill(folder: Path, write: Callable[[Path], None]) -> None:
+    with appearing(folder) as unfinished:
         write(unfinished)
         (unfinished / DIGESTS).write_text(json.dumps(_digests(unfinished)), encoding="utf-8")
-        for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
-        unfinished.chmod(0o755)  # mkdtemp's 0700 would lock others out of a shared cache
-        unfinished.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_packed(folder: Path) -> PackedTokens | PaddedTexts:

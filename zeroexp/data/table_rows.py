@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import datasets
 import datasets.config
@@ -79,27 +79,16 @@ def require_columns(config: DataConfig, files: list[Path]) -> None:
             return
         loader, options = _loader(config, files)
         if loader == "csv":  # every value is a word there, and a number may be text
-            _require_names(
-                options.get("names") or _header(files[0], options.get("sep", ",")), config
-            )
+            header = options.get("names") or _header(files[0], options.get("sep", ","))
+            _require_names(header, config)
             return
-        whole = {name: [str(file) for file in files] for name in [split_name(config.split)]}
+        whole = {split_name(config.split): [str(file) for file in files]}
         rows = datasets.load_dataset(
             loader, data_files=whole, split=split_name(config.split), streaming=True, **options
         )
-        reader = iter(rows)
-        row = next(reader, None)
-        reader.close()  # the file that it has open
-    if row is not None:
-        _require_names(list(row), config)
-        key, name = columns_of(config, list(row)).get(TEXT, ("", ""))
-        if (
-            name
-            and not isinstance(row[name], str | None)
-            and not _may_be_messages(row[name], config)
-        ):
-            texts = [other for other, value in row.items() if isinstance(value, str)]
-            _refuse_column_without_text(f"{key}={name}", type(row[name]).__name__, texts)
+        first = list(rows.take(1))
+    if first:
+        _require_columns(Table.from_list(first), config)
 
 
 def first_rows(table: Table, limit: int | None) -> Table:
@@ -273,16 +262,11 @@ def _require_columns(table: Table, config: DataConfig) -> None:
     if TEXT not in columns:
         return
     key, name = columns[TEXT]
-    if len(table) and _may_be_messages(table[0][name], config):
-        return
-    kind = str(getattr(table.features[name], "dtype", type(table.features[name]).__name__))
-    if kind not in ("string", "large_string"):
-        texts = [
-            other
-            for other in table.column_names
-            if str(getattr(table.features[other], "dtype", "")) in ("string", "large_string")
-        ]
-        _refuse_column_without_text(f"{key}={name}", kind, texts)
+    if not holds_texts(table, name) and not _holds_messages(table, name, config):
+        kind = getattr(table.features[name], "dtype", type(table.features[name]).__name__)
+        texts = [other for other in table.column_names if holds_texts(table, other)]
+        remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
+        raise ConfigError(f"{key}={name}: holds {kind}, no text; {remedy}")
 
 
 def _require_names(names: list[str], config: DataConfig) -> None:
@@ -297,12 +281,7 @@ def _require_names(names: list[str], config: DataConfig) -> None:
             )
 
 
-def _may_be_messages(value: Any, config: DataConfig) -> bool:
+def _holds_messages(table: Table, name: str, config: DataConfig) -> bool:
     """Tell whether a column that data.text_column names holds lists of messages."""
-    of_messages = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    return config.task == "causal" and of_messages
-
-
-def _refuse_column_without_text(key: str, kind: str, texts: list[str]) -> NoReturn:
-    remedy = f"use one of {', '.join(texts)[:200]}" if texts else "use other data"
-    raise ConfigError(f"{key}: holds {kind}, no text; {remedy}")
+    first = table[0][name] if len(table) and config.task == "causal" else None
+    return isinstance(first, list) and bool(first) and isinstance(first[0], dict)

@@ -18,11 +18,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zeroexp.interface.strategy import OptimizerFactory
 
@@ -97,33 +99,27 @@ class _Trial:
         for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
             first = largest.setdefault(parameter.ndim, parameter)
             largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
-        self.pairs = [
-            (_values(p, longest_side, seed=1), _values(p, longest_side, seed=2))
-            for p in largest.values()
+        self.tensors = [
+            _values(p, longest_side, seed=seed) for p in largest.values() for seed in (1, 2)
         ]
 
 
-_Choice = list[tuple[Tensor, slice | None]]  # (tensor, elements); None: all, in its shape
-_Choose = Callable[[Tensor, Tensor], _Choice]  # chooses from a pair of tensors
+_Parts = list[slice | None]  # elements of a flattened tensor; None: all of it, in its shape
+# What one optimizer gets of the tensors: the parts of tensor `number` of a trial.
+_Choose = Callable[[int, Tensor], _Parts]
 
 
-def _wholes(x: Tensor, y: Tensor) -> _Choice:
-    return [(x, None), (y, None)]
+def _wholes(_number: int, _tensor: Tensor) -> _Parts:
+    return [None]
 
 
-def _first(x: Tensor, y: Tensor) -> _Choice:
-    return [(x, None)]
+def _half(number: int, _tensor: Tensor, *, which: int) -> _Parts:
+    """One of the two tensors for each number of dimensions."""
+    return [None] if number % 2 == which else []
 
 
-def _second(x: Tensor, y: Tensor) -> _Choice:
-    return [(y, None)]
-
-
-def _pieces(x: Tensor, y: Tensor) -> _Choice:
-    return [(tensor, part) for tensor in (x, y) for part in _cuts(tensor.numel())]
-
-
-def _cuts(numel: int) -> list[slice]:
+def _pieces(_number: int, tensor: Tensor) -> _Parts:
+    numel = tensor.numel()
     border = numel // 3 + 1  # rarely falls on a boundary between two rows
     return [slice(0, border), slice(border, numel)] if border < numel else [slice(0, numel)]
 
@@ -186,7 +182,11 @@ def _make(
     groups: list[dict[str, Any]] = []
     chosen: list[tuple[nn.Parameter, Tensor, slice | None]] = []
     for trial in trials:
-        mine = [(_parameter(*one), *one) for pair in trial.pairs for one in choose(*pair)]
+        mine = [
+            (_parameter(tensor, part), tensor, part)
+            for number, tensor in enumerate(trial.tensors)
+            for part in choose(number, tensor)
+        ]
         groups.append({**copy.deepcopy(trial.options), "params": [p for p, *_ in mine]})
         chosen += mine
     optimizer = factory(groups)
@@ -241,10 +241,10 @@ def _same_apart(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Out
     """Check that each half of the tensors moves as it did beside the other half, and that group counters agree."""
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return False  # this state belongs to no parameter
-    for number, choose in enumerate((_first, _second)):
-        half = _run(factory, trials, choose)
+    for which in (0, 1):
+        half = _run(factory, trials, partial(_half, which=which))
         counted = zip(half.numbers, whole.numbers, strict=True)
-        if not (_near(half.moved, whole.moved[number::2]) and all(_equal(*n) for n in counted)):
+        if not (_near(half.moved, whole.moved[which::2]) and all(_equal(*n) for n in counted)):
             return False
     return True
 
@@ -264,7 +264,7 @@ def _same_cut(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outco
     except Exception:
         return False  # it accepted the whole tensors, so it is the pieces that it rejects
     pieces = iter(cut.moved)
-    joined = [torch.cat([next(pieces) for _ in _cuts(len(moved))]) for moved in whole.moved]
+    joined = [torch.cat([next(pieces) for _ in _pieces(0, moved)]) for moved in whole.moved]
     return _near(joined, whole.moved)
 
 
@@ -280,16 +280,9 @@ def _keeps_matrices(optimizer: Optimizer) -> bool:
     return any(
         tensor.numel() > 1 and tensor.shape != parameter.shape
         for parameter, state in optimizer.state.items()
-        for tensor in _tensors_in(state)
+        for tensor in tree_leaves(state)
+        if isinstance(tensor, Tensor)
     )
-
-
-def _tensors_in(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (Mapping, list, tuple)):
-        for value in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors_in(value)
 
 
 def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome, why: str) -> str:
@@ -307,7 +300,7 @@ def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcom
 
 @contextmanager
 def _random_states_kept(trials: Sequence[_Trial]) -> Iterator[None]:
-    devices = {pair[0].device for trial in trials for pair in trial.pairs}
+    devices = {tensor.device for trial in trials for tensor in trial.tensors}
     python = random.getstate()
     try:
         with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroexp.measure.memory import allocator_library
+from zeroexp.measure.memory import allocator_function, allocator_library
 
 FOREVER = float("inf")
 MOST_CUDA_CHANGES = 1_000_000
@@ -86,7 +86,7 @@ def is_counted(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu" or library is None:
         return True
     storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    return bool(_function(library, "counts", ctypes.c_int64, [ctypes.c_int64])(storage))
+    return bool(allocator_function(library, "counts", ctypes.c_int64, [ctypes.c_int64])(storage))
 
 
 class _Change(ctypes.Structure):
@@ -110,13 +110,13 @@ class _Span(ctypes.Structure):
 
 @contextmanager
 def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
-    log = Log(_function(library, "current", ctypes.c_int64)())
-    _function(library, "start_log")()
+    log = Log(allocator_function(library, "current", ctypes.c_int64)())
+    allocator_function(library, "start_log")()
     try:
         yield log
     finally:
-        _function(library, "stop_log")()
-    name = _function(library, "name", ctypes.c_char_p, [ctypes.c_int64])
+        allocator_function(library, "stop_log")()
+    name = allocator_function(library, "name", ctypes.c_char_p, [ctypes.c_int64])
 
     def named(number: int) -> str:
         return name(number).decode() if number >= 0 else ""
@@ -132,17 +132,11 @@ def _logged_on_cpu(library: ctypes.CDLL) -> Generator[Log]:
 
 
 def _rows(library: ctypes.CDLL, what: str, row: type[Any]) -> Any:
-    rows = (row * _function(library, f"num_{what}", ctypes.c_int64)())()
-    _function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(ctypes.byref(rows))
+    rows = (row * allocator_function(library, f"num_{what}", ctypes.c_int64)())()
+    allocator_function(library, f"take_{what}", ctypes.c_int64, [ctypes.c_void_p])(
+        ctypes.byref(rows)
+    )
     return rows
-
-
-def _function(
-    library: ctypes.CDLL, name: str, result: Any = None, arguments: list[Any] | None = None
-) -> Callable[..., Any]:
-    function = library[f"zeroexp_{name}"]
-    function.argtypes, function.restype = arguments or [], result
-    return function
 
 
 @contextmanager

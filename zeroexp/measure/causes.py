@@ -1,4 +1,4 @@
-"""Every block of a traced step has a cause: model states are known by their address, all else by when it came.
+"""Causes of the memory of a traced step: model states are known by their address, all else by when it came.
 
     asked of the engine    where its model states lie at a moment: parameters, gradients, optimizer, master, pools
     seen by a hook         a gradient as autograd makes it; the model's output (logits)
@@ -27,29 +27,22 @@ COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 # Ranges that FSDP2 names itself.
 RANGES = {"FSDP::all_gather": "pools", "FSDP::post_backward_reduce": "buckets"}
 
-Interval = tuple[float, float]
+Interval = tuple[str, float, float]
 
 
 @dataclass
 class Times:
-    """Times tell when the things of a step happened, in seconds of time.perf_counter."""
+    """When the things of a step happened, each as (name, from, to) in seconds of time.perf_counter."""
 
-    phases: list[tuple[str, float, float]]  # (phase, from, to), in order
-    # This thread issued a gather or waited for one, and the same for another move.
-    gathers: list[Interval] = field(default_factory=list[Interval])
-    verbs: list[Interval] = field(default_factory=list[Interval])
-    # From the model's output to its gradient.
-    losses: list[Interval] = field(default_factory=list[Interval])
-    # Forwards inside of backward.
-    recomputed: list[Interval] = field(default_factory=list[Interval])
-
-    def phase_at(self, when: float) -> str | None:
-        return next((name for name, start, end in self.phases if start <= when < end), None)
+    phases: list[Interval]  # data | forward | backward | optimizer | step, in order
+    # The cause of what is born inside: "pools" and "buckets" while this thread issued a move or waited for it, "logits"
+    # from the model's output to its gradient, "activations" in a forward inside of backward. The first one counts.
+    by_birth: list[Interval] = field(default_factory=list[Interval])
 
 
 @dataclass
 class Reading:
-    """A reading is what an engine held at one moment."""
+    """Model states of an engine at one moment, by address."""
 
     when: float
     cause_of: dict[int, str] = field(default_factory=dict[int, str])  # address -> cause
@@ -81,7 +74,7 @@ def read_states(states: ModelStates, when: float) -> Reading:
 
 
 class Causes:
-    """Tells the cause of every block of a log, and the bytes by cause at any time."""
+    """Cause of every block of a log, and the bytes by cause at any time."""
 
     def __init__(
         self,
@@ -94,7 +87,7 @@ class Causes:
         """noted: (when, address, cause) of single tensors that hooks saw."""
         self._log, self._times = log, times
         self._ranges = [
-            (cause, (span.began_at, span.ended_at))
+            (cause, span.began_at, span.ended_at)
             for span in log.spans
             for name, cause in RANGES.items()
             if span.name.startswith(name)
@@ -147,31 +140,19 @@ class Causes:
         return sorted((row for row in rows if row[0] < float("inf")), key=lambda row: row[0])
 
     def _by_birth(self, block: Block) -> str:
-        times, born = self._times, block.began_at
-        for cause, interval in self._ranges:
-            if _within([interval], born):
-                return cause
+        if (cause := interval_at(self._ranges, block.began_at)) is not None:
+            return cause[0]
         if block.thread or block.operator.startswith(COLLECTIVES):
             return "backend"
-        if _within(times.gathers, born):
-            return "pools"
-        if _within(times.verbs, born):
-            return "buckets"
-        phase = next((row for row in times.phases if row[1] <= born < row[2]), None)
-        if phase is None or phase[0] == "data":
+        if (cause := interval_at(self._times.by_birth, block.began_at)) is not None:
+            return cause[0]
+        phase, _, phase_end = interval_at(self._times.phases, block.began_at) or ("data", 0.0, 0.0)
+        if phase == "data":
             return "other"
-        if _within(times.losses, born):
-            return "logits"
-        kept = block.ended_at > phase[2]
-        if phase[0] == "forward":
-            return "activations" if kept else "temporaries"
-        if phase[0] == "backward" and _within(times.recomputed, born):
+        if phase == "forward" and block.ended_at > phase_end:
             return "activations"
-        return (
-            "optimizer"
-            if phase[0] == "optimizer" and block.ended_at == float("inf")
-            else "temporaries"
-        )
+        stays = block.ended_at == float("inf")
+        return "optimizer" if phase == "optimizer" and stays else "temporaries"
 
 
 def _of_unknown(held: Counter[str], num_bytes: int) -> str:
@@ -179,8 +160,9 @@ def _of_unknown(held: Counter[str], num_bytes: int) -> str:
     return "buckets" if held["buckets"] >= num_bytes > held["other"] else "other"
 
 
-def _within(intervals: Sequence[Interval], when: float) -> bool:
-    return any(start <= when < end for start, end in intervals)
+def interval_at(intervals: Sequence[Interval], when: float) -> Interval | None:
+    """Return the first interval that holds this moment."""
+    return next((each for each in intervals if each[1] <= when < each[2]), None)
 
 
 def _shared(readings: Sequence[Reading], shared_bytes: int) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""This clock divides the seconds of a step into phases.
+"""Clock of one step: it divides the step's seconds into phases.
 
 A mark is `time.perf_counter` on the CPU and an event in the current stream on CUDA. An event costs the host nothing
 until it is read. `read` waits for the end of the step, so the loop calls it when the next step is already in flight.

@@ -15,7 +15,7 @@ import resource
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,18 @@ class _CpuAllocations:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.install = _counter(library, "install", None)
-        self.reset_peak = _counter(library, "reset_peak", None)
-        self.peak = _counter(library, "peak", ctypes.c_int64)
-        self.total = _counter(library, "total", ctypes.c_int64)
+        self.install = allocator_function(library, "install")
+        self.reset_peak = allocator_function(library, "reset_peak")
+        self.peak = allocator_function(library, "peak", ctypes.c_int64)
+        self.total = allocator_function(library, "total", ctypes.c_int64)
 
 
-def _counter(library: ctypes.CDLL, name: str, result: type[ctypes.c_int64] | None):
+def allocator_function(
+    library: ctypes.CDLL, name: str, result: Any = None, arguments: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """Return a function of allocator.cpp, by its name there without prefix."""
     function = library[f"zeroexp_{name}"]
-    function.argtypes, function.restype = [], result
+    function.argtypes, function.restype = list(arguments), result
     return function
 
 

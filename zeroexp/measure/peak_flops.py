@@ -1,4 +1,4 @@
-"""The peak is what a rank could compute at most, in operations per second; it has a name.
+"""Peak of a rank: the most operations per second that it could compute; it has a name.
 
     cluster.peak_tflops=400    named: whoever ran it says so
     a GPU of DENSE             datasheet: the dense figure for the dtype, without sparsity and without TF32

@@ -1,4 +1,4 @@
-"""Records are what is written down about one step and one run: plain data without torch.
+"""Records of one step and one run: plain data without torch.
 
 Bytes and seconds are those of one rank unless a name says otherwise; seconds are wall-clock time.
 """
@@ -27,7 +27,7 @@ ALL_RANKS = "all"  # in place of a rank: a collective was waited for, which tell
 
 @dataclass
 class Traffic:
-    """Traffic is what one rank sent in one step, by kind of message."""
+    """Bytes and collectives that one rank sent in one step, by kind of message."""
 
     # gather | reduce | publish | norm | ... -> bytes, and number of collectives
     bytes_by_kind: dict[str, int] = field(default_factory=dict[str, int])
@@ -107,7 +107,7 @@ class StepRecord:
 
 @dataclass
 class RankTimes:
-    """These times tell where the seconds of one rank's steps went, each the mean over the measured steps."""
+    """Seconds of one rank's steps by where they went, each the mean over the measured steps."""
 
     rank: int
     step_seconds: float
@@ -125,7 +125,7 @@ class RankTimes:
 
 @dataclass
 class RankSummary:
-    """A rank's summary tells what it held and sent; every rank must contribute it to the run's."""
+    """Memory and traffic of one rank; every rank must contribute its own to the run's summary."""
 
     rank: int
     memory_bytes: dict[str, int]  # kind -> the most of it at any named moment

@@ -30,7 +30,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zeroexp.measure.allocations import Span
-from zeroexp.measure.causes import Causes, in_causes_order
+from zeroexp.measure.causes import Causes
+from zeroexp.measure.record import CAUSES
 from zeroexp.measure.trace import StepTrace, spans_of
 from zeroexp.measure.verb_seconds import TimedMove
 
@@ -111,23 +112,11 @@ def _event_of_backend(maker: _EventMaker, span: Span) -> dict[str, Any]:
 def _points(causes: Causes, trace: StepTrace) -> Iterator[tuple[float, dict[str, int]]]:
     """Yield (when, bytes by cause): in each slice of the step the moment that held most."""
     width = (trace.ended_at - trace.began_at) / NUM_MEMORY_POINTS
-    slice_now, best, most = -1, None, -1
-    shown: set[str] = set()
-    points: list[tuple[float, dict[str, int]]] = []
+    fullest: dict[int, tuple[float, dict[str, int]]] = {}  # by slice
     for when, _, held in causes.changes():
-        number = max(-1, int((max(when, trace.began_at) - trace.began_at) / width))
-        if number != slice_now and best is not None:
-            points.append(best)
-            most = -1
-        slice_now, total = number, sum(held.values())
-        if total > most:
-            most, best = total, (when, dict(held))
-    if best is not None:
-        points.append(best)
-    for _, held in points:
-        shown |= {cause for cause, num_bytes in held.items() if num_bytes}
-    for when, held in points:
-        yield (
-            when,
-            {cause: held.get(cause, 0) for cause in in_causes_order(dict.fromkeys(shown, 1))},
-        )
+        number = int((max(when, trace.began_at) - trace.began_at) / width)
+        if number not in fullest or sum(held.values()) > sum(fullest[number][1].values()):
+            fullest[number] = when, dict(held)
+    shown = [cause for cause in CAUSES if any(held.get(cause) for _, held in fullest.values())]
+    for when, held in fullest.values():
+        yield when, {cause: held.get(cause, 0) for cause in shown}

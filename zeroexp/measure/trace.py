@@ -23,9 +23,11 @@ from zeroexp.interface.strategy import ModelStates
 from zeroexp.measure.allocations import Log, logging_allocations
 from zeroexp.measure.causes import (
     Causes,
+    Interval,
     Reading,
     Times,
     in_causes_order,
+    interval_at,
     largest_causes,
     read_states,
 )
@@ -48,7 +50,7 @@ class UnitSpan:
 
 @dataclass
 class StepTrace:
-    """A step's trace is what was seen of it; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
+    """Trace of one step; `finish` turns it into numbers. Times are seconds of time.perf_counter."""
 
     began_at: float = field(default_factory=time.perf_counter)
     log: Log | None = None  # None where nothing can log allocations
@@ -59,7 +61,7 @@ class StepTrace:
     block_turns: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
     # When backward reached the model's output.
     backward_reached_output_at: list[float] = field(default_factory=list[float])
-    phases: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    phases: list[Interval] = field(default_factory=list[Interval])
     moves: list[TimedMove] = field(default_factory=list[TimedMove])
     causes: Causes | None = None
 
@@ -74,8 +76,8 @@ class StepTrace:
         self.moves = moves
         self.phases = [(phase, start, end) for (phase, start), (_, end) in pairwise(marks) if phase]
         if self.log is not None:
-            gathers, others = (self._spans_of_moves(gathers=each) for each in (True, False))
-            times = Times(self.phases, gathers, others, self._losses(), self._recomputed())
+            by_birth = [*self._moves(), *self._losses(), *self._recomputed()]
+            times = Times(self.phases, by_birth)
             self.causes = Causes(self.log, times, self.readings, self.noted, shared_bytes)
 
     @property
@@ -101,14 +103,18 @@ class StepTrace:
             return None
         when, block, held = largest_causes(self.causes)
         when = max(when, self.began_at)
+        moves = [(f"{m.verb} {m.what}", *span) for m in self.moves for span in spans_of(m).values()]
+        units = [(s.unit, s.began_at, s.ended_at) for s in self.unit_spans()]
+        verb, unit = (interval_at(each, when) for each in (moves, units))
+        phase = interval_at(self.phases, when)
         return Peak(
             step=step,
             num_bytes=sum(held.values()),
             bytes_by_cause=in_causes_order(held),
             operator=block.operator if block is not None else "",
-            verb=next((f"{m.verb} {m.what}" for m in self.moves if _runs(m, when)), None),
-            phase=next((name for name, start, end in self.phases if start <= when < end), ""),
-            unit=next((s.unit for s in self.unit_spans() if s.began_at <= when < s.ended_at), None),
+            verb=verb[0] if verb else None,
+            phase=phase[0] if phase else "",
+            unit=unit[0] if unit else None,
             seconds=when - self.began_at,
             step_seconds=self.ended_at - self.began_at,
         )
@@ -172,26 +178,29 @@ class StepTrace:
         storage = local_tensor(tensor).untyped_storage()
         self.noted.append((time.perf_counter(), storage.data_ptr(), cause))
 
-    def _spans_of_moves(self, *, gathers: bool) -> list[tuple[float, float]]:
-        """Return when this thread issued gathers, or other moves, or waited for them."""
-        moves = [move for move in self.moves if (move.verb == "gather") is gathers]
-        return [span for move in moves for span in spans_of(move).values()]
-
-    def _losses(self) -> list[tuple[float, float]]:
-        """Return from each output of the model to the backward that reaches it."""
-        starts = [when for when, _, name in self.block_turns if name == LOSS]
+    def _moves(self) -> list[Interval]:
+        """Return when this thread issued moves or waited for them; gathers count first."""
+        moves = sorted(self.moves, key=lambda move: move.verb != "gather")
+        causes = ["pools" if move.verb == "gather" else "buckets" for move in moves]
         return [
-            (s, min((e for e in self.backward_reached_output_at if e > s), default=s))
-            for s in starts
+            (cause, *span)
+            for cause, move in zip(causes, moves, strict=True)
+            for span in spans_of(move).values()
         ]
 
-    def _recomputed(self) -> list[tuple[float, float]]:
-        backward = [(start, end) for name, start, end in self.phases if name == "backward"]
+    def _losses(self) -> list[Interval]:
+        """Return from each output of the model to the backward that reaches it."""
+        starts = [when for when, _, name in self.block_turns if name == LOSS]
+        reached = self.backward_reached_output_at
+        return [("logits", s, min((e for e in reached if e > s), default=s)) for s in starts]
+
+    def _recomputed(self) -> list[Interval]:
+        backward = [each for each in self.phases if each[0] == "backward"]
         forwards = [s for s in self.unit_spans() if s.turn == "forward"]
         return [
-            (each.began_at, each.ended_at)
+            ("activations", each.began_at, each.ended_at)
             for each in forwards
-            if any(start <= each.began_at < end for start, end in backward)
+            if interval_at(backward, each.began_at)
         ]
 
 
@@ -224,10 +233,6 @@ def spans_of(move: TimedMove) -> dict[str, tuple[float, float]]:
 def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     register: Any = tensor.register_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return register(hook)
-
-
-def _runs(move: TimedMove, when: float) -> bool:
-    return any(start <= when < end for start, end in spans_of(move).values())
 
 
 def _differentiable(output: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Each verb of the engine costs a rank seconds: those in which it works, those that overlap compute, and exposed ones.
+"""Seconds that each verb of the engine costs a rank: it works, they overlap compute, or they are exposed.
 
     issue        ######                                   working
     in flight          .....................              overlapped: the rank computes meanwhile

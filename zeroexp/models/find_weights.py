@@ -1,4 +1,4 @@
-"""A model's weights come from a local folder, a cached snapshot or a download.
+"""Folder of a model's weights: a local one, a cached snapshot or a download.
 
 Only this file asks whether the hub can be reached.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
@@ -46,11 +48,8 @@ def dataset_exists(name: str) -> bool:
 
 def require_model(name: str) -> None:
     """Raise ConfigError if `model_folder` could not return this model."""
-    if _model_here(name) is None and not is_online():
-        raise ConfigError(
-            f"model.weights={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
-            f"give a local folder, or fetch it first with a network"
-        )
+    if _model_here(name) is None:
+        _require_hub(f"model.weights={name}")
 
 
 def model_folder(name: str) -> Path:
@@ -60,33 +59,40 @@ def model_folder(name: str) -> Path:
     """
     if folder := _model_here(name):
         return folder
-    require_model(name)
-    try:
+    key = f"model.weights={name}"
+    _require_hub(key)
+    with _one_line_errors(key, "safetensors"):
         return Path(snapshot_download(name, allow_patterns=MODEL_FILES))
-    except (HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.weights={name}: neither a folder nor a hub id that can be read ({reason}); "
-            "use a folder with safetensors, or the id of a model on the hub"
-        ) from error
 
 
 def config_folder(name: str) -> Path:
     """Return a folder with the config.json of this model on the hub: the cache's, or a download. Raises ConfigError."""
-    for here in (True, False):
-        if not here and not is_online():
-            raise ConfigError(
-                f"model.path={name}: no such folder, not in the hub's cache, and the hub can not be reached; "
-                f"give a local folder, or fetch it first with a network"
-            )
-        try:
-            return Path(hf_hub_download(name, "config.json", local_files_only=here)).parent
-        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
-            reason = str(error).splitlines()[0]
-    raise ConfigError(
-        f"model.path={name}: neither a folder nor a hub id that can be read ({reason}); "
-        "use a folder with config.json, or the id of a model on the hub"
-    )
+    key = f"model.path={name}"
+    with suppress(LocalEntryNotFoundError, HFValidationError):
+        return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+    _require_hub(key)
+    with _one_line_errors(key, "config.json"):
+        return Path(hf_hub_download(name, "config.json")).parent
+
+
+def _require_hub(key: str) -> None:
+    if not is_online():
+        raise ConfigError(
+            f"{key}: no such folder, not in the hub's cache, and the hub can not be reached; "
+            "give a local folder, or fetch it first with a network"
+        )
+
+
+@contextmanager
+def _one_line_errors(key: str, needed: str) -> Iterator[None]:
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key}: neither a folder nor a hub id that can be read ({reason}); "
+            f"use a folder with {needed}, or the id of a model on the hub"
+        ) from error
 
 
 def _model_here(name: str) -> Path | None:

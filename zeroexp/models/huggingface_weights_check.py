@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -24,8 +25,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.buffers import persistent_buffers
-from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS, read_config_json
-from zeroexp.models.published_config import UNFIT
+from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
+from zeroexp.models.published_config import read_folder
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
 # These keys of a folder do not matter: idle ones, token ids, which the data decides here, and how random weights are
@@ -71,42 +72,29 @@ def num_words(config: ModelConfig, folder: Path) -> int | None:
 def _require_config(config: ModelConfig, folder: Path, ours: PreTrainedConfig) -> None:
     written = _config_json(config, folder)
     kind = written.get("model_type")
-    ours_called = ours.model_type
-    if kind != ours_called:
-        problem = f"its config.json says model_type={kind}, not {ours_called}"
+    our_kind = ours.model_type
+    if kind != our_kind:
+        problem = f"its config.json says model_type={kind}, not {our_kind}"
         _refuse(config, problem, f"choose weights of model.family={config.family}")
-    for key in ("auto_map", "quantization_config"):
-        if written.get(key):
-            why, remedy = UNFIT[key]
-            _refuse(config, f"its config.json has {key}, {why}", remedy)
     try:
-        theirs = AutoConfig.for_model(ours_called, **_without_type(written))
+        theirs = AutoConfig.for_model(our_kind, **_without_type(written))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         _refuse(config, f"its config.json is none of a {kind}: {reason}", "repair it")
     pairs = list(_differences(_effective(ours), _effective(theirs)))
     if pairs:
-        theirs_told = ", ".join(f"{key}={_shown(value)}" for key, _, value in pairs)
-        ours_told = ", ".join(_shown(value) for _, value, _ in pairs)
+        their_values = ", ".join(f"{key}={_shown(value)}" for key, _, value in pairs)
+        our_values = ", ".join(_shown(value) for _, value, _ in pairs)
         use = " ".join(_override(config, key, value) for key, _, value in pairs)
         remedy = f"use {use}, or, if you mean another function, change its config.json"
         problem = (
-            f"its config.json has {theirs_told} where model.name={config.name} has {ours_told}"
+            f"its config.json has {their_values} where model.name={config.name} has {our_values}"
         )
         _refuse(config, problem, remedy)
 
 
 def _config_json(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    try:
-        written = read_config_json(folder)
-    except FileNotFoundError:
-        problem = "no config.json in it, so nothing tells which model its weights are"
-        _refuse(config, problem, "add the one that was published with them")
-    except (OSError, ValueError) as error:
-        _refuse(config, f"its config.json can not be read ({error})", "repair it")
-    if not isinstance(written, dict):
-        _refuse(config, "its config.json is no mapping", "repair it")
-    return written
+    return read_folder(folder, partial(_refuse, config))
 
 
 def _without_type(written: dict[str, Any]) -> dict[str, Any]:
@@ -204,10 +192,10 @@ def _require_names(
         remedy = "choose weights of this model; these would be left out in silence"
         if all(name.startswith(heads) for name in extra):
             remedy = "choose weights without this head, or the task it is for"
-        _refuse(config, f"{_told(extra)} in it, not in model.name={config.name}", remedy)
+        _refuse(config, f"{_first_of(extra)} in it, not in model.name={config.name}", remedy)
     if missing:
         remedy = "choose weights of this model"
-        _refuse(config, f"{_told(missing)} of model.name={config.name}, not in it", remedy)
+        _refuse(config, f"{_first_of(missing)} of model.name={config.name}, not in it", remedy)
 
 
 def _require_shapes(
@@ -241,7 +229,7 @@ def _require_tied(
         _refuse(config, problem, "choose weights of this model")
 
 
-def _told(names: list[str]) -> str:
+def _first_of(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} parameters, first {names[0]},"
 
 

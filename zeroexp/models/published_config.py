@@ -5,6 +5,7 @@ Only config.json is read, before anything is checked, so that all rules and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,32 +72,41 @@ def _refuse_without_effect(model: ModelConfig) -> None:
         raise ConfigError(f"model.weights={model.weights}: model.path names them; {remedy}")
 
 
+def read_folder(folder: Path, refuse: Callable[[str, str], NoReturn]) -> dict[str, Any]:
+    """Read config.json of a folder of weights; `refuse` raises, given a problem and its remedy."""
+    # transformers takes two seconds to import.
+    from zeroexp.models.huggingface_keys import read_config_json
+
+    try:
+        published = read_config_json(folder)
+    except FileNotFoundError:
+        refuse("no config.json in it", "use a folder that save_pretrained wrote")
+    except (OSError, ValueError) as error:
+        refuse(f"its config.json can not be read ({error})", "repair it")
+    if not isinstance(published, dict) or not isinstance(published.get("model_type"), str):
+        refuse("its config.json has no model_type", "use a folder of transformers")
+    for key, (why, remedy) in UNFIT.items():
+        if published.get(key):
+            refuse(f"its config.json has {key}, {why}", remedy)
+    return published
+
+
 def _read_published_config(model: ModelConfig) -> dict[str, Any]:
     """Read config.json of a local folder, or else of the hub."""
     assert model.path is not None
+
+    def refuse(problem: str, remedy: str) -> NoReturn:
+        raise ConfigError(f"model.path={model.path}: {problem}; {remedy}")
+
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
         if model.path[0] in "./~":
-            _refuse(model, "no such folder", "use one that exists, or a hub id")
+            refuse("no such folder", "use one that exists, or a hub id")
         # The hub's client takes half a second to import.
         from zeroexp.models import find_weights
 
         folder = find_weights.config_folder(model.path)
-    try:
-        # transformers takes two seconds to import.
-        from zeroexp.models.huggingface_keys import read_config_json
-
-        published = read_config_json(folder)
-    except FileNotFoundError:
-        _refuse(model, "no config.json in it", "use a folder that save_pretrained wrote")
-    except (OSError, ValueError) as error:
-        _refuse(model, f"its config.json can not be read ({error})", "repair it")
-    if not isinstance(published, dict) or not isinstance(published.get("model_type"), str):
-        _refuse(model, "its config.json has no model_type", "use a folder of transformers")
-    for key, (why, remedy) in UNFIT.items():
-        if published.get(key):
-            _refuse(model, f"its config.json has {key}, {why}", remedy)
-    return published
+    return read_folder(folder, refuse)
 
 
 # Keys of a published config.json that no run can follow: what each means, and the remedy.
@@ -114,7 +124,3 @@ UNFIT = {
         "use a model without it",
     ),
 }
-
-
-def _refuse(model: ModelConfig, problem: str, remedy: str) -> NoReturn:
-    raise ConfigError(f"model.path={model.path}: {problem}; {remedy}")

@@ -66,7 +66,7 @@ def _is_plain(lookup: nn.Embedding) -> bool:
 
 
 class TiedGradient:
-    """This object keeps the rows that one weight got in this backward beside the dense gradient."""
+    """Rows that one weight got in this backward, kept beside the dense gradient."""
 
     def __init__(self) -> None:
         self._weight: Tensor | None = None

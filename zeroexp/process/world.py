@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -256,6 +256,24 @@ def gather_objects(thing: Thing) -> list[Thing]:
     things: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(things, thing)
     return things
+
+
+Answer = TypeVar("Answer")
+
+
+def decide_on_first_rank(
+    thing: Thing, decide: Callable[[list[Thing]], Answer], group: dist.ProcessGroup
+) -> Answer:
+    """Return on every rank what rank 0, alone, decides of the small picklable objects of all ranks.
+
+    group: that of the background thread which calls it, so that the moves of training are counted apart.
+    """
+    is_first = dist.get_rank() == 0
+    things: Any = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(thing, things, group=group)
+    answer: list[Any] = [decide(things) if is_first else None]
+    dist.broadcast_object_list(answer, group=group)
+    return answer[0]
 
 
 def same_everywhere(thing: object) -> bool:

@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zeroexp.process.durable import write_durably
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import read_json, with_room, write_through
+from zeroexp.tracking.json_files import read_json, with_room
 from zeroexp.tracking.out_of_memory import Shortage, describe_shortage, gib
 
 FAILURE = "failure.json"
@@ -148,7 +149,7 @@ def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
         return
     text = json.dumps({**cause, "attempt": attempt.own_number()}, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
-    with_room(folder, lambda: write_through(beside, text))
+    with_room(folder, lambda: write_durably(beside, text.encode()))
     if over:
         beside.replace(folder / FAILURE)
         return

@@ -24,15 +24,9 @@ from typing import Any
 from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.formats import FORMAT, KEY, from_json, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
+from zeroexp.process.durable import sync, write_durably
 from zeroexp.tracking import attempt
-from zeroexp.tracking.json_files import (
-    dumps,
-    loads,
-    read_json,
-    sync_folder,
-    write_json,
-    write_through,
-)
+from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
 
 RECORDS = "records.jsonl"
 SUMMARY = "summary.json"
@@ -62,7 +56,7 @@ class RecordWriter:
     def sync(self) -> None:
         """Bring all lines to the disk, since a checkpoint or the summary is about to rest on them."""
         os.fsync(self._file.fileno())
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def close(self) -> None:
         self.sync()
@@ -161,7 +155,7 @@ def drop_records(
     if not path.exists():
         return {}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_through(beside, "".join(f"{dumps(row)}\n" for row in kept))
+    write_durably(beside, "".join(f"{dumps(row)}\n" for row in kept).encode())
     beside.replace(path)
     repeated = [row for row in rows if from_step is not None and row["step"] >= from_step]
     return {row["step"]: row["written_at"] for row in repeated}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile
+from zeroexp.process.durable import write_durably
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -59,7 +60,7 @@ def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write atomically: a reader sees the old content or the new one, even after a power cut."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with_room(path.parent, lambda: write_through(beside, dumps(content, indent=2) + "\n"))
+    with_room(path.parent, lambda: write_durably(beside, f"{dumps(content, indent=2)}\n".encode()))
     beside.replace(path)
 
 
@@ -82,22 +83,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise DamagedFile(path, "no JSON object")
     return content
-
-
-def write_through(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder: without this, a power cut may undo creations and renames in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def reserve(folder: Path) -> None:

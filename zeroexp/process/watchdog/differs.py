@@ -160,11 +160,11 @@ class Comparison:
                     return
                 if done != progress.done():
                     done, since = progress.done(), time.monotonic()
-                if time.monotonic() - since > PATIENCE_SECONDS:
-                    verdict = self.look(moves, group.get_group_store())
-                    if verdict is not None:
-                        self._end_waits(moves, verdict, group)
-                        return
+                stands = time.monotonic() - since > PATIENCE_SECONDS
+                verdict = self.look(moves, group.get_group_store()) if stands else None
+                if verdict is not None:
+                    self._end_waits(moves, verdict, group)
+                    return
                 del moves, group
                 time.sleep(LOOK_SECONDS)
 

@@ -186,20 +186,27 @@ class Heartbeat:
         for each in ready:
             if each is self._listener:
                 self._answer()
-            elif isinstance(each, socket.socket) and each in self._connections:
-                peer = self._connections[each]
-                try:
-                    goes_on = peer.read(self._clock.now())
-                except Stranger:
-                    self._put_down(each)
-                    continue
-                if peer.rank is not None:
-                    self._missing.discard(peer.rank)
-                if not goes_on:
-                    self._selector.unregister(each)
-                    if not peer.left:
-                        return f"{peer.name} is gone: its connection closed without a word"
+            elif (
+                isinstance(each, socket.socket)
+                and each in self._connections
+                and (lost := self._read(each)) is not None
+            ):
+                return lost
         return None
+
+    def _read(self, connection: socket.socket) -> str | None:
+        peer = self._connections[connection]
+        try:
+            goes_on = peer.read(self._clock.now())
+        except Stranger:
+            self._put_down(connection)
+            return None
+        if peer.rank is not None:
+            self._missing.discard(peer.rank)
+        if goes_on:
+            return None
+        self._selector.unregister(connection)
+        return None if peer.left else f"{peer.name} is gone: its connection closed without a word"
 
     def _silent(self) -> str | None:
         now = self._clock.now()
