@@ -6,8 +6,8 @@
 #   make wide         strangers' training code under every stage, layout and unit; hundreds of drawn models
 #   make lint         ruff and pyright
 #   make bench-quick  every engine on a 24M model, two ranks, loopback; three minutes
-#   make bench        every engine, both models, shaped links (as root); writes docs/benchmarks.md
-#   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; five minutes; writes docs/checkpoints.md
+#   make bench        every engine, both models, shaped links (as root); writes docs/measured.md
+#   make bench-checkpoints  saving and loading, ours beside torch's, on 24M and 135M; five minutes; writes docs/measured.md
 #   make docs         the pages of docs/ as a site in build/site; a dead link ends it
 #   make report       the table of the newest sweep in outputs/
 #   make clean        removes the environment and caches, keeps outputs/
@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
-	timeout 1200 $(BIN)/python -m zeroexp -m study=compare
+	timeout 1200 $(BIN)/zeroexp study=compare
 
 # One process more than two cores, since a third of a test's time is waiting; whichever is done first takes some of what
 # another has left.
@@ -56,18 +56,18 @@ bench-quick: .venv/base.stamp
 	$(BIN)/python -m benchmarks.check
 
 bench: .venv/base.stamp
-	timeout 7200 $(BIN)/python -m benchmarks.run --write docs/benchmarks.md
+	timeout 7200 $(BIN)/python -m benchmarks.run --write docs/measured.md
 	$(BIN)/python -m benchmarks.check
 
 bench-checkpoints: .venv/base.stamp
-	timeout 900 $(BIN)/python -m benchmarks.checkpoints --write docs/checkpoints.md
+	timeout 900 $(BIN)/python -m benchmarks.checkpoints --write docs/measured.md
 
 # Only warnings that mkdocs counts are read; NO_MKDOCS_2_WARNING is the theme's own news.
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 timeout 300 $(BIN)/mkdocs build -q
 
 report: .venv/base.stamp
-	$(BIN)/python -m zeroexp.report
+	$(BIN)/zeroexp report
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

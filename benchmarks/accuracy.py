@@ -11,7 +11,7 @@
 --rounds N       how often each point runs for its seconds
 --within N       begins no round that would end after N seconds
 --keep FILE      keeps predictions and rounds there, and goes on with those of an earlier run
---write FILE     the page whose tables are replaced
+--write FILE     the page whose section is replaced; every point goes into benchmarks/measured/
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 from benchmarks.real_runs import config_of, step_seconds_of, summary_of
-from benchmarks.table import machine, replace_in
+from benchmarks.table import grid, machine, tell
 from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
@@ -129,6 +130,9 @@ class Peaked:
         return max(AIM_PEAK_MIB * MIB, AIM_PEAK_SHARE * self.measured_bytes)
 
 
+Point = TypeVar("Point", Timed, Peaked)
+
+
 @dataclass(frozen=True)
 class Compared:
     """The bytes of one small model's points: how many numbers were compared, and those that differ."""
@@ -146,17 +150,16 @@ def main() -> int:
     if args.what == "bytes":
         points = list(product(SMALL, STAGES, LAYOUTS, PRECISIONS))[: args.points]
         compared = compare_bytes(points)
-        text = bytes_told(compared)
+        text, rows = bytes_told(compared), list[Sequence[str]]()
     elif args.what == "peaks":
         peaked = [*product(SHAPES, [*ROWS, *TORCH_ROWS]), *product(LARGE, LARGE_ROWS)]
-        text = peaks_told(measure_peaks(peaked[: args.points]))
+        peaks = measure_peaks(peaked[: args.points])
+        text, rows = peaks_told(peaks), peak_cells(peaks)
     else:
         names = list(product(SHAPES, ROWS))[: args.points]
         timed = time_points(names, args.rounds, args.within, args.keep)
-        text = seconds_told(timed)
-    print(text)
-    if args.write is not None:
-        replace_in(args.write, text, args.what)
+        text, rows = seconds_told(timed), seconds_cells(timed)
+    tell(args.what, text, rows, args.write)
     return 1 if any(each.differ for each in compared) else 0
 
 
@@ -301,8 +304,7 @@ def bytes_told(compared: Sequence[Compared]) -> str:
         ),
     ]
     told = [wrapped(f"* {name}") for name in differ]
-    title = "### Model states and traffic, to the byte"
-    return "\n\n".join([wrapped(machine()), title, "\n".join(lines), *told])
+    return "\n\n".join([wrapped(machine()), "\n".join(lines), *told])
 
 
 def peaks_told(peaks: Sequence[Peaked]) -> str:
@@ -313,20 +315,41 @@ def peaks_told(peaks: Sequence[Peaked]) -> str:
         f"{machine()} {len(peaks)} points. Error: mean {fmean(errors):.2f} MiB, worst {max(errors):.2f} MiB; {outside} "
         f"beyond the aim, which is {AIM_PEAK_MIB:g} MiB or {AIM_PEAK_SHARE:.1%} of the peak, whichever is more."
     )
-    lines = ["| point | planned, MiB | measured, MiB | error, KiB | what makes it |"]
-    lines.append("| --- | ---: | ---: | ---: | --- |")
+    rows: list[list[str]] = []
+    for shape, mine in _by_shape(peaks).items():
+        planned = [each.planned.num_bytes / MIB for each in mine]
+        worst = max((each.error for each in mine), key=abs) / 1024
+        rows.append([shape, f"{len(mine)}", f"{min(planned):.1f}–{max(planned):.1f}"])
+        rows[-1].append(f"{worst:+,.1f}")
+    head = ("model, batch x tokens", "points", "planned, MiB", "worst error, KiB")
+    return f"{wrapped(told)}\n\n{grid(head, rows)}"
+
+
+def peak_cells(peaks: Sequence[Peaked]) -> list[Sequence[str]]:
+    """Return every point, below the names of the columns."""
+    rows: list[Sequence[str]] = [
+        ("point", "planned, MiB", "measured, MiB", "error, KiB", "what makes it")
+    ]
     for each in peaks:
         planned, measured = each.planned.num_bytes / MIB, each.measured_bytes / MIB
         numbers = [f"{planned:.1f}", f"{measured:.1f}", f"{each.error / 1024:+,.1f}"]
-        lines.append(f"| {' | '.join([each.name, *numbers, _terms(each.planned.by_kind)])} |")
-    return "\n\n".join([wrapped(told), "\n".join(lines)])
+        rows.append([each.name, *numbers, _terms(each.planned.by_kind)])
+    return rows
+
+
+def _by_shape(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each shape, which their names begin with."""
+    found: dict[str, list[Point]] = {}
+    for each in points:
+        found.setdefault(each.name.rpartition(", ")[0] or each.name, []).append(each)
+    return found
 
 
 def seconds_told(timed: Sequence[Timed]) -> str:
     """Return what the page says of seconds."""
     errors = [abs(each.error) for each in timed]
-    by_shape = [[t for t in timed if t.shape == s] for s in dict.fromkeys(t.shape for t in timed)]
-    pairs, inside = named_right(timed), [named_right(each) for each in by_shape]
+    by_shape = _by_shape(timed)
+    pairs, inside = named_right(timed), [named_right(each) for each in by_shape.values()]
     same = sum(right for right, _ in inside), sum(number for _, number in inside)
     told = (
         f"{len(timed)} points. Error: mean {fmean(errors):.1%} (aim {AIM_MEAN:.1%}), worst {max(errors):.1%} "
@@ -335,16 +358,25 @@ def seconds_told(timed: Sequence[Timed]) -> str:
         f"differs between its rounds by {median(each.spread for each in timed):.0%} (median of the points), and by "
         f"{max(each.spread for each in timed):.0%} at most."
     )
-    lines = [
-        "| point | predicted, ms | fastest step, ms | error | median steps of the rounds, ms |"
-    ]
-    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    rows: list[list[str]] = []
+    for shape, mine in by_shape.items():
+        steps, wrong = [1e3 * each.measured for each in mine], [abs(each.error) for each in mine]
+        rows.append([shape, f"{len(mine)}", f"{min(steps):.0f}–{max(steps):.0f}"])
+        rows[-1] += [f"{fmean(wrong):.1%}", f"{max(wrong):.1%}"]
+    where = f"{machine()} {len(timed[0].rounds)} rounds."
+    head = ("model, batch x tokens", "points", "fastest steps, ms", "mean error", "worst")
+    return f"{wrapped(f'{where} {told}')}\n\n{grid(head, rows)}"
+
+
+def seconds_cells(timed: Sequence[Timed]) -> list[Sequence[str]]:
+    """Return every point, below the names of the columns."""
+    head = ("point", "predicted, ms", "fastest step, ms", "error", "median steps of the rounds, ms")
+    rows: list[Sequence[str]] = [head]
     for each in timed:
-        numbers = f"{1e3 * each.predicted:.1f} | {1e3 * each.measured:.1f} | {each.error:+.1%}"
-        medians = f"{1e3 * min(each.medians):.0f}-{1e3 * max(each.medians):.0f}"
-        lines.append(f"| {each.name} | {numbers} | {medians} |")
-    where = wrapped(f"{machine()} {len(timed[0].rounds)} rounds.")
-    return "\n\n".join([where, "### Seconds of a step", wrapped(told), "\n".join(lines)])
+        numbers = [f"{1e3 * seconds:.1f}" for seconds in (each.predicted, each.measured)]
+        medians = f"{1e3 * min(each.medians):.0f}–{1e3 * max(each.medians):.0f}"
+        rows.append([each.name, *numbers, f"{each.error:+.1%}", medians])
+    return rows
 
 
 def _share(counts: tuple[int, int]) -> str:

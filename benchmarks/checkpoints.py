@@ -2,7 +2,7 @@
 
 --only NAME [...]   comparisons by name (--list prints them)
 --rounds N          instead of each comparison's own number
---write FILE        the page whose table is replaced
+--write FILE        the page whose section is replaced; every row goes into benchmarks/measured/
 
 Two ranks on the CPU save and load in turn, way after way, in an order drawn anew for each round. Everybody's files are
 synced to the disk before a save counts as whole; loading finds them in the page cache, whoever wrote them.
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ WAYS = {
 }
 # Times the parameters' bytes: by all ranks of all engines together, copies included.
 STATES_HELD = 24
-HEAD = """\
-| engine | saved by | training stands still, ms | whole, ms | quartiles | MB/s | load, ms | quartiles | MB/s | \
-extra memory to save, MB | to load, MB | written, MB |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"""
+HEAD = (
+    *("comparison", "engine", "saved by", "training stands still, ms", "whole, ms", "quartiles"),
+    *("MB/s", "load, ms", "quartiles", "MB/s", "extra memory to save, MB", "to load, MB"),
+    "written, MB",
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,7 @@ def main() -> int:
             rows += compare(comparison, PLACES[comparison.place])
             LATEST.parent.mkdir(parents=True, exist_ok=True)
             LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows))
-    if args.write is not None:
-        table.replace_in(args.write, markdown(rows))
+    table.tell("checkpoints", markdown(rows), [HEAD, *map(_cells, _ways(rows))], args.write)
     return 0
 
 
@@ -178,27 +178,45 @@ def _rows(comparison: Comparison, engine: str, way: str, turns: Turns) -> list[d
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One table per comparison, under a line that says where and when."""
-    parts = [wrapped(f"{table.machine()} `make bench-checkpoints`.")]
-    for name, group in groupby(rows, key=lambda row: row["comparison"]):
-        ways = [list(ways) for _, ways in groupby(group, lambda r: (r["engine"], r["saved_by"]))]
-        first = ways[0][0]
-        parts.append(
-            f"### {name}: {first['model']}, {first['world_size']} ranks, "
-            f"{first['bytes'] / table.MB:.0f} MB of state, on {first['place']}, {first['num_turns']} turns"
-        )
-        parts.append("\n".join([HEAD, *(_line(*way) for way in ways)]))
-    return "\n\n".join(parts)
+    """Return what the page says: a row for each way, a column for each comparison."""
+    by_comparison = {way[0]["comparison"]: way[0] for way in _ways(rows)}
+    known = {(w[0]["engine"], w[0]["saved_by"], w[0]["comparison"]): _cell(*w) for w in _ways(rows)}
+    ways = dict.fromkeys(name[:2] for name in known)
+    head = [
+        f"{name}: {first['bytes'] / table.MB:.0f} MB on {first['place']}, {first['num_turns']} turns"
+        for name, first in by_comparison.items()
+    ]
+    lines = [[*way, *(known.get((*way, name), "") for name in by_comparison)] for way in ways]
+    where = f"{table.machine()} `make bench-checkpoints`."
+    return f"{wrapped(where)}\n\n{table.grid(['engine', 'saved by', *head], lines, 2)}"
 
 
-def _line(blocked: dict[str, Any], save: dict[str, Any], load: dict[str, Any]) -> str:
-    cells = [save["engine"], save["saved_by"], f"{1e3 * blocked['seconds']:.0f}"]
+def _ways(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the rows of each way of each comparison: blocked, save, load."""
+    key = itemgetter("comparison", "engine", "saved_by")
+    return [list(way) for _, way in groupby(rows, key)]
+
+
+def _cell(blocked: dict[str, Any], save: dict[str, Any], load: dict[str, Any]) -> str:
+    times = " / ".join(f"{1e3 * row['seconds']:.0f}" for row in (blocked, save, load))
+    extra = " / ".join(table.megabytes(row["peak_extra_bytes"]) for row in (save, load))
+    return f"{times} ms; {extra} MB"
+
+
+def _cells(way: list[dict[str, Any]]) -> list[str]:
+    blocked, save, load = way
+    cells = [
+        save["comparison"],
+        save["engine"],
+        save["saved_by"],
+        f"{1e3 * blocked['seconds']:.0f}",
+    ]
     for row in (save, load):
         low, high = row["seconds_quartiles"]
         cells += [f"{1e3 * row['seconds']:.0f}", f"{1e3 * low:.0f}–{1e3 * high:.0f}"]
         cells += [f"{row['mb_per_second']:.0f}"]
     extra = (table.megabytes(row["peak_extra_bytes"]) for row in (save, load))
-    return f"| {' | '.join([*cells, *extra, table.megabytes(save['written_bytes'])])} |"
+    return [*cells, *extra, table.megabytes(save["written_bytes"])]
 
 
 def _arguments() -> argparse.Namespace:

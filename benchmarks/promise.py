@@ -14,7 +14,7 @@ The limit is of tensors, not of the process. What the C library keeps of freed m
 heap, since a rank keeps freed memory for speed, and no plan of tensors knows it.
 
 --points N       the first N of all points
---write FILE     the page whose table is replaced
+--write FILE     the page whose section is replaced; every row goes into benchmarks/measured/
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 from benchmarks.real_runs import config_of, trains
-from benchmarks.table import machine, replace_in
+from benchmarks.table import grid, machine, tell
 from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
@@ -90,10 +90,7 @@ def main() -> int:
     for name in names:
         rows.append(judge(name))
         print(f"{len(rows)}/{len(names)} {rows[-1]}", file=sys.stderr, flush=True)
-    text = markdown(rows)
-    print(text)
-    if args.write is not None:
-        replace_in(args.write, text, "promise")
+    tell("promise", markdown(rows), cells(rows), args.write)
     return 0 if all(row.fits for row in rows) else 1
 
 
@@ -154,21 +151,35 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{machine()} {len(rows)} points, {NUM_RANKS} ranks each, margin {MARGIN:.0%}. Of those that fit, {died} died. "
         f"At {WASTE:.0%} less than the peak and its margin, {wasted} trained all the same."
     )
-    lines = [
-        wrapped(told),
-        "",
-        "| point | peak, MiB | late, MiB | fits, MiB | trains | refused, MiB | dies |",
-        "| --- | ---: | ---: | ---: | --- | ---: | --- |",
+    by_shape = [[row for row in rows if row.name.startswith(f"{shape},")] for shape in SHAPES]
+    head = (
+        "model, batch x tokens",
+        "points",
+        "fits within, MiB",
+        "died",
+        f"{WASTE:.0%} less: died",
+    )
+    return f"{wrapped(told)}\n\n{grid(head, [_of_shape(each) for each in by_shape if each])}"
+
+
+def _of_shape(rows: Sequence[Row]) -> list[str]:
+    limits = [row.limit_bytes / MIB for row in rows]
+    shape, _, _ = rows[0].name.rpartition(",")
+    died, refused = sum(not row.fits for row in rows), sum(row.dies_below for row in rows)
+    return [shape, f"{len(rows)}", f"{min(limits):.0f}–{max(limits):.0f}", f"{died}", f"{refused}"]
+
+
+def cells(rows: Sequence[Row]) -> list[Sequence[str]]:
+    """Return every row, below the names of the columns."""
+    found: list[Sequence[str]] = [
+        ("point", "peak, MiB", "late, MiB", "fits, MiB", "trains", "refused, MiB", "dies")
     ]
     for row in rows:
-        peak, late, limit, refused = (
-            f"{size / MIB:.1f}"
-            for size in (row.planned_bytes, row.late_bytes, row.limit_bytes, row.refused_bytes)
-        )
+        sizes = (row.planned_bytes, row.late_bytes, row.limit_bytes, row.refused_bytes)
+        peak, late, limit, refused = (f"{size / MIB:.1f}" for size in sizes)
         trains, dies = ("yes" if holds else "no" for holds in (row.fits, row.dies_below))
-        cells = [row.name, peak, late, limit, trains, refused, dies]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found.append((row.name, peak, late, limit, trains, refused, dies))
+    return found
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,11 +22,12 @@ from zeroexp.plan.plan_points import Plans
 from zeroexp.process import locks, safe_output
 
 COMMAND = "python -m benchmarks.published_page > docs/published.md"
-INTRODUCTION = f"""\
-The tables and figures below were published for the systems that zeroexp builds. Each cell is
-planned from the model's shapes and the strategy's placements (`python -m zeroexp.plan
-study=<name>`): these are predictions, not measurements. A cell agrees if it differs by no more
-than the rounding of what was published. This page is the output of `{COMMAND}`."""
+INTRODUCTION = (
+    "Figures published for the systems that zeroexp builds, each beside what `zeroexp plan study=<name>` says "
+    "of the same point: predictions, not measurements. A cell shows the published figure, and ours in brackets where "
+    "its digits are others; it agrees if both differ by no more than the rounding of what was published. This page is "
+    f"the output of `{COMMAND}`."
+)
 
 
 def main() -> int:
@@ -59,22 +60,26 @@ def compare_study(table: PublishedTable) -> list[ComparedCell]:
 
 
 def section(table: PublishedTable, cells: list[ComparedCell]) -> str:
-    """Return the table's section: one line a cell, then what differs and why."""
-    scaled = table.nominal is not None
-    names = ["point", "column", "published", "planned", *(["as it is"] if scaled else []), ""]
-    rules = ["---", "---", "---:", "---:", *(["---:"] if scaled else []), "---"]
-    rows = [_row(cell, scaled) for cell in cells]
-    lines = [f"| {' | '.join(each)} |".replace("|  |", "| |") for each in (names, rules, *rows)]
+    """Return the table's section: a line for each point, then what differs and why."""
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    rows: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        rows.setdefault("/".join(cell.row.engine), {})[cell.column] = _text(cell)
+    lines = [["point", *columns], ["---", *["---:"] * len(columns)]]
+    lines += [[point, *(row.get(column, "") for column in columns)] for point, row in rows.items()]
     why = [_wrapped(text) for text in _reasons_of_differences(table)]
     unit = _wrapped(f"`study={table.study}`; {table.unit}.")
-    return "\n\n".join([f"## {table.title}", unit, "\n".join(lines), *why])
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join([f"## {table.title}", unit, grid, *why])
 
 
-def _row(cell: ComparedCell, scaled: bool) -> list[str]:
+def _text(cell: ComparedCell) -> str:
+    """Return the published figure; behind it ours where its digits are others, and that of the model as it is."""
     ours = f"{cell.ours:.{max(cell.digits, 2)}f}"
-    actual = [] if not scaled else ["" if cell.actual is None else f"{cell.actual:.2f}"]
-    point = "/".join(cell.row.engine)
-    return [point, cell.column, cell.published, ours, *actual, "" if cell.agrees else "differs"]
+    parts = [] if float(ours) == float(cell.published) else [f"planned {ours}"]
+    parts += [] if cell.actual is None else [f"as it is {cell.actual:.2f}"]
+    parts += [] if cell.agrees else ["**differs**"]
+    return f"{cell.published} ({', '.join(parts)})" if parts else cell.published
 
 
 def _reasons_of_differences(table: PublishedTable) -> Iterator[str]:

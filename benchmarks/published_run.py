@@ -2,7 +2,7 @@
 
 Trains the study of table A on two ranks of this machine, for a few steps on drawn reviews, and sets what its ranks held
 beside what was published and what is planned. It needs 20 GiB of memory. FOLDER, of a sweep of that study, is read
-instead. --write FILE puts the tables between the page's markers.
+instead. --write FILE replaces the page's section; every cell goes into benchmarks/measured/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ from typing import cast
 from benchmarks.published import MIB, ComparedCell, Engine, compare_cells
 from benchmarks.published_page import compare_study
 from benchmarks.published_tables import TABLE_A
-from benchmarks.table import machine, replace_in
+from benchmarks.table import grid, machine, tell
 from zeroexp.measure.record import MemorySummary, RunSummary
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.report.markdown import wrapped
@@ -51,13 +51,12 @@ class HeldByTwoRanks:
 def main() -> int:
     args = _arguments()
     if args.folder is not None:
-        text = told(_runs_in(args.folder))
+        runs = _runs_in(args.folder)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            text = told(_runs_in(_train(Path(folder))))
-    print(text)
-    if args.write is not None:
-        replace_in(args.write, text, TABLE_A.study)
+            runs = _runs_in(_train(Path(folder)))
+    compared = compare(runs)
+    tell(TABLE_A.study, told(runs, compared), [HEAD, *(_cell(*c) for c in compared)], args.write)
     return 0
 
 
@@ -91,47 +90,41 @@ def _runs_in(sweep: Path) -> dict[Engine, RunSummary]:
     return found
 
 
-def told(runs: dict[Engine, RunSummary]) -> str:
-    """Return what the page says."""
+def compare(runs: dict[Engine, RunSummary]) -> list[tuple[ComparedCell, ComparedCell]]:
+    """Return each published cell as it is planned, and as it was measured."""
     held = {engine: HeldByTwoRanks(summary.memory) for engine, summary in runs.items()}
     # The columns of this table ask for held bytes alone, which a run has as well as a form.
     measured = compare_cells(TABLE_A, cast("dict[Engine, ClosedForm]", held))
-    planned = compare_study(TABLE_A)
-    cells = list(zip(planned, measured, strict=True))
+    return list(zip(compare_study(TABLE_A), measured, strict=True))
+
+
+def told(runs: dict[Engine, RunSummary], cells: Sequence[tuple[ComparedCell, ComparedCell]]) -> str:
+    """Return what the page says."""
     far = max(abs(p.ours - m.ours) for p, m in cells)
     agreed = sum(m.agrees for _, m in cells)
     result = (
-        f"{len(cells)} cells, {TABLE_A.unit}; {agreed} of them agree with the publication to its rounding when they "
-        f"are measured. What is measured differs from the plan by at most {far:.3f}."
+        f"{machine()} {len(cells)} cells, {TABLE_A.unit}; {agreed} of them agree with the publication to its rounding "
+        f"when they are measured. What is measured differs from the plan by at most {far:.3f}."
     )
-    lines = [
-        "| point | column | published | planned | measured |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    lines += [_cell(*cell) for cell in cells]
-    parts = [wrapped(machine()), f"### {TABLE_A.title}", wrapped(result), "\n".join(lines)]
-    return "\n\n".join([*parts, wrapped(PEAKS_TOLD), _peaks(runs)])
+    return "\n\n".join([wrapped(result), wrapped(PEAKS_TOLD), _peaks(runs)])
 
 
+HEAD = ("point", "column", "published", "planned", "measured")
 PEAKS_TOLD = (
     "The most that the fullest rank of the same runs held at once, with activations, gathered parameters and gradients "
-    "on their way: no publication has it, and it decides what fits."
+    "on their way: no publication has it, and it decides what fits. MiB:"
 )
 
 
-def _cell(planned: ComparedCell, measured: ComparedCell) -> str:
+def _cell(planned: ComparedCell, measured: ComparedCell) -> list[str]:
     numbers = [f"{each.ours:.{max(each.digits, 2)}f}" for each in (planned, measured)]
-    names = ["/".join(planned.row.engine), planned.column, planned.published]
-    return f"| {' | '.join([*names, *numbers])} |"
+    return ["/".join(planned.row.engine), planned.column, planned.published, *numbers]
 
 
 def _peaks(runs: Mapping[Engine, RunSummary]) -> str:
-    lines = ["| point | peak, MiB |", "| --- | ---: |"]
-    for row in TABLE_A.rows:
-        peak = runs[row.engine].memory.peak
-        shown = "–" if peak is None else f"{peak.fullest / MIB:,.0f}"
-        lines.append(f"| {'/'.join(row.engine)} | {shown} |")
-    return "\n".join(lines)
+    peaks = [runs[row.engine].memory.peak for row in TABLE_A.rows]
+    shown = ["–" if peak is None else f"{peak.fullest / MIB:,.0f}" for peak in peaks]
+    return grid(["/".join(row.engine) for row in TABLE_A.rows], [shown], 0)
 
 
 def _arguments() -> argparse.Namespace:

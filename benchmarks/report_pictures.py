@@ -53,9 +53,7 @@ def take_pictures(page: Path, folder: Path) -> list[Path]:
     if browser is None:
         raise ConfigError(f"no browser takes the pictures; install one of {', '.join(BROWSERS)}")
     if not page.is_file():
-        raise ConfigError(
-            f"{page}: no such page; make it with python -m zeroexp.report --html {page}"
-        )
+        raise ConfigError(f"{page}: no such page; make it with zeroexp report --html {page}")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; name one that is there")
     return [_take_picture(browser, page, folder / name) for name in PICTURES]

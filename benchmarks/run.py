@@ -1,9 +1,9 @@
-"""python -m benchmarks.run: time all engines in turn, write outputs/bench/latest.json and docs/benchmarks.md.
+"""python -m benchmarks.run: time all engines in turn, write outputs/bench/latest.json.
 
 --quick                    one comparison: 24M, two ranks, loopback, within three minutes
 --only NAME [NAME ...]     comparisons by name (--list prints them)
 --engines NAME [...]       instead of all; `limit` and `ddp`, which ratios refer to, are always there
---write FILE               the page whose table is replaced
+--write FILE               the page whose section is replaced; every row goes into benchmarks/measured/
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def main() -> int:
         rows += compare(comparison)
         LATEST.parent.mkdir(parents=True, exist_ok=True)
         LATEST.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(table.markdown(rows))
-    if args.write is not None:
-        table.replace_in(args.write, table.markdown(rows))
+    table.tell("speed", table.markdown(rows), table.cells(rows), args.write)
     return 0
 
 

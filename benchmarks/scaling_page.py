@@ -63,14 +63,14 @@ MODELS = (
     ),
 )
 INTRODUCTION = (
-    "Everything on this page is a prediction; nothing was measured, and no GPU was at hand. It is the output of "
-    f"`{COMMAND}`, which rehearses the real engine at each world size (docs/plan.md) and walks the rehearsed step on "
-    "two networks. Use it for the order of strategies and for where they stop to scale, not for milliseconds."
+    "Everything here is a prediction: nothing was measured, and no GPU has run it. It is the output of "
+    f"`{COMMAND}`, which rehearses the real engine at each world size (docs/plan.md) and walks the step on two "
+    "networks. Use it for the order of strategies and for where they stop to scale, not for milliseconds."
 )
 COLUMNS = (
-    "peak: GiB of the fullest rank, with activations. ms: the expected time of a step; the range of a prior is 35 % to "
-    "either side. efficiency: the part of the step in which the rank computes, which is 100 % where every message is "
-    "hidden. The work of a rank is the same at every world size (weak scaling)."
+    "peak: GiB of the fullest rank, with activations. ms: the expected step, 35 % to either side. efficiency: the part "
+    "of it in which the rank computes, 100 % where every message is hidden. The work of a rank is the same at every "
+    "world size (weak scaling)."
 )
 
 
@@ -78,19 +78,15 @@ def assumptions() -> list[str]:
     """Return a sentence for each thing that is assumed."""
     return [
         f"GPUs are the {PRIOR_DEVICE} of torch's tables, without sparsity: {PRODUCT_SHARE:.0%} of its products and "
-        f"{MEMORY_SHARE:.0%} of its memory rate are reached. Kernels are those of this torch, one for each operation, "
-        "as without torch.compile.",
+        f"{MEMORY_SHARE:.0%} of its memory rate are reached, one kernel for each operation, as without torch.compile.",
         *[_told(network) for network in NETWORKS.values()],
-        "A message goes round one ring through all ranks: each further node adds to its latency, and a node's rate "
-        "bounds all of it. Trees and hierarchies, with which NCCL shortens latency, are not assumed.",
-        "Eight GPUs are a node. Nobody else uses the network, no rank is slower than another, and data are there.",
+        "A message goes round one ring through all ranks, bounded by a node's rate; NCCL's trees and hierarchies are "
+        "not assumed. Eight GPUs are a node. Nobody else uses the network, and no rank is slower than another.",
         "Parameters and messages of parameters are bf16; gradients are summed in fp32, and the optimizer (AdamW) "
-        "updates an fp32 master. Blocks are recomputed in backward. A step is one microbatch of each rank, so that "
+        "updates an fp32 master. Blocks are recomputed in backward. A step is one microbatch of each rank; "
         "accumulating gradients would raise every efficiency.",
-        "Units are blocks, one of which is gathered ahead. Experts are sharded like other parameters and not placed "
-        "(no expert parallelism): each rank gathers all of them. No token is dropped, so the work does not depend on "
-        "which experts are chosen.",
-        "NCCL's own buffers and the driver are not in the peak.",
+        "Units are blocks, one of which is gathered ahead. Experts are sharded like other parameters (no expert "
+        "parallelism), and no token is dropped. NCCL's own buffers and the driver are not in the peak.",
     ]
 
 

@@ -22,7 +22,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 @cache
 def composed(*overrides: str) -> Config:
-    """The config of `python -m zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
+    """The config of `zeroexp <overrides>`, not yet resolved. Shared: change a copy."""
     return from_mapping(Config, _values(*overrides))
 
 

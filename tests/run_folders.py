@@ -64,7 +64,7 @@ def write_run(
     write_json(
         folder / "environment.json",
         {
-            "command": "python -m zeroexp -m study=compare",
+            "command": "zeroexp -m study=compare",
             "host": "laptop",
             "machine": {"processor": "a processor", "num_cpus": 2},
             "git": {"commit": "0123abc", "dirty": False},

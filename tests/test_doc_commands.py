@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.warm import Warm
+from zeroexp.commandline.commands import VERBS, module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "slurm/site.example/cluster/mysite.yaml"
@@ -25,20 +25,7 @@ PAGES = ["docs/slurm.md", SITE, "README.md", "CONTRIBUTING.md"]
 # tests/test_extending.py gives the commands of extending.md beside the files that it adds.
 OTHERS = {"slurm.md", "extending.md"}
 PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md") if path.name not in OTHERS)
-MODULES = (
-    *(
-        "zeroexp",
-        "zeroexp.calibrate",
-        "zeroexp.export",
-        "zeroexp.plan",
-        "benchmarks.published_page",
-        "benchmarks.scaling_page",
-    ),
-    *("zeroexp.report", "zeroexp.sync", "zeroexp.watch"),
-)
-COMMAND = re.compile(
-    r"^(?:    |#   )(python -m zeroexp.*)|`(python -m zeroexp[^`]*)`", re.MULTILINE
-)
+COMMAND = re.compile(r"^(?:    |#   )(zeroexp(?: .*)?)$|`(zeroexp(?: [^`]*)?)`", re.MULTILINE)
 SETTING = re.compile(r"`('?\+?(?:cluster|checkpoint|outputs|tracking|data|resume)[\w.]*=[^`]*)`")
 FOR_A_PLACE = {
     "<sweep>": "compare",
@@ -58,7 +45,6 @@ SAVED = ("resume=", "model.weights=")
 ELSEWHERE = {
     "hydra/sweeper=optuna": "tests/cluster/test_sweep.py and test_slurm_sweep.py run it",
     "data=yelp": "it asks the network for the data",
-    "benchmarks.scaling_page": "tests/plan/test_scaling.py makes the page",
 }
 
 
@@ -81,9 +67,7 @@ def settings() -> list[tuple[str, str]]:
         page: {word.partition("=")[0]: word for word in words} for page, words in by_page.items()
     }
     return [
-        (page, " ".join(["python -m zeroexp", *words.values()]))
-        for page, words in first.items()
-        if words
+        (page, " ".join(["zeroexp", *words.values()])) for page, words in first.items() if words
     ]
 
 
@@ -105,10 +89,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(["bash", "-c", make_site], cwd=folder, env=environment(folder), check=True)
     shutil.copy(folder / "site/cluster/juwels.yaml", folder / "site/cluster/mysite.yaml")
     words = [*TINY, "study.name=compare", "cluster.device=cpu", "world_size=1", "train.steps=10"]
-    run(folder, "zeroexp", [*words, "tracking=files", "checkpoint.every=10"])
+    run(folder, [*words, "tracking=files", "checkpoint.every=10"])
     (trained,) = (folder / "outputs/compare").glob("zero3*")
     trained.rename(trained.with_name("run"))
-    run(folder, "zeroexp.export", ["outputs/compare/run", "--to", "DIR"])
+    run(folder, ["export", "outputs/compare/run", "--to", "DIR"])
     rows = [f"a word,{1 + i % 5},{('bad', 'fine', 'good')[i % 3]}" for i in range(9)]
     (folder / "reviews.csv").write_text("\n".join(["review,stars,verdict", *rows, ""]))
     (folder / "corpus").mkdir()
@@ -122,19 +106,18 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "HOME": str(folder), "USER": "me", "PYTHONPATH": paths}
 
 
-def run(folder: Path, module: str, words: list[str]) -> str:
-    done = Warm([sys.executable, "-m", module, *words], cwd=folder, env=environment(folder))
+def run(folder: Path, words: list[str]) -> str:
+    done = Warm([sys.executable, "-m", "zeroexp", *words], cwd=folder, env=environment(folder))
     output, errors = done.communicate()
-    assert done.returncode == 0, f"{module} {words}: {errors}"
+    assert done.returncode == 0, f"{words}: {errors}"
     return output
 
 
 def words_of(command: str, folder: Path) -> list[str]:
-    """What a shell makes of the command, once its placeholders have a value."""
+    """What a shell makes of the words behind `zeroexp`, once placeholders have a value."""
     for name, value in FOR_A_PLACE.items():
         command = command.replace(name, value)
-    printed = command.replace("python", "printf '%s\\0'", 1)
-    shell = ["bash", "-c", printed]
+    shell = ["bash", "-c", f"printf '%s\\0' {command}"]
     done = subprocess.run(
         shell, env=environment(folder), capture_output=True, text=True, check=True
     )
@@ -142,7 +125,7 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 
 def as_a_dry_run(words: list[str]) -> list[str]:
-    """The words of `python -m zeroexp`, so that no rank starts; a cluster that is Slurm's stays."""
+    """The words of a run, so that no rank starts; a cluster that is Slurm's stays."""
     only_local = ("cluster=local", "cluster.requeue=false", "cluster.device=auto")
     kept = [word for word in words if word not in only_local]
     if not any(word.startswith("cluster=") for word in kept):
@@ -165,21 +148,21 @@ def as_a_dry_run(words: list[str]) -> list[str]:
 def test_a_command_of_a_page_is_taken(place: Path, command: str) -> None:
     if known := next((reason for word, reason in ELSEWHERE.items() if word in command), None):
         pytest.skip(known)
-    module, *words = words_of(command, place)
-    if module != "zeroexp" or "--rerun" in words or "--cfg" in words:
-        reads_a_sweep(place, module, words)
+    words = words_of(command, place)
+    if module_of(words) or "--rerun" in words or "--cfg" in words:
+        reads_a_sweep(place, words)
     else:
-        output = run(place, module, as_a_dry_run(words))
+        output = run(place, as_a_dry_run(words))
         assert "#SBATCH --nodes=" in output
 
 
-def reads_a_sweep(place: Path, module: str, words: list[str]) -> None:
-    if module == "zeroexp.export":  # it writes over nothing
+def reads_a_sweep(place: Path, words: list[str]) -> None:
+    if words[0] == "export":  # it writes over nothing
         shutil.rmtree(place / "outputs/compare/run/exported", ignore_errors=True)
         shutil.rmtree(place / "DIR" if "DIR" in words else place / "nothing", ignore_errors=True)
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", "zeroexp", *words]
     # It starts processes by multiprocessing, which a warm one may not.
-    if module == "zeroexp.calibrate":
+    if words[0] == "calibrate":
         subprocess.run(command, cwd=place, env=environment(place), check=True)
         return
     done = Warm(command, cwd=place, env=environment(place))
@@ -193,9 +176,8 @@ def test_commands_are_found() -> None:
     assert len(found) > 30
     ours = dict(settings())["docs/slurm.md"]
     assert all(f" {key}=" in ours for key in ("cluster.device", "outputs", "'cluster.slurm.srun"))
-    modules = {command.split()[2] for _, command in found}
-    assert modules <= {*MODULES}
-    assert all(find_spec(module) for module in modules)
+    verbs = {command.split()[1] for _, command in found if " " in command}
+    assert verbs >= {*VERBS} - {"run"}, "each verb stands on some page"
 
 
 def test_each_key_of_own_data_has_a_command_with_it() -> None:

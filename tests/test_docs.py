@@ -75,7 +75,7 @@ def test_table_and_picture_of_the_readme_show_the_same_runs() -> None:
     lines = [line.strip("| ").split(" | ") for line in rest.partition(END)[0].splitlines()]
     header, _, *rows = [cells for cells in lines if len(cells) > 1]
     peaks = {
-        " · ".join(row[: header.index("params")]): float(row[header.index("peak")]) for row in rows
+        " · ".join(row[: header.index("total")]): float(row[header.index("peak")]) for row in rows
     }
     texts = [
         "".join(element.itertext()).strip()

@@ -1,4 +1,4 @@
-"""`python -m zeroexp.watch --once` where nothing is Slurm's any more; on a real Slurm: cluster/test_slurm_sweep.py."""
+"""`zeroexp watch --once` where nothing is Slurm's any more; on a real Slurm: cluster/test_slurm_sweep.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Commands of ours as processes that begin with everything imported: forks of the server that forks ranks of tests.
 
-`python -m zeroexp` imports for half a second and the server of its ranks for four, and no test that uses this is about
+`zeroexp` imports for half a second and the server of its ranks for four, and no test that uses this is about
 either. Those that are start an interpreter: tests/cluster/test_local.py, tests/test_rank.py, tests/test_configs.py, and
 the matrix of tests/cluster/test_sweep.py.
 """

@@ -1,4 +1,4 @@
-"""`python -m zeroexp` runs one experiment or a sweep: Hydra composes the points, zeroexp.cluster.sweep runs them."""
+"""`zeroexp` runs one experiment or a sweep: Hydra composes the points, zeroexp.cluster.sweep runs them."""
 
 from __future__ import annotations
 

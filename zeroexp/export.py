@@ -1,9 +1,9 @@
-"""`python -m zeroexp.export RUN`: the weights of a checkpoint in Hugging Face's format, for everybody else.
+"""`zeroexp export RUN`: the weights of a checkpoint in Hugging Face's format, for everybody else.
 
-    python -m zeroexp.export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
-    python -m zeroexp.export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
-    python -m zeroexp model.weights=DIR                     start from it
-    python -m zeroexp model=hf model.path=DIR               start from that of a run with model=hf
+    zeroexp export outputs/<sweep>/<run>          the newest checkpoint, into <run>/exported/step-000020
+    zeroexp export outputs/<sweep>/<run> --step 10 --to DIR --dtype bfloat16
+    zeroexp model.weights=DIR                     start from it
+    zeroexp model=hf model.path=DIR               start from that of a run with model=hf
 
 It reads one tensor after the other, checks each hash and writes file by file into a hidden folder beside DIR. When all
 is written, one rename gives the folder its name. Exit codes: 0 written, 2 refused with the reason in one line.

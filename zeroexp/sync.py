@@ -1,4 +1,4 @@
-"""`python -m zeroexp.sync outputs/<sweep>`: send MLflow what the folders of a sweep's runs hold.
+"""`zeroexp sync outputs/<sweep>`: send MLflow what the folders of a sweep's runs hold.
 
 Compute nodes only write files. Any machine that reaches those files and the store can send them. Sending again changes
 nothing, so it may run at any time, by cron too. Exit codes: 0 sent, 1 the store did not take it, 2 no such sweep.

@@ -1,9 +1,9 @@
-"""`python -m zeroexp.watch outputs/<sweep>`: show the state of a sweep on Slurm, live and at any time.
+"""`zeroexp watch outputs/<sweep>`: show the state of a sweep on Slurm, live and at any time.
 
-    python -m zeroexp.watch outputs/<sweep>                  follow it to its end; Ctrl-C leaves the jobs alone
-    python -m zeroexp.watch outputs/<sweep> --once           show it as it is now
-    python -m zeroexp.watch outputs/<sweep> --cancel         cancel all that has not ended
-    python -m zeroexp.watch outputs/<sweep> --rerun failed   submit again what did not come to its end
+    zeroexp watch outputs/<sweep>                  follow it to its end; Ctrl-C leaves the jobs alone
+    zeroexp watch outputs/<sweep> --once           show it as it is now
+    zeroexp watch outputs/<sweep> --cancel         cancel all that has not ended
+    zeroexp watch outputs/<sweep> --rerun failed   submit again what did not come to its end
 
 Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep, 130 Ctrl-C in --rerun, which cancels the jobs.
 """

@@ -114,7 +114,7 @@ def test_submit_leave_watch_rerun(cluster: Minicluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = jobs(tmp_path)
     sweep = str(first.folder.parent)
-    assert f"python -m zeroexp.watch {os.path.relpath(sweep, tmp_path)}" in done.stdout
+    assert f"zeroexp watch {os.path.relpath(sweep, tmp_path)}" in done.stdout
 
     watched = run(cluster, tmp_path, "zeroexp.watch", sweep)
     assert watched.returncode == 1, watched.stderr
@@ -142,7 +142,7 @@ def test_jobs_tell_a_server_of_their_steps(cluster: Minicluster, tmp_path: Path)
     told = [*SMALL, f"tracking.uri={server.uri}", "world_size=2"]
     done = run(cluster, tmp_path, "zeroexp", *told, "study.name=away")
     assert done.returncode == 0, done.stderr
-    assert f"no server answers at {server.uri}); later:\n  python -m zeroexp.sync" in done.stdout
+    assert f"no server answers at {server.uri}); later:\n  zeroexp sync" in done.stdout
     (away,) = jobs(tmp_path)
     assert (away.folder / "logs" / "mlflow.log").read_text().count("\n") == 1
     told += ["cluster.wait=false"]
@@ -216,7 +216,7 @@ def test_ctrl_c_while_slurm_is_silent_says_which_jobs_go_on(
     assert sweep.returncode == 130 and "Traceback" not in said, said
     folder = os.path.relpath(job.folder.parent, tmp_path)
     assert f"so that 1 jobs go on ({slurm_id(job)}); once it does, " in said
-    assert f"`python -m zeroexp.watch {folder} --cancel` ends them" in said
+    assert f"`zeroexp watch {folder} --cancel` ends them" in said
     assert job.state["status"] == "running"
     run(cluster, tmp_path, "zeroexp.watch", folder, "--cancel")
     assert job.state["status"] == "cancelled"

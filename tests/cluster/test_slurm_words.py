@@ -271,7 +271,7 @@ def test_jobs_that_a_silent_slurm_can_not_cancel_go_on_and_one_line_names_them(
     said = capsys.readouterr().err
     assert said.startswith("zeroexp: Slurm does not answer (scancel is not here;")
     assert "so that 1 jobs go on (17)" in said and said.count("\n") == 1
-    assert f"`python -m zeroexp.watch {os.path.relpath(sweep)} --cancel` ends them" in said
+    assert f"`zeroexp watch {os.path.relpath(sweep)} --cancel` ends them" in said
 
 
 def make_job(folder: Path, cluster: ClusterConfig | None = None, world_size: int = 1) -> Job:

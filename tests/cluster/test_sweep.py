@@ -285,7 +285,7 @@ def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     assert failed.failure is not None and failed.failure["rank"] == 0
     assert failed.failure["exception"] in done.stderr and "rank0.log" in done.stderr
 
-    command = re.search(r"python -m zeroexp (--rerun \S+)", done.stdout)
+    command = re.search(r"zeroexp (--rerun \S+)", done.stdout)
     assert command is not None
     first_states = {name: job.state for name, job in found.items()}
     again = in_new_processes(tmp_path, *command[1].split())

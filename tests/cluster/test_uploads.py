@@ -80,4 +80,4 @@ def test_a_store_that_is_away_costs_a_complaint_and_nothing_else(
     sent.conclude(folder.parent)
     printed = capsys.readouterr().out
     assert printed.startswith("\nMLflow did not take the runs (")
-    assert printed.endswith(f"python -m zeroexp.sync {os.path.relpath(folder.parent)}\n")
+    assert printed.endswith(f"zeroexp sync {os.path.relpath(folder.parent)}\n")

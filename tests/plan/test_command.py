@@ -1,4 +1,4 @@
-"""`python -m zeroexp.plan`: the words of a run in, every rank's bytes out, no file left."""
+"""`zeroexp plan`: the words of a run in, every rank's bytes out, no file left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m zeroexp.report`: which sweep it shows, and what it says where there is none."""
+"""`zeroexp report`: which sweep it shows, and what it says where there is none."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     assert report(monkeypatch) == REFUSED
     assert report(monkeypatch, "elsewhere") == REFUSED
     said = capsys.readouterr().err
-    assert "python -m zeroexp" in said
+    assert "zeroexp" in said
     assert "elsewhere: no run in there" in said
 
 

@@ -23,7 +23,7 @@ def runs_of(folder: Path, **last: str) -> list[Run]:
 def test_it_says_when_and_where_and_has_a_row_for_each_run(tmp_path: Path) -> None:
     sentence, table = render(runs_of(tmp_path)).split("\n\n")
     assert " ".join(sentence.split()) == (
-        "Measured on 2026-09-21 with `python -m zeroexp -m study=compare`; a processor, 2 cores; "
+        "Measured on 2026-09-21 with `zeroexp -m study=compare`; a processor, 2 cores; "
         "Python 3.11.7, torch 2.13.0. All points: model small, ranks 2. Bytes are MiB of the fullest rank."
     )
     assert max(map(len, sentence.splitlines())) <= 100

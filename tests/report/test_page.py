@@ -280,7 +280,7 @@ def test_runs_without_results_make_a_page_of_words(tmp_path: Path) -> None:
 
 def test_what_was_run_can_be_run_again(sweep: Path) -> None:
     text = page.render(points(sweep))
-    assert "python -m zeroexp -m study=compare" in text
+    assert "zeroexp -m study=compare" in text
     assert "a processor" in text
     assert "2.13.0" in text
 

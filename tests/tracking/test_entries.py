@@ -139,7 +139,7 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
         "git_dirty": "false",
         "host": "laptop",
         "mlflow.source.git.commit": "0123abc",
-        "mlflow.source.name": "python -m zeroexp -m study=compare",
+        "mlflow.source.name": "zeroexp -m study=compare",
         "mlflow.runColor": "#d55e00",
     }
 
@@ -148,7 +148,7 @@ def test_mlflow_itself_is_told_of_code_colour_and_data(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     made = labels.run_tags(run, "done")
     assert made["mlflow.source.git.commit"] == "0123abc"
-    assert made["mlflow.source.name"] == "python -m zeroexp -m study=compare"
+    assert made["mlflow.source.name"] == "zeroexp -m study=compare"
     torchs = labels.run_tags(read_run(write_run(tmp_path / "b", "zero3", "torch")), "done")
     assert (made["mlflow.runColor"], torchs["mlflow.runColor"]) == ("#d55e00", "#eebf99")
     assert run.summary is not None and labels.dataset_fields(run) is None

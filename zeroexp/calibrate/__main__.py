@@ -1,4 +1,4 @@
-"""`python -m zeroexp.calibrate`: measure this machine once, for the seconds that plans estimate.
+"""`zeroexp calibrate`: measure this machine once, for the seconds that plans estimate.
 
 Measured are the rate of products by dtype and size, of memory, the host's time for an operation, and what a reduction
 costs between ranks of this machine, by transport and size. On CPUs these are two ranks; then small models train for a

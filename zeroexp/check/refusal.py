@@ -17,7 +17,7 @@ def value_of(config: Config, key: str) -> Any:
         elif hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"{key}: no such key; `python -m zeroexp --cfg job` shows them all")
+            raise ConfigError(f"{key}: no such key; `zeroexp --cfg job` shows them all")
     return getattr(value, "name", value)
 
 

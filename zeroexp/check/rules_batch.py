@@ -55,7 +55,7 @@ def num_gpus() -> int:
 def check_ranks_fit_machine(config: Config) -> None:
     if config.cluster.kind == "local" and config.world_size > MOST_RANKS_HERE:
         problem = "more ranks than one machine starts"
-        remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or python -m zeroexp.plan"
+        remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or zeroexp plan"
         refuse_combination(config, "world_size", problem, remedy)
 
 

@@ -27,7 +27,7 @@ LIBRARIES: tuple[str, ...] = (
 def describe_environment(arguments: Sequence[str], device: str) -> dict[str, Any]:
     """Return the content of environment.json; `device` is the requested one (auto, cpu, cuda)."""
     return {
-        "command": shlex.join(["python", "-m", "zeroexp", *arguments]),
+        "command": shlex.join(["zeroexp", *arguments]),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "device": device,

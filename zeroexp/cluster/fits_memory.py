@@ -133,5 +133,5 @@ def _refusal(config: Config, outcome: Outcome) -> str:
     )
     return (
         f"cluster.device_memory_gib={cluster.device_memory_gib:g}: {needed}{beside}; "
-        "use more ranks or a later stage (python -m zeroexp.plan --fit), or cluster.force=true"
+        "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
     )

@@ -95,7 +95,7 @@ def _print_that_they_go_on(jobs: Sequence[Job], error: SlurmSilent) -> None:
     print(
         f"zeroexp: Slurm does not answer ({error}), so that {len(jobs)} jobs go on"
         f"{f' ({ids})' if ids else ''}; once it does, "
-        f"`python -m zeroexp.watch {sweep} --cancel` ends them, and without --cancel follows them",
+        f"`zeroexp watch {sweep} --cancel` ends them, and without --cancel follows them",
         file=sys.stderr,
     )
 

@@ -162,7 +162,7 @@ class Sweep:
             print(
                 f"\n{failed} of {len(self._jobs)} points did not come to their end; run them again with"
             )
-            print(f"  python -m zeroexp --rerun {folder}")
+            print(f"  zeroexp --rerun {folder}")
         return int(failed > 0 or self._num_damaged > 0 or not holds)
 
     # ---- the steps of a batch
@@ -280,7 +280,7 @@ class Sweep:
         queued = sum(run.status in UNFINISHED for run in runs)
         if queued and self._folder:
             print(f"\n{queued} points are Slurm's now; to see what becomes of them:")
-            print(f"  python -m zeroexp.watch {os.path.relpath(self._folder)}")
+            print(f"  zeroexp watch {os.path.relpath(self._folder)}")
 
     def _print_conclusions(self, points: Sequence[RunPoint]) -> bool:
         """Print verdicts and broken claims and write the page; return False if a claim is broken."""

@@ -14,13 +14,17 @@ VERBS = {
     "watch": ("zeroexp.watch", "follow, cancel or rerun a sweep on Slurm"),
     "sync": ("zeroexp.sync", "send the files of runs to MLflow"),
     "export": ("zeroexp.export", "a checkpoint's weights, for transformers"),
+    "calibrate": (
+        "zeroexp.calibrate.__main__",
+        "measure this machine, for the seconds that plans tell",
+    ),
 }
 
 
 def listed() -> str:
     """Return the verbs for the screen of help, in one line each."""
     rows = [
-        f"  zeroexp {verb:8} {purpose}" for verb, (_, purpose) in VERBS.items() if verb != "run"
+        f"  zeroexp {verb:9} {purpose}" for verb, (_, purpose) in VERBS.items() if verb != "run"
     ]
     return "\n".join([*rows, "  each has --help"])
 

@@ -1,4 +1,4 @@
-"""`python -m zeroexp.report --diverge A B`: where two strategies begin to differ.
+"""`zeroexp report --diverge A B`: where two strategies begin to differ.
 
 A and B are run folders (outputs/<sweep>/<run>). Runs without hashes are run again on this machine, in the folder
 outputs/<sweep>/hashed/<run>, with hashes of the first steps on. Exit codes: 0 they are equal within the bound, 1 they
@@ -93,7 +93,7 @@ def _shorten(config: Config) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m zeroexp.report",
+        prog="zeroexp report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

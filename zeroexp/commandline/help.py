@@ -19,7 +19,7 @@ from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
 SCREEN = """\
 zeroexp trains one model under every way of sharding its training state, and shows what each costs.
 
-  zeroexp                                      one run, then its table   (or: python -m zeroexp)
+  zeroexp                                      one run, then its table
   zeroexp study=compare                        every stage, by hand and by torch
   zeroexp strategy=zero1,zero2 world_size=1,2  lists are swept, each with each
   zeroexp --rerun outputs/<sweep>              again what failed         --cfg job   every key and its value
@@ -29,7 +29,8 @@ Choose
 Set (zeroexp --help KEY says more, of every key)
 {keys}
 Exit codes: 0 all ran (undefined combinations are skipped with their reason), 1 a run failed or a claim does
-not hold, 2 the configuration is wrong and nothing ran. --version; Hydra's own options: --hydra-help"""
+not hold, 2 the configuration is wrong and nothing ran. --version; Hydra's own options: --hydra-help.
+`eval "$(zeroexp -sc install=bash)"` lets the shell complete words."""
 
 IMPORTANT = (
     *("world_size", "resume", "outputs", "data.seq_len", "data.global_batch_size", "data.path"),

@@ -30,7 +30,7 @@ HINTS = {
     "to Integer": "use a whole number",
     "to Float": "use a number",
     "valid bool": "use true or false",
-    "not in '": "`python -m zeroexp --cfg job` shows all keys",
+    "not in '": "`zeroexp --cfg job` shows all keys",
     "is not a subclass": "set one of its keys, or choose a group's option",
     "": "zeroexp/config/keys.py tells its type",
 }
@@ -82,7 +82,7 @@ def _unknown_key(key: str, value: str) -> str:
     if remedy := suggest_key(key):
         return f"{key}={value}: unknown key; {remedy}"
     near = did_you_mean(key, (name for name, _ in fields_of()), most=3)
-    remedy = " ".join(filter(None, (near, "`python -m zeroexp --cfg job` shows them all")))
+    remedy = " ".join(filter(None, (near, "`zeroexp --cfg job` shows them all")))
     return f"{key}={value}: unknown key; {remedy}"
 
 

@@ -251,7 +251,7 @@ class ClusterConfig:
     rehearse_s: int = number(60, least=0, most=YEAR_S)
     # a point that runs longer is stopped and recorded as timed out
     timeout_s: int = number(3600, least=1, most=YEAR_S)
-    # slurm: False submits and returns; `python -m zeroexp.watch` shows the sweep later
+    # slurm: False submits and returns; `zeroexp watch` shows the sweep later
     wait: bool = True
     # slurm: silence of a task after which it, or its node, counts as lost
     heartbeat_s: int = number(30, least=1, most=YEAR_S)

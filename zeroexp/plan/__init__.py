@@ -1,4 +1,4 @@
-"""A plan computes what a run will cost before it runs: `python -m zeroexp.plan` with the words of the run.
+"""A plan computes what a run will cost before it runs: `zeroexp plan` with the words of the run.
 
 __main__.py, plan_points.py   the command, and the points of its line
 form_of_config.py             the closed form of a configured point

@@ -1,12 +1,12 @@
-"""`python -m zeroexp.plan WORDS`: what each rank would hold and send, planned before anything runs.
+"""`zeroexp plan WORDS`: what each rank would hold and send, planned before anything runs.
 
 The words are those of a run, lists and studies too:
 
-    python -m zeroexp.plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
-    python -m zeroexp.plan study=compare cluster.device_memory_gib=16
+    zeroexp plan model=llama_7b world_size=8,64,1024 strategy=ddp,zero1,zero2,zero3
+    zeroexp plan study=compare cluster.device_memory_gib=16
 
 --rehearse  with any of these: the peak with activations and the seconds of a step, by the real engine on tensors
-            without memory; seconds are those of python -m zeroexp.calibrate, or of tables
+            without memory; seconds are those of zeroexp calibrate, or of tables
 --json      every rank's bytes; --csv: one line for each point
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
             largest micro-batch and the longest sequence; and the points that no other beats in memory and time

@@ -1,4 +1,4 @@
-"""A rank's speed and that of its links is measured by `python -m zeroexp.calibrate`, or is a prior from tables.
+"""A rank's speed and that of its links is measured by `zeroexp calibrate`, or is a prior from tables.
 
 A calibration of CPUs holds for the machine that it was made on. One of GPUs holds wherever their file is, since plans
 are made on machines without any; the links between their nodes are a prior's all the same.
@@ -170,11 +170,11 @@ def load(path: Path) -> Calibration | None:
         found = Calibration(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: no calibration ({error}); run python -m zeroexp.calibrate again"
+            f"{path}: no calibration ({error}); run zeroexp calibrate again"
         ) from None
     if found.device == "cpu" and found.machine != this_machine():
         raise ConfigError(
-            f"{path}: of another machine ({found.machine}; this is {this_machine()}); run python -m zeroexp.calibrate "
+            f"{path}: of another machine ({found.machine}; this is {this_machine()}); run zeroexp calibrate "
             "here, or remove it"
         )
     return found
@@ -221,7 +221,7 @@ def cpu_prior_speed(transport: str) -> Speed:
     peak = hertz * FLOPS_PER_CYCLE.get(instructions, OTHER_FLOPS_PER_CYCLE)
     latency, rate = CPU_LINKS.get(transport, CPU_LINKS["gloo"])
     return Speed(
-        label=f"a core of {hertz / 1e9:.1f} GHz with {instructions}, {NOT_CALIBRATED}: run python -m zeroexp.calibrate",
+        label=f"a core of {hertz / 1e9:.1f} GHz with {instructions}, {NOT_CALIBRATED}: run zeroexp calibrate",
         product_rates={
             dtype: {size: peak * each * share for size, share in CPU_PRODUCT_SHARES.items()}
             for dtype, each in CPU_DTYPE_SHARES.items()

@@ -1,10 +1,10 @@
-"""`python -m zeroexp.report [FOLDER ...]`: what sweeps or runs cost, from the files of their folders alone.
+"""`zeroexp report [FOLDER ...]`: what sweeps or runs cost, from the files of their folders alone.
 
-    python -m zeroexp.report                                 the newest sweep in outputs/ as a table
-    python -m zeroexp.report outputs/a outputs/b             both, and which points moved from a to b
-    python -m zeroexp.report outputs/a --html report.html    one page with every chart, which needs no network
-    python -m zeroexp.report outputs/a --csv - --json a.json numbers for other programs; - is standard output
-    python -m zeroexp.report --diverge RUN_A RUN_B           the first verb and tensor in which two runs differ
+    zeroexp report                                 the newest sweep in outputs/ as a table
+    zeroexp report outputs/a outputs/b             both, and which points moved from a to b
+    zeroexp report outputs/a --html report.html    one page with every chart, which needs no network
+    zeroexp report outputs/a --csv - --json a.json numbers for other programs; - is standard output
+    zeroexp report --diverge RUN_A RUN_B           the first verb and tensor in which two runs differ
 
 Exit codes: 0 fine; 1 a number that must be exact varies between repeats of a point, or what `study.must_equal` names
 differs; 2 refused in one line. A folder that cannot be read costs one line on standard error.
@@ -136,13 +136,13 @@ def _put(option: str, where: str, text: str) -> None:
 def _newest(outputs: Path) -> list[Path]:
     sweeps = {config.parent.parent for config in outputs.glob("*/*/config.yaml")}
     if not sweeps:
-        raise ConfigError("outputs/ holds no sweep; run one first: python -m zeroexp")
+        raise ConfigError("outputs/ holds no sweep; run one first: zeroexp")
     return sorted(sweeps, key=lambda sweep: sweep.stat().st_mtime)[-1:]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m zeroexp.report",
+        prog="zeroexp report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -135,7 +135,7 @@ def _meanings(runs: Sequence[Run]) -> list[str]:
         "step, on the fullest rank (mean: over ranks, where they differ by more than 2 %).",
         "total: the most of all kinds held at one moment, so it may be less than their sum.",
         "peak: the most allocated at once during any step, activations included; – where it cannot be known.",
-        "planned: the total that closed forms say of the same run (python -m zeroexp.plan)."
+        "planned: the total that closed forms say of the same run (zeroexp plan)."
         if any("total" in s.plan for s in summaries)
         else "",
         "build: the most allocated at once before the first step."
@@ -155,7 +155,7 @@ def _meanings(runs: Sequence[Run]) -> list[str]:
 def _brief_meanings(runs: Sequence[Run]) -> list[str]:
     return [
         "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
-        "at once. More columns: a wider terminal, python -m zeroexp.report FOLDER --csv -, the page.",
+        "at once. More columns: a wider terminal, zeroexp report FOLDER --csv -, the page.",
         *_stage_meanings(runs),
     ]
 

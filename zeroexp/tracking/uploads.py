@@ -73,7 +73,7 @@ class Uploads:
         if (error := self._worker.error) is not None:
             first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
-            print(f"  python -m zeroexp.sync {os.path.relpath(folder)}")
+            print(f"  zeroexp sync {os.path.relpath(folder)}")
             return
         for key, why in self._tracker.store.refused.items():
             print(f"\nMLflow did not take {key}, and all else: {without_password(why)[:200]}")

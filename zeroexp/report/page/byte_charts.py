@@ -32,7 +32,7 @@ def memory_chart(points: Sequence[Point]) -> Chart:
         "memory",
         "Memory by kind",
         "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
-        "The diamond is what closed forms say of the same run (python -m zeroexp.plan); the line is the most that was "
+        "The diamond is what closed forms say of the same run (zeroexp plan); the line is the most that was "
         "allocated at once in any step, activations included.",
         axis="MiB of the fullest rank",
         numbers={
@@ -128,7 +128,7 @@ def traffic_chart(points: Sequence[Point]) -> Chart:
         title,
         "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
         "Engines that send from C++ are counted by their TCP connections, not by kind. The diamond is what closed "
-        "forms say of the same run (python -m zeroexp.plan). PyTorch's engines have the square of their stage's table: "
+        "forms say of the same run (zeroexp plan). PyTorch's engines have the square of their stage's table: "
         "whole parameters times (N−1)/N for each all-gather and reduce-scatter.",
         axis="MiB of the rank that sends most",
         numbers=sent,

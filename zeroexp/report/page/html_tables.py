@@ -118,7 +118,7 @@ def provenance_table(points: Sequence[Point]) -> str:
         )
     )
     folders = dict.fromkeys("/".join(run.folder.absolute().parts[-3:-1]) for run in runs)
-    again = (f"python -m zeroexp.report {quote(folder)} --html report.html" for folder in folders)
+    again = (f"zeroexp report {quote(folder)} --html report.html" for folder in folders)
     commands = "\n".join([*_environment(runs, "command"), *again])
     questions = dict.fromkeys(run.config.get("study.question", "null") for run in runs)
     asked = escape(" ".join(question for question in questions if question != "null"))
