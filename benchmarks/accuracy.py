@@ -207,7 +207,7 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
         name = name_of(shape, row)
         _tell(name)
         config = _config(shape, row, FEW_STEPS, PEAK_MICROBATCHES)
-        planned = rehearse_fullest_rank(*plan_point(config, None, "cpu"))
+        planned = rehearse_fullest_rank(plan_point(config, None, "cpu"))
         peak = summary_of(config).memory.peak
         if peak is None:
             raise SystemExit("peaks are not counted here; a C++ compiler is needed")
@@ -268,7 +268,7 @@ def num_steps(step_seconds: float) -> int:
 
 
 def predict(config: Config, speed: Speed) -> RehearsedPeaks:
-    (found,) = rehearse_at_speeds(*plan_point(config, None, "cpu"), [speed])
+    (found,) = rehearse_at_speeds(plan_point(config, None, "cpu"), [speed])
     return found
 
 

@@ -7,7 +7,7 @@ and what ranks share, enforced by the allocator that counts:
     refused   the limit is the planned peak and MARGIN, and WASTE less: if no rank dies, the plan asks for more than it
               needs
 
-The most is the peak, and what gloo's threads may hold beside it (`late`, see gloo_copies.py): it depends on how busy
+The most is the peak, and what gloo's threads may hold beside it (`late`, see hidden_memory.py): it depends on how busy
 the cores are, so that a plan says of a limit between the two that the point fits tight.
 
 The limit is of tensors, not of the process. What the C library keeps of freed memory depends on the history of the
@@ -116,7 +116,7 @@ def judge(name: Sequence[str]) -> Row:
 
 def planned_peak(config: Config) -> RankPeak:
     """Return the rehearsed peak of the fullest rank."""
-    return rehearse_fullest_rank(*plan_point(config, None, "cpu"))
+    return rehearse_fullest_rank(plan_point(config, None, "cpu"))
 
 
 # -- ranks under a limit ---------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def compare_study(table: PublishedTable) -> list[ComparedCell]:
     with locks.temporary_folder() as folder:
         words = [f"study={table.study}", "cluster.device=cuda"]
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    points = [(each.point.config.strategy, each.form) for each in plans.planned]
-    return compare_cells(table, {(s.name, s.implementation): form for s, form in points if form})
+    points = [(each.config.strategy, each.form) for each in plans.planned]
+    return compare_cells(table, {(s.name, s.implementation): form for s, form in points})
 
 
 def section(table: PublishedTable, cells: list[ComparedCell]) -> str:

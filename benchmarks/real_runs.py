@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zeroexp.__main__ import compose
+from zeroexp.check.sweep_points import Point
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import RunSummary
@@ -30,10 +31,10 @@ def config_of(words: str) -> Config:
     with tempfile.TemporaryDirectory() as folder:
         line = [*words.split(), "cluster.device=cpu"]
         compose(plans, line, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    (planned,) = plans.planned
-    if planned.outcome is None:
-        raise ValueError(f"{words}: {planned.point.refusal}")
-    return planned.point.config
+    (entry,) = plans.entries
+    if isinstance(entry, Point):
+        raise ValueError(f"{words}: {entry.refusal}")
+    return entry.config
 
 
 def summary_of(config: Config) -> RunSummary:

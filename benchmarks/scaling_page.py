@@ -12,21 +12,16 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from zeroexp.__main__ import compose
-from zeroexp.plan.outcome import RehearsedPeaks
+from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, Network
+from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
 from zeroexp.plan.peak import rehearse_at_speeds
-from zeroexp.plan.plan_points import Planned, Plans
-from zeroexp.plan.speed import (
-    MEMORY_SHARE,
-    NETWORKS,
-    PRIOR_DEVICE,
-    PRODUCT_SHARE,
-    Network,
-    prior_speed,
-)
+from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.speed import MEMORY_SHARE, PRODUCT_SHARE, prior_speed
 from zeroexp.process import locks, safe_output
 
 GIB, WIDTH = 2**30, 100
 DEVICE_GIB = 80
+SCALED_ON = [NETWORKS[name] for name in ("nvlink-infiniband", "nvlink-ethernet")]
 COMMAND = "python -m benchmarks.scaling_page > docs/scaling.md"
 
 
@@ -77,9 +72,9 @@ COLUMNS = (
 def assumptions() -> list[str]:
     """Return a sentence for each thing that is assumed."""
     return [
-        f"GPUs are the {PRIOR_DEVICE} of torch's tables, without sparsity: {PRODUCT_SHARE:.0%} of its products and "
+        f"GPUs are the {USUAL_GPU} of its data sheet, without sparsity: {PRODUCT_SHARE:.0%} of its products and "
         f"{MEMORY_SHARE:.0%} of its memory rate are reached, one kernel for each operation, as without torch.compile.",
-        *[_told(network) for network in NETWORKS.values()],
+        *map(_told, SCALED_ON),
         "A message goes round one ring through all ranks, bounded by a node's rate; NCCL's trees and hierarchies are "
         "not assumed. Eight GPUs are a node. Nobody else uses the network, and no rank is slower than another.",
         "Parameters and messages of parameters are bf16; gradients are summed in fp32, and the optimizer (AdamW) "
@@ -104,14 +99,14 @@ def page(models: Sequence[Scaled]) -> str:
 
 def section(model: Scaled) -> str:
     """Return the table of one model: a row for each strategy and world size."""
-    names = [f"{name}, ms | efficiency" for name in NETWORKS]
+    names = [f"{name}, ms | efficiency" for name in (each.name for each in SCALED_ON)]
     head = f"| strategy | ranks | peak | fits {DEVICE_GIB} GiB | {' | '.join(names)} |"
-    rule = f"| --- | ---: | ---: | --- | {' | '.join(['---: | ---:'] * len(NETWORKS))} |"
+    rule = f"| --- | ---: | ---: | --- | {' | '.join(['---: | ---:'] * len(SCALED_ON))} |"
     rows = [_row(planned) for planned in planned_points(model)]
     return "\n\n".join([f"## {model.title}", "\n".join([head, rule, *rows])])
 
 
-def planned_points(model: Scaled) -> list[Planned]:
+def planned_points(model: Scaled) -> list[PlannedPoint]:
     """Plan every strategy at every size."""
     plans = Plans([])
     swept = (
@@ -124,9 +119,9 @@ def planned_points(model: Scaled) -> list[Planned]:
     return plans.planned
 
 
-def _row(planned: Planned) -> str:
-    print(f"{planned.point.name}: rehearsing", file=sys.stderr, flush=True)
-    config, found = planned.point.config, on_networks(planned, list(NETWORKS.values()))
+def _row(planned: PlannedPoint) -> str:
+    print(f"{planned.outcome.name}: rehearsing", file=sys.stderr, flush=True)
+    config, found = planned.config, on_networks(planned, SCALED_ON)
     peak = found[0].fullest.num_bytes / GIB
     cells = [config.strategy.name, f"{config.world_size:,}", f"{peak:,.1f}"]
     cells.append("yes" if peak <= DEVICE_GIB else "no")
@@ -136,19 +131,18 @@ def _row(planned: Planned) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def on_networks(planned: Planned, networks: Sequence[Network]) -> list[RehearsedPeaks]:
+def on_networks(planned: PlannedPoint, networks: Sequence[Network]) -> list[RehearsedPeaks]:
     """Rehearse the fullest rank of a planned point on GPUs that each of these networks connects."""
-    machines, form, outcome = planned.machines, planned.form, planned.outcome
-    assert form is not None and outcome is not None
-    shape = machines.shape
+    shape = planned.machines.shape
     speeds = [prior_speed(shape.nodes, shape.ranks_per_node, each) for each in networks]
-    return rehearse_at_speeds(planned.point.config, machines, form, outcome, speeds)
+    return rehearse_at_speeds(planned, speeds)
 
 
 def _told(network: Network) -> str:
+    inside = LINK_SHARE * GPUS[USUAL_GPU].link_bytes_per_second
     latency, hop = 1e6 * network.latency_seconds, 1e6 * network.hop_seconds
     return (
-        f"`{network.name}`: a GPU sends {network.inside_bytes_per_second / 1e9:.0f} GB/s inside its node, a node "
+        f"`{network.name}`: a GPU sends {inside / 1e9:.0f} GB/s inside its node, a node "
         f"{network.node_bytes_per_second / 1e9:.0f} GB/s to others; a move takes {latency:.0f} us, and {hop:.0f} us "
         "more for each further node."
     )

@@ -14,7 +14,7 @@ from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
 from zeroexp.measure.memory import count_cpu_allocations
-from zeroexp.plan.kernel_scratch import prior_product_scratch
+from zeroexp.plan.hidden_memory import prior_product_scratch
 from zeroexp.plan.speed import Speed, this_machine
 from zeroexp.plan.timing import Timeline
 

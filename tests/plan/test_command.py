@@ -279,32 +279,6 @@ def test_every_lever_is_accepted_and_changes_what_it_says(settings, planned):
         assert told == pytest.approx([t - n for t, n in zip(then, now, strict=True)], abs=0.051)
 
 
-@pytest.mark.slow
-def test_fit_shows_the_frontier(planned):
-    """DDP sends least and holds most, ZeRO-3 the other way round: neither beats the other."""
-    line = "model=tiny data.seq_len=16 world_size=16 strategy=ddp,zero3 cluster.device=cuda"
-    words = "strategy.unit=model,block strategy.overlap=false"
-    _, out, _ = planned(f"{line} {words} cluster.device_memory_gib=1 --fit")
-    assert max(map(len, out.splitlines())) <= 80
-    _, frontier = out.split("The frontier")
-    _, out, _ = planned(f"{line} {words} --rehearse --csv")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    costs = {
-        row["name"]: (float(row["step_seconds"]), int(row["rehearsed_peak_bytes"])) for row in rows
-    }
-    beaten = {
-        name
-        for name, mine in costs.items()
-        if any(
-            all(o <= m for o, m in zip(other, mine, strict=True)) and other != mine
-            for other in costs.values()
-        )
-    }
-    shown = [line for line in frontier.splitlines() if line.startswith(("ddp", "zero3"))]
-    assert len(costs) == 4 and len(shown) == 4 - len(beaten) > 1
-    assert f"{len(beaten)} more are beaten" in " ".join(frontier.split())
-
-
 def test_a_strategy_of_a_name_of_its_own_has_remedies(planned):
     line = "model=tiny strategy=ddp strategy.name=mine world_size=2 cluster.device=cpu --json"
     code, out, _ = planned(f"{line} cluster.device_memory_gib=0.0038")

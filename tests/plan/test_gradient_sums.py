@@ -14,7 +14,7 @@ from tests.plan.test_absent_neighbours import real_peak
 from tests.plan.test_planned_peak import NUM_RANKS, SCRATCH_BYTES, WIDE, planned
 from tests.plan.test_rehearse import CPU, config_of
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
-from zeroexp.plan.gradient_sums import GradientSums
+from zeroexp.plan.hidden_memory import GradientSums
 from zeroexp.plan.rehearse import prepared
 from zeroexp.plan.storages import Storages
 

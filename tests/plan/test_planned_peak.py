@@ -21,7 +21,7 @@ from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations
 from zeroexp.measure.record import Traffic
 from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
-from zeroexp.plan.kernel_scratch import KernelScratch, prior_product_scratch
+from zeroexp.plan.hidden_memory import KernelScratch, prior_product_scratch
 from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.peak import OUTPUTS, product_scratch_of, rehearse_fullest_rank
@@ -43,7 +43,7 @@ SCRATCH_BYTES = 256  # of one product, by which the scratch of sums is larger th
 
 
 def planned(config: Config) -> RankPeak:
-    return rehearse_fullest_rank(*plan_point(config, None, "cpu"))
+    return rehearse_fullest_rank(plan_point(config, None, "cpu"))
 
 
 # Few operations, each of which takes a rehearsal half a millisecond.

@@ -30,7 +30,6 @@ from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.no_data import NoData
 from zeroexp.plan.rehearse import (
     UNDISTURBED_STEP,
     RehearsedRank,
@@ -38,6 +37,7 @@ from zeroexp.plan.rehearse import (
     rehearse,
     rehearse_rank,
 )
+from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import fake_world, joined_process_group
 from zeroexp.training.loop import Data, train
 

@@ -22,8 +22,8 @@ from benchmarks.scaling_page import (
 )
 from tests.composing import compose_once
 from tests.test_docs import prose
+from zeroexp.config.gpus import NETWORKS
 from zeroexp.plan import __main__ as plan
-from zeroexp.plan.speed import NETWORKS
 from zeroexp.report.markdown import LINE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"

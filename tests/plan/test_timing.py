@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.base import Pending
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
-from zeroexp.plan import peak
 from zeroexp.plan import speed as speeds
 from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.peak import speed_of
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
@@ -186,14 +186,19 @@ GPUS = Calibration(
 def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypatch):
     """Plans of GPUs take its rates, and its links inside a node; those between nodes stay the prior's."""
     monkeypatch.chdir(tmp_path)
+    config, named = Config(), Config()
+    named.cluster.gpu = "B200"
     one, two = (Machines("cuda", JobShape(nodes, 8)) for nodes in (1, 2))
-    assert peak._speed_of(one) == prior_speed(1, 8)
+    assert speed_of(config, one) == prior_speed(1, 8)
     save(GPUS, calibration_path(Path("outputs"), "cuda"))
-    inside, between, prior = peak._speed_of(one), peak._speed_of(two), prior_speed(2, 8)
+    inside, between, prior = speed_of(config, one), speed_of(config, two), prior_speed(2, 8)
     assert inside.label == "calibrated on 8 x Abacus"
     assert inside.product_rate(torch.float32, 4096) == 4e12 and inside.overlaps_launch
     assert (inside.latency_seconds, inside.link_bytes_per_second) == (1e-5, 1e11)
     assert between.label == "calibrated on 8 x Abacus; links of nvlink-infiniband, not calibrated"
     assert between.product_rates == inside.product_rates
     assert between.link_bytes_per_second == prior.link_bytes_per_second
-    assert peak._speed_of(Machines("cpu", JobShape(1, 2))) == cpu_prior_speed("direct")
+    assert speed_of(named, one).label.startswith("NVIDIA B200"), (
+        "a GPU that is named was not measured"
+    )
+    assert speed_of(config, Machines("cpu", JobShape(1, 2))) == cpu_prior_speed("direct")

@@ -28,7 +28,7 @@ from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
-from zeroexp.plan.kernel_scratch import ProductScratch
+from zeroexp.plan.hidden_memory import ProductScratch
 from zeroexp.plan.speed import (
     Calibration,
     calibrated_speed,

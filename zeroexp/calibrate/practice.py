@@ -15,10 +15,10 @@ from zeroexp.data.batches import build_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_deferred
+from zeroexp.plan.changes import with_stage
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.machines import machines_of
 from zeroexp.plan.peak import rehearse_spending
-from zeroexp.plan.remedy import with_stage
 from zeroexp.plan.speed import Speed
 from zeroexp.process.world import World
 from zeroexp.training.loop import train

@@ -87,6 +87,13 @@ def check_reserved_memory(config: Config) -> None:
         refuse_combination(config, "cluster.reserved_gib", problem, "use less than that")
 
 
+def check_named_gpu(config: Config) -> None:
+    for key in ("gpu", "network"):
+        if getattr(config.cluster, key) is not None and config.cluster.kind != "slurm":
+            problem = "a plan takes it, and a run on this machine has the GPUs that are here"
+            refuse_combination(config, f"cluster.{key}", problem, "leave it out")
+
+
 RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory)
 # A run needs these rules about the machine, and a plan does not.
-RULES_OF_MACHINE = (check_device, check_ranks_fit_machine)
+RULES_OF_MACHINE = (check_device, check_named_gpu, check_ranks_fit_machine)

@@ -106,7 +106,10 @@ def _of_a_run(config: Config) -> Iterator[Idle]:
     if not config.tracking.mlflow:
         for key in ("tracking.uri", "tracking.experiment"):
             yield key, "tracking.mlflow=false", "use tracking=mlflow"
-    if config.cluster.device_memory_gib is None:
+    if config.cluster.device == "cpu":
+        for key in ("cluster.gpu", "cluster.network"):
+            yield key, "cluster.device=cpu", "use cluster.device=cuda"
+    if config.cluster.device_memory_gib is None and config.cluster.gpu is None:
         remedy = "set cluster.device_memory_gib"
         yield "cluster.reserved_gib", "cluster.device_memory_gib=null", remedy
     if config.cluster.kind != "slurm":

@@ -71,7 +71,7 @@ def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
     if not rehearses:
         return outcome, machines
     try:
-        return with_rehearsal(*planned), machines
+        return with_rehearsal(planned).outcome, machines
     # A rehearsal informs: what it can not do must not keep a job from its nodes.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
+from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Placement, reduce_each
 
@@ -47,6 +48,11 @@ TASKS = ("causal", "classification", "regression")
 def word(*words: str) -> Any:
     """Declare a key that is one of these words, the first unless set."""
     return field(default=words[0], metadata={"words": words})
+
+
+def word_or_null(*words: str) -> Any:
+    """Declare a key that is null, unless it is set to one of these words."""
+    return field(default=None, metadata={"words": words})
 
 
 def number(
@@ -242,7 +248,10 @@ class ClusterConfig:
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     # What a rank can compute; None: of the GPU's data sheet, or measured.
     peak_tflops: float | None = number(None, above=0)
-    # memory of one rank's device; None: no plan is judged
+    # Kind of GPU and network of a plan, whose figures are in config/gpus.py; None: H100, nvlink-infiniband
+    gpu: str | None = word_or_null(*GPUS)
+    network: str | None = word_or_null(*NETWORKS)
+    # memory of one rank's device; None: that of cluster.gpu, else no plan is judged
     device_memory_gib: float | None = number(None, above=0, most=MANY)
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
     reserved_gib: float | None = number(None, above=0, most=MANY)

@@ -15,25 +15,12 @@ from statistics import fmean
 
 import torch
 
+from zeroexp.config.gpus import DENSE
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World, barrier
 
 NUM_TRIALS = 12  # the fastest counts, since whatever else runs only slows a product down
 SIZE = {"cpu": 768, "cuda": 8192}  # rows of a square matrix: a hundredth of a second
-# Dense teraflops of NVIDIA's data sheets, by the first words of the device's name: float32 without TF32, which torch
-# does not use unless it is told to; bfloat16 and float16 on tensor cores. A longer name comes before its beginning.
-DENSE = {
-    "NVIDIA B200": {"float32": 75.0, "bfloat16": 2250.0, "float16": 2250.0},
-    "NVIDIA H200": {"float32": 67.0, "bfloat16": 989.4, "float16": 989.4},
-    "NVIDIA H100 PCIe": {"float32": 51.2, "bfloat16": 756.4, "float16": 756.4},
-    "NVIDIA H100 NVL": {"float32": 60.0, "bfloat16": 835.5, "float16": 835.5},
-    "NVIDIA H100": {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4},
-    "NVIDIA A100": {"float32": 19.5, "bfloat16": 312.0, "float16": 312.0},
-    "NVIDIA L40S": {"float32": 91.6, "bfloat16": 362.0, "float16": 362.0},
-    "NVIDIA L4": {"float32": 30.3, "bfloat16": 121.0, "float16": 121.0},
-    "NVIDIA GeForce RTX 4090": {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2},
-    "Tesla V100": {"float32": 15.7, "float16": 125.0},
-}
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class RunSummary:
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
     validation_loss: float | None = None  # after the last step; None without validation
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
-    # What closed forms say of the same run (plan/beside_measured.py), bytes of the fullest rank: by kind of memory,
+    # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and `sent` where the engine counts what it sends.
     plan: dict[str, float] = field(default_factory=dict[str, float])
     # By rank; empty in older summaries.

@@ -9,7 +9,9 @@ The words are those of a run, lists and studies too:
             without memory; seconds are those of zeroexp calibrate, or of tables
 --json      every rank's bytes; --csv: one line for each point
 --fit       the fewest ranks at which each strategy of the line fits cluster.device_memory_gib, rehearsed; there the
-            largest micro-batch and the longest sequence; and the points that no other beats in memory and time
+            largest micro-batch and the longest sequence
+--advise    which strategy on these ranks, and how fast: the fastest that fits of every strategy, recomputation and
+            micro-batch of one global batch, rehearsed for a minute; cluster.gpu names the GPUs; with --json as JSON
 --explain   one point down to its units and tensors: what makes its peak, by a rehearsal, and what each setting would
             change of model states and traffic; with --rehearse of the peak and the milliseconds
 
@@ -28,16 +30,18 @@ from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline.mistakes import MISTAKES, explain
 from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
-from zeroexp.plan.explain_plan import explain as explain_point
 from zeroexp.plan.plan_points import Plans, rehearse_planned
 from zeroexp.plan.plan_table import as_csv, as_json, render
 from zeroexp.process import locks, safe_output, signals
 
+ADVISE = "--advise"
 FORMS: dict[str, Callable[[Plans], str]] = {
-    "--json": lambda plans: as_json(plans.planned),
-    "--csv": lambda plans: as_csv(plans.planned),
+    "--json": lambda plans: as_json(plans.entries),
+    "--csv": lambda plans: as_csv(plans.entries),
     "--fit": lambda plans: _fit(plans),
     "--explain": lambda plans: _explain(plans),
+    ADVISE: lambda plans: _advise(plans, as_json=False),
+    f"{ADVISE} --json": lambda plans: _advise(plans, as_json=True),
 }
 REHEARSE = "--rehearse"
 ALLOWED = ("-m", "--multirun")
@@ -80,33 +84,38 @@ def _answer(arguments: Sequence[str]) -> str:
             raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     if not flags:
-        return render(plans.planned, plans.notes)
-    told = FORMS[flags[0]](plans)
-    for note in plans.notes:  # no part of CSV or JSON
+        return render(plans.entries, plans.notes)
+    told = FORMS[" ".join(sorted(flags))](plans)
+    for note in [] if ADVISE in flags else plans.notes:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
 
 
 def _fit(plans: Plans) -> str:
     # The training loop takes a second to import.
-    from zeroexp.plan.fewest_ranks import fit
+    from zeroexp.plan.fit_table import fit_lines
 
-    return fit(plans)
+    return fit_lines(plans)
+
+
+def _advise(plans: Plans, *, as_json: bool) -> str:
+    from zeroexp.plan.advice_text import advice_json, advice_text
+    from zeroexp.plan.advise import advise
+
+    found = advise(plans)
+    return advice_json(found) if as_json else advice_text(found)
 
 
 def _explain(plans: Plans) -> str:
-    defined = [each for each in plans.planned if each.outcome]
-    if len(plans.planned) != 1 or not defined:
+    from zeroexp.plan.explain_plan import explain as explain_point
+
+    if len(plans.entries) != 1 or not plans.planned:
         raise ConfigError(
-            f"--explain: one point, not {len(plans.planned)}; give each word one value"
+            f"--explain: one point, not {len(plans.entries)}; give each word one value"
         )
-    (each,) = defined
-    outcome = each.outcome if plans.rehearses else rehearse_planned(each)
-    assert outcome is not None
-    config, model = each.point.config, plans.model_of(each)
-    return explain_point(
-        config, model, each.device, outcome, plans.named, rehearses=plans.rehearses
-    )
+    (each,) = plans.planned
+    planned = each if plans.rehearses else rehearse_planned(each)
+    return explain_point(planned, plans.model_of(each), plans.named, rehearses=plans.rehearses)
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
@@ -115,7 +124,7 @@ def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
             raise ConfigError(
                 f"{flag}: a plan has no such flag; use one of {', '.join([*FORMS, REHEARSE])}"
             )
-    if len(flags) > 1:
+    if " ".join(sorted(flags)) not in ("", *FORMS):
         raise ConfigError(f"{' '.join(flags)}: one form at a time; leave out all but one")
     for word in words:
         if word.partition("=")[0] in ("hydra/sweeper", "hydra.sweep.dir"):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes
@@ -79,6 +79,71 @@ class HeldElements(NamedTuple):
     num_owned: int  # spans that the optimizer updates, each a tensor
 
 
+class StatesForm:
+    """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
+
+    at_rest: which dtype of the precision a parameter has. of_states: that of the optimizer's moments, and of master
+    weights where it differs.
+    """
+
+    world_size: int
+    precision: PrecisionForm
+    optimizer: OptimizerForm
+    accumulation: int
+    at_rest: ClassVar[str]
+    of_states: ClassVar[str]
+
+    @property
+    def updates_everywhere(self) -> bool:
+        """Whether every rank updates all parameters."""
+        return False
+
+    def traffic(self, rank: int) -> Traffic:
+        """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
+        raise NotImplementedError
+
+    def held_elements(self, rank: int) -> HeldElements:
+        """Return what `rank` holds of all parameters."""
+        raise NotImplementedError
+
+    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+        raise NotImplementedError
+
+    def _buffer_bytes(self, moment: str, rank: int) -> int:
+        raise NotImplementedError
+
+    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
+        """Return the bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
+
+        This assumes that every trainable parameter has got a gradient.
+        """
+        assert moment in MOMENTS, moment
+        held, itemsize = self.held_elements(rank), self._itemsize(self.of_states)
+        between = moment == "after_forward" and self.accumulation > 1
+        has_gradients = between or moment in ("after_backward", "after_step")
+        states = self.optimizer.num_moments * itemsize * held.owned
+        has_master = itemsize != self.parameter_itemsize
+        return {
+            "parameters": self.parameter_itemsize * held.resting,
+            "gradients": self._gradient_bytes(moment, held.owned) if has_gradients else 0,
+            "optimizer": states + self.optimizer.bytes_per_tensor * held.num_owned,
+            "master": itemsize * held.owned if has_master else 0,
+            "buffers": self._buffer_bytes(moment, rank),
+        }
+
+    def equivalence_key(self, rank: int) -> Hashable:
+        """Return a key that is equal for ranks that hold and send as much."""
+        return self.held_elements(rank)
+
+    @property
+    def parameter_itemsize(self) -> int:
+        """Bytes of one element of a parameter at rest."""
+        return self._itemsize(self.at_rest)
+
+    def _itemsize(self, of: str) -> int:
+        return ITEMSIZE[getattr(self.precision, of)]
+
+
 class UnitsOfOneShape(NamedTuple):
     """Units of one shape that are gathered equally often, see [Note: repeated blocks]."""
 
@@ -89,12 +154,12 @@ class UnitsOfOneShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardedForm:
+class ShardedForm(StatesForm):
     """The traffic and memory of one model, stage and world size.
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
-    gathers: of each unit in one step, as count_gathers.py counts them; None: one for each forward and backward of a
-    unit that is freed between them, else one for both.
+    gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
+    them, else one for both.
     """
 
     units: Sequence[Unit]
@@ -104,11 +169,12 @@ class ShardedForm:
     precision: PrecisionForm = PrecisionForm()
     optimizer: OptimizerForm = OptimizerForm()
     gathers: Sequence[int] | None = None
+    at_rest = "compute"
+    of_states = "master"
 
     # -- bytes sent --------------------------------------------------------------------------------
 
     def traffic(self, rank: int) -> Traffic:
-        """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         traffic = Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         for chunks, num_units, num_gathers, buckets in self.units_by_shape:
@@ -178,15 +244,13 @@ class ShardedForm:
         """Gathers of each unit in one step."""
         if self.stage.gather is not Move.ALL_GATHER:
             return [0] * len(self.units)
-        if self.gathers is not None:
-            return self.gathers
-        uses = [1 if self._is_kept(index) else 2 for index in range(len(self.units))]
+        uses = self.gathers or [2 - self.is_kept(index) for index in range(len(self.units))]
         return [
-            self.schedule.accumulation * num if unit else 0
+            self.accumulation * num if unit else 0
             for num, unit in zip(uses, self.units, strict=True)
         ]
 
-    def _is_kept(self, index: int) -> bool:
+    def is_kept(self, index: int) -> bool:
         """Tell whether a unit stays gathered between forward and backward; the first one is the root."""
         return self.schedule.keep == "all" or (self.schedule.keep == "last" and index == 0)
 
@@ -216,36 +280,26 @@ class ShardedForm:
 
     # -- bytes held --------------------------------------------------------------------------------
 
-    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return the bytes of model states on `rank` at one of MOMENTS of a step's last microbatch, by kind.
+    @property
+    def accumulation(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.schedule.accumulation
 
-        This assumes that every trainable parameter has got a gradient.
-        """
-        assert moment in MOMENTS, moment
-        compute, master = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.master]
-        held = self.held_elements(rank)
-        has_master = self.precision.master != self.precision.compute
-        moments = self.optimizer.num_moments * master * held.owned
-        return {
-            "parameters": compute * held.resting,
-            "gradients": self._gradient_bytes(moment, held.owned),
-            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
-            "master": master * held.owned if has_master else 0,
-            "buffers": self._buffer_bytes(moment, rank),
-        }
+    @property
+    def updates_everywhere(self) -> bool:
+        return self.stage.optimizer is not Placement.SHARD
 
     def held_elements(self, rank: int) -> HeldElements:
-        """Return what `rank` holds of all chunks."""
         if rank not in self._held_by_rank:
             parts = [(self._held_of_chunk(chunk, rank), num) for chunk, num in self._chunks]
-            sums = (
-                sum(num * part[i] for part, num in parts) for i in range(len(HeldElements._fields))
-            )
+            sums = (sum(num * part[i] for part, num in parts) for i in range(4))
             self._held_by_rank[rank] = HeldElements(*sums)
         return self._held_by_rank[rank]
 
+    @cached_property
+    def _held_by_rank(self) -> dict[int, HeldElements]:
+        return {}
+
     def equivalence_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks that hold and send as much."""
         if self.schedule.facts.shares_memory:
             return rank  # what peers read of it differs
         return tuple(
@@ -253,10 +307,6 @@ class ShardedForm:
             for chunk, _ in self._chunks
             for spans in (chunk.spans(rank),)
         )
-
-    @cached_property
-    def _held_by_rank(self) -> dict[int, HeldElements]:
-        return {}
 
     def _held_of_chunk(self, chunk: Chunk, rank: int) -> HeldElements:
         whole = self.stage.parameters is not Placement.SHARD
@@ -268,16 +318,6 @@ class ShardedForm:
         spans = chunk.spans(rank) if sharded else chunk.whole()
         return HeldElements(resting, resting - real, sum(span.numel for span in spans), len(spans))
 
-    @property
-    def updates_everywhere(self) -> bool:
-        """Whether every rank updates all parameters."""
-        return self.stage.optimizer is not Placement.SHARD
-
-    @property
-    def parameter_itemsize(self) -> int:
-        """Bytes of one element of a parameter at rest."""
-        return ITEMSIZE[self.precision.compute]
-
     @cached_property
     def _num_trainable(self) -> int:
         """Elements of all trainable parameters."""
@@ -286,32 +326,30 @@ class ShardedForm:
         )
 
     def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
-        whole = self._num_trainable
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
-        if moment == "at_rest" or (moment == "after_forward" and self.schedule.accumulation == 1):
-            return 0
         if moment == "after_forward" and self.schedule.reduce_each == "step":
-            return whole * max(compute, reduce)  # autograd adds them up in the wider dtype
-        if self.stage.gradients is Placement.SHARD:
-            return owned_numel * reduce
-        return whole * reduce  # the sum of what rests partial lies in it
+            # Autograd adds them up in the wider dtype.
+            return self._num_trainable * max(compute, reduce)
+        sharded = self.stage.gradients is Placement.SHARD
+        # The sum of what rests partial lies in the whole.
+        return reduce * (owned_numel if sharded else self._num_trainable)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
         """Return the bytes of units that are kept gathered, and of memory shared with peers."""
-        kept = self._kept_bytes if moment == "after_forward" else 0
+        gathers = self.stage.gather is Move.ALL_GATHER
+        kept = self._kept_bytes if gathers and moment == "after_forward" else 0
         return kept + self._staging_bytes(rank)
 
     @cached_property
     def _kept_bytes(self) -> int:
         """Bytes of the units that stay gathered between forward and backward."""
-        if self.stage.gather is not Move.ALL_GATHER:
-            return 0
-        return sum(map(self._gathered_bytes, filter(self._is_kept, range(len(self.units)))))
-
-    def _gathered_bytes(self, index: int) -> int:
-        """Return the bytes of a unit while it is gathered."""
         itemsize = ITEMSIZE[self.precision.compute]
-        return sum(aligned(chunk.padded_numel * itemsize) for chunk in self.units[index])
+        return sum(
+            aligned(chunk.padded_numel * itemsize)
+            for index, unit in enumerate(self.units)
+            if self.is_kept(index)
+            for chunk in unit
+        )
 
     def _staging_bytes(self, rank: int) -> int:
         if not self.schedule.facts.shares_memory or self.world_size == 1:

@@ -17,12 +17,14 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config
-from zeroexp.plan.block_kinds import Kind, kinds_of
 from zeroexp.plan.form_of_config import build_on_meta
 
 Numbers = TypeVar("Numbers")
+Kind = frozenset[tuple[str, Any]]  # of a block: what it is made of
 
 LEAST_DEPTH = 4  # fewer blocks never fill what is in flight, beside those gathered ahead
 PERIOD = 2  # blocks of two kinds may take turns
@@ -77,6 +79,29 @@ def _more_blocks_are_of_known_kinds(config: Config, near: Sequence[int], times: 
 def _kinds_of_blocks(config: Config) -> Counter[Kind]:
     model = build_on_meta(config)
     return Counter(kinds_of(model.module, model.blocks))
+
+
+def kinds_of(module: nn.Module, blocks: Sequence[str]) -> list[Kind]:
+    """Return the kind of each of the named blocks: what it is made of, but for its number in the list."""
+    made = [_made_of(module.get_submodule(name)) for name in blocks]
+    numbers = {
+        name
+        for name in (made[0] if made else ())
+        if all(block.get(name) == index for index, block in enumerate(made))
+    }
+    return [frozenset(b.items() - {(n, b[n]) for n in numbers}) for b in made]
+
+
+def _made_of(block: nn.Module) -> dict[str, Any]:
+    """Return the classes and plain settings of all modules inside, and the shapes of parameters and buffers."""
+    found: dict[str, Any] = {}
+    for prefix, module in block.named_modules():
+        found[prefix] = type(module).__qualname__
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        found |= {f"{prefix}:{name}": value for name, value in plain.items()}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        found[f"{name}()"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
 
 
 def depth_of(config: Config) -> int:

@@ -22,7 +22,6 @@ from zeroexp.plan.closed_forms import (
     ScheduleForm,
     ShardedForm,
 )
-from zeroexp.plan.count_gathers import gathers_of_step
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.sharding.options import settle_options
@@ -78,9 +77,26 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     form = ShardedForm(layout, stage, world_size, schedule, precision, _optimizer(config))
     if stage.gather is not Move.ALL_GATHER:
         return form
-    strategy.unit, strategy.keep, strategy.prefetch = options.unit, options.keep, settled.prefetch
-    gathers = gathers_of_step(config, model, layout, schedule.accumulation)
-    return replace(form, gathers=gathers)
+    recomputes = config.train.activation_checkpointing and options.unit == "module"
+    return replace(form, gathers=_gathers(form, model, recomputes=recomputes))
+
+
+def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[int]:
+    """Return how often a microbatch gathers each unit: for forward, backward, and inside of blocks that recompute.
+
+    What the model lists before its first trainable parameter has no backward, and is not recomputed.
+    """
+    named = dict(model.module.named_parameters())
+    order = {name: place for place, name in enumerate(named)}
+    first = next((order[name] for name, p in named.items() if p.requires_grad), len(order))
+    gathers: list[int] = []
+    for index, unit in enumerate(form.units):
+        names = [member.name for chunk in unit for member in chunk.members]
+        has_backward = index == 0 or any(order[name] >= first for name in names)
+        in_block = any(name.startswith(f"{block}.") for name in names for block in model.blocks)
+        again = 0 if form.is_kept(index) or not has_backward else 1 + (recomputes and in_block)
+        gathers.append(1 + again)
+    return gathers
 
 
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:

@@ -76,5 +76,8 @@ def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:
     It is the device that a run on this machine would take, if the machine has one for each rank of every point. Else
     no run is possible here, and the plan is for GPUs.
     """
+    configs = list(configs)
+    if any(config.cluster.gpu or config.cluster.network for config in configs):
+        return "cuda"
     most = max(config.world_size for config in configs)
     return "cpu" if not num_gpus and most <= num_cpus else "cuda"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroexp.config.engines import ENGINES
+from zeroexp.config.gpus import GPUS
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS, MOMENTS, Spread
 from zeroexp.measure.summary import spread
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import HeldElements
+from zeroexp.plan.closed_forms import HeldElements, ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm, build_on_meta, form_of
 from zeroexp.plan.machines import Machines, machines_of
 
@@ -26,9 +27,8 @@ class RankPeak:
     by_kind: dict[str, int]  # largest first
     by_phase: dict[str, int]
     largest: list[tuple[int, str, str]]  # bytes, kind, and the operation that made it
-    late_bytes: int = (
-        0  # by which the peak is higher where gloo lets go late, see [Note: late] in gloo_copies.py
-    )
+    # By which the peak is higher where gloo lets go late, see [Note: late] in hidden_memory.py.
+    late_bytes: int = 0
 
     @property
     def most_bytes(self) -> int:
@@ -75,7 +75,9 @@ class Outcome:
     sent_inside: float  # the mean over ranks of what stays inside a node
     sent_between: float
     label: str | None = None  # what the engine is, where its name tells less
-    memory_gib: float | None = None  # cluster.device_memory_gib less cluster.reserved_gib
+    memory_gib: float | None = (
+        None  # cluster.device_memory_gib, or cluster.gpu's, less cluster.reserved_gib
+    )
     rehearsed: RehearsedPeaks | None = None  # where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
     remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
@@ -124,12 +126,16 @@ class PlannedRank:
 
 
 class PlannedPoint(NamedTuple):
-    """What a rehearsal (peak.py) takes."""
+    """One point of a line, a change of one, or a candidate of `--advise`: planned, and rehearsed by peak.py."""
 
     config: Config
     machines: Machines
     form: ClosedForm
     outcome: Outcome
+
+    @property
+    def device(self) -> str:
+        return self.machines.device
 
 
 def plan_point(
@@ -172,9 +178,10 @@ def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) 
 
 def _available_gib(config: Config) -> float | None:
     cluster = config.cluster
-    if cluster.device_memory_gib is None:
-        return None
-    return cluster.device_memory_gib - (cluster.reserved_gib or 0.0)
+    limit = cluster.device_memory_gib
+    if limit is None and cluster.gpu is not None:
+        limit = GPUS[cluster.gpu].memory_gib
+    return None if limit is None else limit - (cluster.reserved_gib or 0.0)
 
 
 def planned_ranks(form: ClosedForm) -> list[PlannedRank]:
@@ -203,3 +210,22 @@ def _planned_rank(form: ClosedForm, rank: int) -> PlannedRank:
 def _label(config: Config) -> str | None:
     name = config.strategy.implementation
     return ENGINES[name].labels.get(config.strategy.name) if name in ENGINES else None
+
+
+def plan_beside(
+    config: Config, settings: dict[str, Any], vocab_size: int | None
+) -> dict[str, float]:
+    """Return what closed forms say of a run that has just been measured, in bytes of its fullest rank.
+
+    These are each kind, `total`, `after_backward`, and `sent` where the engine counts what it sends.
+
+    settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
+    """
+    form = form_of(config, build_on_meta(config, vocab_size), settings["transport"])
+    ranks = planned_ranks(form)
+    planned = {kind: float(max(rank.by_kind[kind] for rank in ranks)) for kind in KINDS}
+    planned["total"] = max(rank.total_bytes for rank in ranks)
+    planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
+    if isinstance(form, ShardedForm):
+        planned["sent"] = max(sum(rank.sent.values()) for rank in ranks)
+    return planned

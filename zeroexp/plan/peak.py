@@ -6,7 +6,7 @@ it reduces in each, the later ones also find reductions in flight, each of which
 FSDP2 frees what it gathered in the last one alone, so that one in the middle, which finds gradients too, holds most.
 
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
-(absent_neighbours.py). FSDP2's collectives are gloo's there, which may let go late: the fullest rank is rehearsed once
+(stand_ins.py). FSDP2's collectives are gloo's there, which may let go late: the fullest rank is rehearsed once
 more to tell what that adds.
 """
 
@@ -17,12 +17,13 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+from zeroexp.config.gpus import GPUS, NETWORKS, USUAL_GPU, USUAL_NETWORK
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.kernel_scratch import ProductScratch, prior_product_scratch
+from zeroexp.plan.hidden_memory import ProductScratch, prior_product_scratch
 from zeroexp.plan.machines import Machines
-from zeroexp.plan.outcome import Outcome, RankPeak, RehearsedPeaks
+from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak, RehearsedPeaks
 from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
 from zeroexp.plan.speed import (
     Speed,
@@ -40,37 +41,36 @@ MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reduct
 OUTPUTS = "outputs"  # where runs and calibrations are kept
 
 
-def rehearse_at_speeds(
-    config: Config,
-    machines: Machines,
-    form: ClosedForm,
-    outcome: Outcome,
-    speeds: Sequence[Speed],
-) -> list[RehearsedPeaks]:
+def rehearse_at_speeds(planned: PlannedPoint, speeds: Sequence[Speed]) -> list[RehearsedPeaks]:
     """Rehearse the rank alone whose closed form is the largest, and tell its seconds at each speed."""
+    config, machines, form, outcome = planned
     return _rehearse_ranks(config, machines, form, [_fullest_rank(outcome)], speeds)
 
 
-def with_rehearsal(
-    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
-) -> Outcome:
-    """Return the outcome with its rehearsal, or with the reason why there is none.
+def with_rehearsal(planned: PlannedPoint) -> PlannedPoint:
+    """Return the point with its rehearsal, or with the reason why there is none.
 
     Seconds are those of the device's calibration, where there is one; else a prior's.
     """
-    ranks, speed = _telling_ranks(form, outcome), _speed_of(machines)
+    config, machines, form, outcome = planned
+    ranks, speed = _telling_ranks(form, outcome), speed_of(config, machines)
     try:
         (found,) = _rehearse_ranks(config, machines, form, ranks, [speed])
     except ConfigError as error:
-        return replace(outcome, not_rehearsed=str(error))
-    return replace(outcome, rehearsed=found)
+        return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
+    return planned._replace(outcome=replace(outcome, rehearsed=found))
 
 
-def _speed_of(machines: Machines) -> Speed:
+def speed_of(config: Config, machines: Machines) -> Speed:
+    """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
     found = load(calibration_path(Path(OUTPUTS), machines.device))
     if machines.device == "cuda":
         shape = machines.shape.nodes, machines.shape.ranks_per_node
-        return calibrated_gpu_speed(found, *shape) if found else prior_speed(*shape)
+        cluster = config.cluster
+        network = NETWORKS[cluster.network or USUAL_NETWORK]
+        if found and cluster.gpu is None:
+            return calibrated_gpu_speed(found, *shape, network)
+        return prior_speed(*shape, network, GPUS[cluster.gpu or USUAL_GPU])
     return (
         calibrated_speed(found, machines.transport)
         if found
@@ -88,10 +88,9 @@ def product_scratch_of(machines: Machines) -> ProductScratch | None:
     return ProductScratch(found.product_scratch, "measured")
 
 
-def rehearse_fullest_rank(
-    config: Config, machines: Machines, form: ClosedForm, outcome: Outcome
-) -> RankPeak:
+def rehearse_fullest_rank(planned: PlannedPoint) -> RankPeak:
     """Rehearse the ranks that tell of the peak, and return the fullest."""
+    config, machines, form, outcome = planned
     (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [])
     return found.fullest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,28 +15,14 @@ from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.form_of_config import ClosedForm, build_on_meta
-from zeroexp.plan.machines import Machines, device_of, machines_of
-from zeroexp.plan.outcome import Outcome, plan_point
-from zeroexp.plan.remedy import remedies
+from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.machines import device_of
+from zeroexp.plan.outcome import PlannedPoint, plan_point
+from zeroexp.plan.search import remedies
 
 on_paper = partial(check, on_paper=True)
 BATCH = "data.global_batch_size"
 MOST_RANKS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One point: its outcome, or the reason why it has none."""
-
-    point: Point
-    device: str  # cpu | cuda
-    outcome: Outcome | None
-    form: ClosedForm | None = None
-
-    @property
-    def machines(self) -> Machines:
-        return machines_of(self.point.config, self.device)
 
 
 class Plans:
@@ -52,7 +38,7 @@ class Plans:
         self.rehearses = rehearses
         self.named = _keys_of(words)  # the keys that the line or its study sets
         self._keeps_batch = BATCH in self.named
-        self.planned: list[Planned] = []
+        self.entries: list[PlannedPoint | Point] = []  # a point that is not planned says why
         self.notes: list[str] = []
         self._models: list[tuple[Config, BuiltModel]] = []
 
@@ -76,7 +62,7 @@ class Plans:
         if all(point.refusal for point in points):
             raise ConfigError(str(points[0].refusal))
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
-        self.planned += [self._plan(point, auto) for point in points]
+        self.entries += [self._plan(point, auto) for point in points]
         return [None for _ in batch]
 
     def _points(self, words: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
@@ -103,25 +89,31 @@ class Plans:
             self.notes.append(note)
         return {**values, "data": {**data, "global_batch_size": fitting}}
 
-    def _plan(self, point: Point, auto: str) -> Planned:
-        device = point.config.cluster.device
-        device = auto if device == "auto" else device
-        if point.refusal:
-            return Planned(point, device, None)
-        planned, model = Planned(point, device, None), self._model(point.config)
-        try:
-            _, _, form, outcome = plan_point(point.config, model, device, point.name)
-        except UndefinedCombination as error:
-            return replace(planned, point=replace(point, refusal=str(error)))
-        if self.rehearses:
-            outcome = rehearse_planned(replace(planned, outcome=outcome, form=form))
-        if outcome.fits is False and outcome.rehearsed is None:
-            outcome = replace(outcome, remedies=remedies(point.config, model, device, self.named))
-        return replace(planned, outcome=outcome, form=form)
+    @property
+    def planned(self) -> list[PlannedPoint]:
+        return [each for each in self.entries if isinstance(each, PlannedPoint)]
 
-    def model_of(self, planned: Planned) -> BuiltModel:
+    def _plan(self, point: Point, auto: str) -> PlannedPoint | Point:
+        if point.refusal:
+            return point
+        config = point.config
+        device = auto if config.cluster.device == "auto" else config.cluster.device
+        model = self._model(config)
+        try:
+            planned = plan_point(config, model, device, point.name)
+        except UndefinedCombination as error:
+            return replace(point, refusal=str(error))
+        if self.rehearses:
+            planned = rehearse_planned(planned)
+        outcome = planned.outcome
+        if outcome.fits is False and outcome.rehearsed is None:
+            words = remedies(config, model, device, self.named)
+            planned = planned._replace(outcome=replace(outcome, remedies=words))
+        return planned
+
+    def model_of(self, planned: PlannedPoint) -> BuiltModel:
         """Return the point's model, on the device `meta`."""
-        return self._model(planned.point.config)
+        return self._model(planned.config)
 
     def _model(self, config: Config) -> BuiltModel:
         """Return the point's model; points of one model share it."""
@@ -146,10 +138,9 @@ def _tried(point: Point) -> Point:
     return point
 
 
-def rehearse_planned(planned: Planned) -> Outcome:
-    """Return the outcome of a planned point with its rehearsal, or with the reason why there is none."""
+def rehearse_planned(planned: PlannedPoint) -> PlannedPoint:
+    """Return a planned point with its rehearsal, or with the reason why there is none."""
     # The training loop takes a second to import.
     from zeroexp.plan.peak import with_rehearsal
 
-    assert planned.form is not None and planned.outcome is not None
-    return with_rehearsal(planned.point.config, planned.machines, planned.form, planned.outcome)
+    return with_rehearsal(planned)

@@ -1,4 +1,4 @@
-"""The plan as text: a table for 80 columns, JSON with every rank, or CSV with one line a point."""
+"""The plan of a line as text, as JSON with every rank, or as CSV with one line a point."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from textwrap import wrap
+from dataclasses import asdict
 
+from zeroexp.check.sweep_points import Point
+from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS
-from zeroexp.plan.outcome import Outcome, RankPeak
-from zeroexp.plan.plan_points import Planned
+from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
+from zeroexp.plan.text_table import Column, amount, lines_of, unit_of, wrapped
 
-WIDTH = 80
-MIB, GIB = 2**20, 2**30
-KIND_NAMES = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "master": "master",
-    "buffers": "buffers",
-}
-
-
+KIND_NAMES = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
 MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
@@ -31,9 +22,8 @@ MEANINGS = (
     "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
 LATE = "late: what gloo's threads may hold beside the peak on busy cores; fits is tight where there is no room for it. "
-# Kinds at a rehearsed peak, and the names of their columns.
+# Kinds at a rehearsed peak that are no states, and the names of their columns.
 REHEARSED = {
-    "states": "states",
     "activations": "activ",
     "logits": "logits",
     "messages": "messages",
@@ -42,42 +32,44 @@ REHEARSED = {
 MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
 
 
-@dataclass(frozen=True)
-class Column:
-    name: str
-    value: Callable[[Outcome], str]
-    left: bool = False
-
-
-def render(planned: Sequence[Planned], notes: Sequence[str]) -> str:
+def render(entries: Sequence[PlannedPoint | Point], notes: Sequence[str]) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
-    outcomes = [each.outcome for each in planned if each.outcome]
+    outcomes = [each.outcome for each in entries if isinstance(each, PlannedPoint)]
     unit, size = unit_of([o.total.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
-    point, caption = point_columns(planned)
-    memory = [*point, *_memory_columns(outcomes, size)]
-    traffic = [*point, *_traffic_columns(outcomes, size)]
+    point = point_columns(outcomes)
+    models = ", ".join(dict.fromkeys(o.model for o in outcomes))
+    places = " | ".join(dict.fromkeys(o.place for o in outcomes))
     lines = [
-        *_wrapped(f"Planned, not measured; {unit} of one rank, fullest first. {caption}"),
+        *wrapped(
+            f"Planned, not measured; {unit} of one rank, fullest first. Model {models}; {places} ranks."
+        ),
         "",
-        *lines_of(memory, outcomes),
+        *lines_of([*point, *_memory_columns(outcomes, size)], outcomes, len(point)),
         "",
-        *lines_of(traffic, outcomes),
+        *lines_of([*point, *_traffic_columns(outcomes, size)], outcomes, len(point)),
         "",
         *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
-        *_foot(planned, outcomes),
-        *[line for note in notes for line in _wrapped(note)],
+        *wrapped(*_foot(entries, outcomes), *notes),
     ]
     return "\n".join(lines).rstrip()
 
 
-def as_json(planned: Sequence[Planned]) -> str:
+def as_json(entries: Sequence[PlannedPoint | Point]) -> str:
     """Return every point with every rank's bytes, or with the reason why it is skipped."""
-    return json.dumps([_entry(each) for each in planned], indent=1)
+    return json.dumps([json_entry(each) for each in entries], indent=1)
 
 
-def as_csv(planned: Sequence[Planned]) -> str:
+def json_entry(each: PlannedPoint | Point) -> dict[str, object]:
+    if isinstance(each, Point):
+        return {"name": each.name, "skipped": each.refusal}
+    outcome = each.outcome
+    more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.verdict}
+    return {**asdict(outcome), **_batch(each.config), **more}
+
+
+def as_csv(entries: Sequence[PlannedPoint | Point]) -> str:
     """Return one line for each point; bytes are those of the fullest rank, and `mean` where that is said."""
-    rows = [_row(each) for each in planned]
+    rows = [_row(each) for each in entries]
     text = io.StringIO()
     names = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, list(names), lineterminator="\n")
@@ -86,33 +78,26 @@ def as_csv(planned: Sequence[Planned]) -> str:
     return text.getvalue().rstrip()
 
 
-def _entry(planned: Planned) -> dict[str, object]:
-    outcome = planned.outcome
-    if outcome is None:
-        return {"name": planned.point.name, "skipped": planned.point.refusal}
-    more = {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks, "fits": outcome.verdict}
-    return {**asdict(outcome), **_batch(planned), **more}
-
-
-def _batch(planned: Planned) -> dict[str, object]:
+def _batch(config: Config) -> dict[str, object]:
     """Return the samples that are planned, which may be more than the line says: see Plans."""
-    data = planned.point.config.data
-    return {key: getattr(data, key) for key in ("global_batch_size", "micro_batch_size", "seq_len")}
+    keys = ("global_batch_size", "micro_batch_size", "seq_len")
+    return {key: getattr(config.data, key) for key in keys}
 
 
-def _row(planned: Planned) -> dict[str, object]:
-    outcome, config = planned.outcome, planned.point.config
+def _row(each: PlannedPoint | Point) -> dict[str, object]:
+    config = each.config
     row: dict[str, object] = {
-        "name": planned.point.name,
+        "name": each.name if isinstance(each, Point) else each.outcome.name,
         "model": config.model.name,
         "strategy": config.strategy.name,
         "implementation": config.strategy.implementation,
         "world_size": config.world_size,
-        "skipped": planned.point.refusal or "",
+        "skipped": (each.refusal or "") if isinstance(each, Point) else "",
     }
-    if outcome is None:
+    if isinstance(each, Point):
         return row
-    row |= _batch(planned)
+    outcome = each.outcome
+    row |= _batch(config)
     for kind, spread in {**outcome.by_kind, "total": outcome.total}.items():
         row |= {f"{kind}_bytes": spread.fullest, f"{kind}_bytes_mean": spread.mean}
     row |= {"skew": outcome.skew, "num_idle_ranks": outcome.num_idle_ranks}
@@ -133,20 +118,19 @@ def _row(planned: Planned) -> dict[str, object]:
     return {**row, "fits": outcome.verdict or ""}
 
 
-def point_columns(planned: Sequence[Planned]) -> tuple[list[Column], str]:
-    """Return the columns that tell points apart, and a sentence of what they share."""
-    outcomes = [each.outcome for each in planned if each.outcome]
-    columns = [
+# -- columns of outcomes ---------------------------------------------------------------------------
+
+
+def point_columns(outcomes: Sequence[Outcome]) -> list[Column[Outcome]]:
+    """Return the columns that tell points apart."""
+    columns: list[Column[Outcome]] = [
         Column("strategy", lambda o: o.strategy, left=True),
         Column("layout", lambda o: o.implementation, left=True),
         Column("ranks", lambda o: str(o.world_size)),
     ]
     if any(settings_of(o) for o in outcomes):
         columns.append(Column("settings", settings_of, left=True))
-    models = dict.fromkeys(o.model for o in outcomes)
-    places = dict.fromkeys(o.place for o in outcomes)
-    caption = f"Model {', '.join(models)}; {' | '.join(places)} ranks."
-    return columns, caption
+    return columns
 
 
 def settings_of(outcome: Outcome) -> str:
@@ -155,133 +139,115 @@ def settings_of(outcome: Outcome) -> str:
     return outcome.name.removeprefix(usual).removeprefix("-")
 
 
-def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
-    def kind(name: str) -> Column:
-        return Column(KIND_NAMES[name], lambda o: amount(o.by_kind[name].fullest, size))
+def _bytes(name: str, num_bytes: Callable[[Outcome], float], size: int) -> Column[Outcome]:
+    return Column(name, lambda o: amount(num_bytes(o), size))
 
-    kinds = [kind(name) for name in KINDS if any(o.by_kind[name].fullest for o in outcomes)]
-    columns = [
-        *kinds,
-        Column("total", lambda o: amount(o.total.fullest, size)),
-        Column("mean", lambda o: amount(o.total.mean, size)),
-    ]
+
+def _most_of(kind: str) -> Callable[[Outcome], float]:
+    return lambda o: o.by_kind[kind].fullest
+
+
+def _sent_of(kind: str) -> Callable[[Outcome], float]:
+    return lambda o: o.sent_by_kind.get(kind, 0)
+
+
+def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column[Outcome]]:
+    kinds = [kind for kind in KINDS if any(o.by_kind[kind].fullest for o in outcomes)]
+    columns = [_bytes(KIND_NAMES.get(kind, kind), _most_of(kind), size) for kind in kinds]
+    columns.append(_bytes("total", lambda o: o.total.fullest, size))
+    columns.append(_bytes("mean", lambda o: o.total.mean, size))
     if any(o.fits is not None for o in outcomes):
         columns.append(Column("fits", lambda o: o.verdict or ""))
     return columns
 
 
-def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column]:
+def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column[Outcome]]:
     kinds = [k for k in MOVES if any(k in o.sent_by_kind for o in outcomes)]
-
-    def kind(name: str) -> Column:
-        return Column(name, lambda o: amount(o.sent_by_kind.get(name, 0), size))
-
     return [
-        Column("sent", lambda o: amount(o.sent.fullest, size)),
-        *[kind(name) for name in kinds],
-        Column("inside", lambda o: amount(o.sent_inside, size)),
-        Column("between", lambda o: amount(o.sent_between, size)),
+        _bytes("sent", lambda o: o.sent.fullest, size),
+        *[_bytes(kind, _sent_of(kind), size) for kind in kinds],
+        _bytes("inside", lambda o: o.sent_inside, size),
+        _bytes("between", lambda o: o.sent_between, size),
         Column("skew", lambda o: f"{o.skew:.2f}"),
         Column("idle", lambda o: str(o.num_idle_ranks)),
-        Column("padding", lambda o: amount(o.padding_bytes.fullest, size)),
+        _bytes("padding", lambda o: o.padding_bytes.fullest, size),
     ]
 
 
-def lines_of(columns: Sequence[Column], outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of a table; columns that do not fit beside each other follow in tables of their own."""
-    texts = [[column.name, *(column.value(o) for o in outcomes)] for column in columns]
-    widths = [max(map(len, cells)) for cells in texts]
-    num_points = next(i for i, c in enumerate(columns) if not c.left and c.name != "ranks")
-    tables: list[list[int]] = [list(range(num_points))]
-    for index in range(num_points, len(columns)):
-        wide = sum(widths[i] + 1 + columns[i].left for i in [*tables[-1], index]) - 1
-        if wide > WIDTH and len(tables[-1]) > num_points:
-            tables.append(list(range(num_points)))
-        tables[-1].append(index)
-    lines: list[str] = []
-    for table in tables:
-        lines += [""] if lines else []
-        for row in range(len(outcomes) + 1):
-            cells = (
-                texts[i][row].ljust(widths[i] + 1)
-                if columns[i].left
-                else texts[i][row].rjust(widths[i])
-                for i in table
-            )
-            lines.append(" ".join(cells).rstrip())
-    return lines
-
-
-def _rehearsed(point: list[Column], outcomes: Sequence[Outcome]) -> list[str]:
+def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> list[str]:
     """Return the table of peaks with activations."""
     if not outcomes:
         return []
-    unit, size = unit_of([_peak(o).num_bytes for o in outcomes])
-    kinds = dict.fromkeys(kind for o in outcomes for kind in REHEARSED if _kind(o, kind))
-    late = any(_peak(o).late_bytes for o in outcomes)
-    columns = [
+    found = [o.rehearsed for o in outcomes if o.rehearsed]
+    unit, size = unit_of([each.fullest.num_bytes for each in found])
+    kinds = [k for k in REHEARSED if any(k in each.fullest.by_kind for each in found)]
+    late = any(each.fullest.late_bytes for each in found)
+
+    def peak(o: Outcome) -> RankPeak:
+        assert o.rehearsed is not None
+        return o.rehearsed.fullest
+
+    columns: list[Column[Outcome]] = [
         *point,
-        *[Column(REHEARSED[k], lambda o, k=k: amount(_kind(o, k), size)) for k in kinds],
-        Column("peak", lambda o: amount(_peak(o).num_bytes, size)),
-        *([Column("late", lambda o: amount(_peak(o).late_bytes, size))] if late else []),
-        Column("in", lambda o: _peak(o).phase),
-        Column("rank", lambda o: str(_peak(o).rank)),
-        Column("step ms", _milliseconds),
+        _bytes("states", lambda o: states_at_peak(peak(o).by_kind), size),
+        *[_bytes(REHEARSED[kind], _at_peak(kind), size) for kind in kinds],
+        _bytes("peak", lambda o: peak(o).num_bytes, size),
+        *([_bytes("late", lambda o: peak(o).late_bytes, size)] if late else []),
+        Column("in", lambda o: peak(o).phase),
+        Column("rank", lambda o: str(peak(o).rank)),
+        Column("step ms", lambda o: "{:,.0f}-{:,.0f}".format(*_range_ms(o))),
     ]
     kernels = [
-        (f"{o.rehearsed.device} kernels", o.rehearsed.product_scratch)
-        for o in outcomes
-        if o.rehearsed
+        words for each in found for words in (f"{each.device} kernels", each.product_scratch)
     ]
-    devices = dict.fromkeys(words for each in kernels for words in each if words)
-    speeds = dict.fromkeys(o.rehearsed.speed for o in outcomes if o.rehearsed)
     told = (
-        f"Rehearsed on tensors without memory ({', '.join(devices)}), {unit} at the peak of the fullest "
-        "rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered units. "
-        + (LATE if late else "")
-        + f"Seconds are estimates, {'; '.join(speeds)}."
+        f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(filter(None, kernels)))}), {unit} at the peak "
+        "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
+        f"units. {LATE if late else ''}Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in found))}."
     )
-    return [*_wrapped(told), "", *lines_of(columns, outcomes), ""]
+    return [*wrapped(told), "", *lines_of(columns, outcomes, len(point)), ""]
 
 
-def _milliseconds(outcome: Outcome) -> str:
+def _at_peak(kind: str) -> Callable[[Outcome], float]:
+    return lambda o: o.rehearsed.fullest.by_kind.get(kind, 0) if o.rehearsed else 0
+
+
+def _range_ms(outcome: Outcome) -> tuple[float, float]:
     assert outcome.rehearsed is not None
     least, _, most = outcome.rehearsed.step_seconds
-    return f"{1000 * least:,.0f}-{1000 * most:,.0f}"
+    return 1e3 * least, 1e3 * most
 
 
-def _peak(outcome: Outcome) -> RankPeak:
-    assert outcome.rehearsed is not None
-    return outcome.rehearsed.fullest
+def states_at_peak(by_kind: dict[str, int]) -> int:
+    """Return the bytes at a rehearsed peak of all kinds that exist for longer than a moment."""
+    return sum(num_bytes for kind, num_bytes in by_kind.items() if kind not in REHEARSED)
 
 
-def _kind(outcome: Outcome, kind: str) -> int:
-    """Return the bytes of one kind at the rehearsed peak; all but the kinds of REHEARSED are states."""
-    by_kind = _peak(outcome).by_kind
-    if kind != "states":
-        return by_kind.get(kind, 0)
-    return sum(num_bytes for name, num_bytes in by_kind.items() if name not in REHEARSED)
+# -- sentences -------------------------------------------------------------------------------------
 
 
-def _foot(planned: Sequence[Planned], outcomes: Sequence[Outcome]) -> list[str]:
-    skipped: dict[str, list[str]] = {}
-    for each in planned:
-        if each.outcome is None:
-            skipped.setdefault(str(each.point.refusal), []).append(each.point.name)
-    labels = dict.fromkeys(f"{o.strategy}/torch is {o.label}." for o in outcomes if o.label)
-    remedies = dict.fromkeys(
-        f"{o.name} does not fit {o.memory_gib:g} GiB; {_remedy(o)}"
-        for o in outcomes
-        if o.fits is False
-    )
+def _foot(entries: Sequence[PlannedPoint | Point], outcomes: Sequence[Outcome]) -> list[str]:
     sentences = [
         MEANINGS,
-        *labels,
-        *dict.fromkeys(f"not rehearsed: {o.not_rehearsed}." for o in outcomes if o.not_rehearsed),
-        *remedies,
-        *[f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()],
+        *(f"{o.strategy}/torch is {o.label}." for o in outcomes if o.label),
+        *(f"not rehearsed: {o.not_rehearsed}." for o in outcomes if o.not_rehearsed),
+        *(
+            f"{o.name} does not fit {o.memory_gib:g} GiB; {_remedy(o)}"
+            for o in outcomes
+            if o.fits is False
+        ),
+        *skipped_sentences(entries),
     ]
-    return [line for sentence in sentences for line in _wrapped(sentence)]
+    return list(dict.fromkeys(sentences))
+
+
+def skipped_sentences(entries: Sequence[PlannedPoint | Point]) -> list[str]:
+    """Return a sentence for each reason for which points are skipped."""
+    skipped: dict[str, list[str]] = {}
+    for each in entries:
+        if isinstance(each, Point):
+            skipped.setdefault(str(each.refusal), []).append(each.name)
+    return [f"skipped {', '.join(names)}: {reason}" for reason, names in skipped.items()]
 
 
 def _remedy(outcome: Outcome) -> str:
@@ -290,16 +256,3 @@ def _remedy(outcome: Outcome) -> str:
     if not outcome.remedies:
         return "no stage and no number of ranks helps: use a smaller model or unit"
     return f"its model states would with {', or with '.join(outcome.remedies)}"
-
-
-def unit_of(amounts: Sequence[float]) -> tuple[str, int]:
-    """Return the unit in which the largest amount has few digits."""
-    return ("GiB", GIB) if max(amounts, default=0) >= 10 * GIB else ("MiB", MIB)
-
-
-def amount(num_bytes: float, size: int) -> str:
-    return f"{num_bytes / size:,.2f}" if size == GIB else f"{num_bytes / size:,.1f}"
-
-
-def _wrapped(sentence: str) -> list[str]:
-    return wrap(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)

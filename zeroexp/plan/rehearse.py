@@ -46,14 +46,16 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
-from zeroexp.plan.absent_neighbours import absent_neighbours
-from zeroexp.plan.ddp_buckets import buckets_in_python
 from zeroexp.plan.extrapolate_depth import measure_at_depth
-from zeroexp.plan.gloo_copies import GlooCopies
-from zeroexp.plan.gradient_sums import GradientSums
-from zeroexp.plan.kernel_scratch import KernelScratch, ProductScratch, prior_product_scratch
-from zeroexp.plan.no_data import NoData
+from zeroexp.plan.hidden_memory import (
+    GlooCopies,
+    GradientSums,
+    KernelScratch,
+    ProductScratch,
+    prior_product_scratch,
+)
 from zeroexp.plan.speed import Speed
+from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
 from zeroexp.plan.storages import Peak, Storages
 from zeroexp.plan.timing import Seconds, Timeline
 from zeroexp.process.world import fake_world

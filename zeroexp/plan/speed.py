@@ -3,10 +3,10 @@
 A calibration of CPUs holds for the machine that it was made on. One of GPUs holds wherever their file is, since plans
 are made on machines without any; the links between their nodes are a prior's all the same.
 
-A prior is labelled "not calibrated". That of GPUs is torch's own tables, times the shares below that large models
-usually reach, and the figures of a named network. torch's bf16 figure counts sparsity, which training does not have,
-so it is divided by torch's own factor for that. That of CPUs is what a core of this machine's instructions and clock
-could compute, times the share that products reached on a Xeon of 2.5 GHz, with that machine's memory and links.
+A prior is labelled "not calibrated". That of GPUs is their data sheet (config/gpus.py), times the shares below that
+large models usually reach, and the figures of a named network. That of CPUs is what a core of this machine's
+instructions and clock could compute, times the share that products reached on a Xeon of 2.5 GHz, with that machine's
+memory and links.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from math import log
 from pathlib import Path
 
 import torch
-from torch._inductor.analysis.device_info import lookup_device_info
 
+from zeroexp.config.gpus import (
+    GPUS,
+    LINK_SHARE,
+    NETWORKS,
+    USUAL_GPU,
+    USUAL_NETWORK,
+    Gpu,
+    Network,
+)
 from zeroexp.config.keys import ConfigError
 
 NOT_CALIBRATED = "not calibrated"
-# The device of a prior, and the share of its tables that products of large matrices and copies reach.
-PRIOR_DEVICE, PRODUCT_SHARE, MEMORY_SHARE = "NVIDIA H100", 0.65, 0.85
+# The share of data sheets that products of large matrices and copies reach.
+PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
 LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
 # Floating-point operations of one core in a cycle, by the instructions that torch uses: two products of vectors.
 FLOPS_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
@@ -39,27 +47,6 @@ CPU_BYTES_PER_SECOND, CPU_LAUNCH_SECONDS = 9e9, 20e-6  # of one core
 # Transport -> seconds of one move, bytes per second; gloo's are those between processes of one host.
 CPU_LINKS = {"direct": (5e-4, 1.9e9), "gloo": (7e-4, 0.9e9)}
 UNSURE, UNSURE_CALIBRATED = 0.35, 0.15  # half the width of a range
-
-
-@dataclass(frozen=True)
-class Network:
-    """The links of a cluster of GPUs. Bytes are those of one direction."""
-
-    name: str
-    inside_bytes_per_second: float  # of one GPU, to the others of its node
-    node_bytes_per_second: float  # of one node, to the others
-    latency_seconds: float  # of a move inside a node
-    hop_seconds: float  # more for each further node
-
-
-NETWORKS = {
-    each.name: each
-    for each in (
-        Network("nvlink-infiniband", 360e9, 8 * 45e9, 20e-6, 5e-6),
-        Network("nvlink-ethernet", 360e9, 11e9, 20e-6, 25e-6),
-    )
-}
-USUAL_NETWORK = "nvlink-infiniband"
 
 
 @dataclass(frozen=True)
@@ -197,10 +184,13 @@ def calibrated_speed(found: Calibration, transport: str) -> Speed:
     )
 
 
-def calibrated_gpu_speed(found: Calibration, num_nodes: int, ranks_per_node: int) -> Speed:
+def calibrated_gpu_speed(
+    found: Calibration, num_nodes: int, ranks_per_node: int, network: Network | None = None
+) -> Speed:
     """Return the speed of such GPUs; links that were not measured are those of the prior."""
+    network = network or NETWORKS[USUAL_NETWORK]
     speed = replace(
-        prior_speed(num_nodes, ranks_per_node),
+        prior_speed(num_nodes, ranks_per_node, network),
         label=f"calibrated on {found.machine}",
         product_rates=found.product_rates,
         products_read_memory=True,
@@ -212,7 +202,7 @@ def calibrated_gpu_speed(found: Calibration, num_nodes: int, ranks_per_node: int
         return replace(speed, latency_seconds=latency, link_bytes_per_second=rate)
     if num_nodes * ranks_per_node == 1:
         return speed
-    return replace(speed, label=f"{speed.label}; links of {USUAL_NETWORK}, {NOT_CALIBRATED}")
+    return replace(speed, label=f"{speed.label}; links of {network.name}, {NOT_CALIBRATED}")
 
 
 def cpu_prior_speed(transport: str) -> Speed:
@@ -242,24 +232,22 @@ def _clock() -> float:
         return max((1e6 * float(each) for each in _cpuinfo("cpu MHz")), default=USUAL_HERTZ)
 
 
-def prior_speed(num_nodes: int, ranks_per_node: int, network: Network | None = None) -> Speed:
-    """Return what a cluster of H100s would do by tables."""
-    network = network or NETWORKS[USUAL_NETWORK]
-    info = lookup_device_info(PRIOR_DEVICE)
-    assert info is not None
-    dense = {
-        "bfloat16": info.tops[torch.bfloat16] / 2,  # the table's figure counts sparsity
-        "float16": info.tops[torch.float16] / 2,
-        "float32": info.tops[torch.float32],
-    }
-    between = network.node_bytes_per_second
-    rate = network.inside_bytes_per_second
+def prior_speed(
+    num_nodes: int,
+    ranks_per_node: int,
+    network: Network | None = None,
+    gpu: Gpu | None = None,
+) -> Speed:
+    """Return what a cluster of such GPUs would do by their data sheets."""
+    network, gpu = network or NETWORKS[USUAL_NETWORK], gpu or GPUS[USUAL_GPU]
+    inside = LINK_SHARE * gpu.link_bytes_per_second
+    rate = min(inside, network.node_bytes_per_second) if num_nodes > 1 else inside
     return Speed(
-        label=f"{PRIOR_DEVICE}, {network.name}, {NOT_CALIBRATED}",
-        product_rates={name: {1: 1e12 * tops * PRODUCT_SHARE} for name, tops in dense.items()},
-        bytes_per_second=info.dram_bw_gbs * 1e9 * MEMORY_SHARE,
+        label=f"{gpu.name}, {network.name}, {NOT_CALIBRATED}",
+        product_rates={name: {1: 1e12 * each * PRODUCT_SHARE} for name, each in gpu.tflops.items()},
+        bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE,
         launch_seconds=LAUNCH_SECONDS,
         latency_seconds=network.latency_seconds + network.hop_seconds * (num_nodes - 1),
-        link_bytes_per_second=min(rate, between) if num_nodes > 1 else rate,
+        link_bytes_per_second=rate,
         overlaps_launch=True,
     )

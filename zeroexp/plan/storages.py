@@ -31,13 +31,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zeroexp.measure.verb_seconds import meter
-from zeroexp.plan.local_operations import LocalOperations
 
 ACTIVATIONS, LOGITS, TEMPORARIES = "activations", "logits", "temporaries"
 MESSAGES = "messages"  # born while the engine issues a move
+
+
+class LocalOperations(TorchDispatchMode):
+    """The base of the modes of a rehearsal: `run` is called for each operation on the tensors of one rank."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes back with the local tensors
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation, or what is to be run instead, and return its result."""
+        return func(*args, **kwargs)
 
 
 @dataclass

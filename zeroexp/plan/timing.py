@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from zeroexp.measure.verb_seconds import TimedMove, meter
-from zeroexp.plan.local_operations import LocalOperations
 from zeroexp.plan.speed import Speed
+from zeroexp.plan.storages import LocalOperations
 
 DEVICE = torch.ops.prim.device.default
 ATTENTION, CPU_ATTENTION = "_scaled_dot_product", "_scaled_dot_product_flash_attention_for_cpu"

@@ -11,19 +11,25 @@ more: its reduce-scatter is an all-reduce inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
-from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.closed_forms import ITEMSIZE, HeldElements, OptimizerForm, PrecisionForm
+from zeroexp.measure.record import Traffic
+from zeroexp.plan.closed_forms import (
+    ITEMSIZE,
+    HeldElements,
+    OptimizerForm,
+    PrecisionForm,
+    StatesForm,
+)
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 
 
-@dataclass(frozen=True)
-class ParameterShape:
+class ParameterShape(NamedTuple):
     shape: tuple[int, ...]
     trainable: bool = True
 
@@ -33,7 +39,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True)
-class DdpForm:
+class DdpForm(StatesForm):
     """DistributedDataParallel, with ZeroRedundancyOptimizer where `shards_optimizer`.
 
     groups: the optimizer's parameter groups, which ZeroRedundancyOptimizer deals out one after the other.
@@ -48,33 +54,21 @@ class DdpForm:
     precision: PrecisionForm = FP32
     optimizer: OptimizerForm = ADAMW
 
+    at_rest = of_states = "compute"
+
+    @property
+    def updates_everywhere(self) -> bool:
+        return not self.shards_optimizer
+
     def traffic(self, rank: int) -> Traffic:
         """Return the bytes `rank` sends in one step, by kind; how many calls it takes is DDP's own business."""
-        trainable = self._gradient_bytes
-        around = 2 * trainable * (self.world_size - 1) // self.world_size
-        sent = {"reduce": around} if self.world_size > 1 else {}
-        if self.shards_optimizer and self.world_size > 1:
-            own = self.parameter_itemsize * self.held_elements(rank).owned
-            sent["publish"] = (self.world_size - 1) * own
+        if self.world_size == 1:
+            return Traffic()
+        peers = self.world_size - 1
+        sent = {"reduce": 2 * self._whole_bytes * peers // self.world_size}
+        if self.shards_optimizer:
+            sent["publish"] = peers * self.parameter_itemsize * self.held_elements(rank).owned
         return Traffic(bytes_by_kind=sent)
-
-    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return the bytes of model states on `rank` at one of MOMENTS, by kind, as TorchDDP counts them."""
-        assert moment in MOMENTS, moment
-        held = self.held_elements(rank)
-        moments = self.optimizer.num_moments * self.parameter_itemsize * held.owned
-        return {
-            "parameters": self.parameter_itemsize * held.resting,
-            "gradients": self._gradient_bytes if self._has_gradients(moment) else 0,
-            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
-            "master": 0,
-            "buffers": self._bucket_bytes(moment),
-        }
-
-    def _bucket_bytes(self, moment: str) -> int:
-        """Return the bytes of the C++ buckets, or 0 where the gradients that exist are views of them."""
-        are_views = self.gradient_as_bucket_view and moment in ("after_backward", "after_step")
-        return 0 if are_views else self._gradient_bytes
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
@@ -82,17 +76,12 @@ class DdpForm:
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
         return HeldElements(resting, 0, sum(owned), len(owned))
 
-    def equivalence_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks that hold and send as much."""
-        return self.held_elements(rank)
-
     @cached_property
     def _owned(self) -> list[list[int]]:
         """Sizes of the parameters that each rank updates, dealt out as ZeroRedundancyOptimizer does."""
-        owned: list[list[int]] = [
-            [] for _ in range(self.world_size if self.shards_optimizer else 1)
-        ]
-        load = [0] * len(owned)
+        num_dealt = self.world_size if self.shards_optimizer else 1
+        owned: list[list[int]] = [[] for _ in range(num_dealt)]
+        load = [0] * num_dealt
         for group in self.groups:
             for numel in sorted((p.numel for p in group), reverse=True):
                 rank = load.index(min(load))
@@ -100,22 +89,16 @@ class DdpForm:
                 load[rank] += numel
         return owned
 
-    def _has_gradients(self, moment: str) -> bool:
-        between = moment == "after_forward" and self.accumulation > 1
-        return between or moment in ("after_backward", "after_step")
+    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+        return self._whole_bytes
+
+    def _buffer_bytes(self, moment: str, rank: int) -> int:
+        """Return the bytes of the C++ buckets, or 0 where the gradients that exist are views of them."""
+        are_views = self.gradient_as_bucket_view and moment in ("after_backward", "after_step")
+        return 0 if are_views else self._whole_bytes
 
     @property
-    def updates_everywhere(self) -> bool:
-        """Whether every rank updates all parameters."""
-        return not self.shards_optimizer
-
-    @property
-    def parameter_itemsize(self) -> int:
-        """Bytes of one element of a parameter at rest."""
-        return ITEMSIZE[self.precision.compute]
-
-    @property
-    def _gradient_bytes(self) -> int:
+    def _whole_bytes(self) -> int:
         return self.parameter_itemsize * self._num_trainable
 
     @cached_property
@@ -124,7 +107,7 @@ class DdpForm:
 
 
 @dataclass(frozen=True)
-class FsdpForm:
+class FsdpForm(StatesForm):
     """FSDP2: `units` are the parameters of the root and of each block; the root stays gathered until its backward."""
 
     units: Sequence[Sequence[ParameterShape]]
@@ -133,47 +116,25 @@ class FsdpForm:
     accumulation: int = 1
     precision: PrecisionForm = FP32
     optimizer: OptimizerForm = ADAMW
+    at_rest = of_states = "master"  # the shards are the master weights
 
     def traffic(self, rank: int) -> Traffic:
-        """Return the bytes `rank` sends in one step, by kind, and the number of its collectives."""
         if self.world_size == 1:
             return Traffic()
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
-        gathers = [self.accumulation if self.reshards else 1]
-        gathers += [2 * self.accumulation if self.reshards else 1] * (len(self.units) - 1)
-        used = [(unit, num) for unit, num in zip(self.units, gathers, strict=True) if unit]
-        peers = self.world_size - 1
+        uses = (self.accumulation, 2 * self.accumulation) if self.reshards else (1, 1)
+        used = [(unit, uses[index > 0]) for index, unit in enumerate(self.units) if unit]
+        peers, reductions = self.world_size - 1, self.accumulation
         return Traffic(
             bytes_by_kind={
                 "gather": peers * compute * sum(num * self._shard(unit) for unit, num in used),
-                "reduce": peers * reduce * self.accumulation * self._shard(self._all),
+                "reduce": peers * reduce * reductions * self._shard(self._all),
             },
             calls_by_kind={
                 "gather": sum(num for _, num in used),
-                "reduce": self.accumulation * len(used),
+                "reduce": reductions * len(used),
             },
         )
-
-    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        """Return the bytes of model states on `rank` at one of MOMENTS, by kind, as TorchFSDP2 counts them."""
-        assert moment in MOMENTS, moment
-        held, master = self.held_elements(rank), ITEMSIZE[self.precision.master]
-        between = moment == "after_forward" and self.accumulation > 1
-        has_gradients = between or moment in ("after_backward", "after_step")
-        moments = self.optimizer.num_moments * master * held.owned
-        return {
-            "parameters": master * held.resting,
-            "gradients": master * self._shard(self._trainable) if has_gradients else 0,
-            "optimizer": moments + self.optimizer.bytes_per_tensor * held.num_owned,
-            "master": 0,  # the shards are the master weights
-            "buffers": self._gathered_bytes if moment == "after_forward" else 0,
-        }
-
-    @property
-    def _gathered_bytes(self) -> int:
-        """Bytes gathered between forward and backward: those of the root, and without reshard of all blocks."""
-        gathered = self.units[0] if self.reshards else self._all
-        return self.world_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
@@ -182,39 +143,28 @@ class FsdpForm:
             numel = num * _rows(parameter, rank, self.world_size) * _rest(parameter)
             real += numel
             own += numel if parameter.trainable else 0
-        return HeldElements(self._resting, self._resting - real, own, len(self._trainable))
+        resting = self._shard(self._all)
+        return HeldElements(resting, resting - real, own, sum(p.trainable for p in self._all))
 
-    def equivalence_key(self, rank: int) -> Hashable:
-        """Return a key that is equal for ranks that hold and send as much."""
-        return self.held_elements(rank)
+    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+        return self.parameter_itemsize * self._shard(p for p in self._all if p.trainable)
 
-    @cached_property
-    def _different(self) -> Counter[ParameterShape]:
-        return Counter(self._all)
-
-    @cached_property
-    def _resting(self) -> int:
-        return self._shard(self._all)
-
-    @property
-    def updates_everywhere(self) -> bool:
-        """Whether every rank updates all parameters."""
-        return False
-
-    @property
-    def parameter_itemsize(self) -> int:
-        """Bytes of one element of a parameter at rest."""
-        return ITEMSIZE[self.precision.master]
-
-    @cached_property
-    def _trainable(self) -> list[ParameterShape]:
-        return [p for p in self._all if p.trainable]
+    def _buffer_bytes(self, moment: str, rank: int) -> int:
+        """Return what is gathered between forward and backward: the root, and without reshard all blocks."""
+        if moment != "after_forward":
+            return 0
+        gathered = self.units[0] if self.reshards else self._all
+        return self.world_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
 
     @cached_property
     def _all(self) -> list[ParameterShape]:
         return [p for unit in self.units for p in unit]
 
-    def _shard(self, unit: Sequence[ParameterShape]) -> int:
+    @cached_property
+    def _different(self) -> Counter[ParameterShape]:
+        return Counter(self._all)
+
+    def _shard(self, unit: Iterable[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
         return sum(-(-_length(p) // self.world_size) * _rest(p) for p in unit)
 

@@ -45,7 +45,7 @@ from zeroexp.measure.system import sampling_system
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.flops import flops_per_sample
 from zeroexp.models.module import build_deferred, build_model
-from zeroexp.plan.beside_measured import plan_beside
+from zeroexp.plan.outcome import plan_beside
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World

@@ -1,0 +1,156 @@
+"""`--advise`: the fastest that fits of all that do the same work, in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.composing import composed
+from tests.plan.test_command import planned as planned
+from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS
+from zeroexp.plan.advice_text import advice_text
+from zeroexp.plan.advise import Advice, Candidate, advise
+from zeroexp.plan.changes import with_batch, with_stage
+from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
+from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.speed import prior_speed
+
+GIB = 2**30
+WORDS = ("model=mlp_tiny", "data=vectors", "data.seq_len=16", "world_size=2")
+TINY = (*WORDS, "cluster.device=cuda", "data.global_batch_size=4")
+LINE = " ".join(TINY)
+
+
+def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> Candidate:
+    """One of 8 GiB of memory; `seconds` None: it was not rehearsed."""
+    config = with_batch(with_stage(composed(*TINY), stage), micro, 8)
+    planned = plan_point(config, None, "cuda")
+    peak = RankPeak(0, "backward", int(gib * GIB), {"parameters": int(gib * GIB)}, {}, [])
+    times = None if seconds is None else (0.8 * seconds, seconds, 1.2 * seconds)
+    rehearsed = times and RehearsedPeaks([peak], "cpu", (2,), times, seconds or 0.0, "made up")
+    outcome = replace(planned.outcome, memory_gib=8.0, rehearsed=rehearsed)
+    return Candidate(f"strategy={stage}", planned._replace(outcome=outcome))
+
+
+def advice(*candidates: Candidate) -> Advice:
+    return Advice(candidates[0].planned.config, "cuda", [*candidates])
+
+
+def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory():
+    found = advice(
+        candidate("ddp", 4, 1.0, 9),  # the fastest does not fit
+        candidate("zero1", 2, 2.0, 6.5),
+        candidate("zero1", 1, 2.5, 5),
+        candidate("zero2", 1, 3.0, 5),  # as lean as another, and slower
+        candidate("zero3", 2, 4.0, 2),
+        candidate("zero3", 1, 5.0, 1),
+        candidate("zero2", 2, None, 0),
+    )
+    best, leanest = found.best, found.leanest
+    assert best and leanest
+    assert (best.stage, best.micro, best.seconds) == ("zero1", 2, 2.0)
+    assert (leanest.stage, leanest.micro) == ("zero3", 2), "the fastest of the leanest stage"
+    assert [each.seconds for each in found.frontier] == [1.0, 2.0, 2.5, 4.0, 5.0]
+    assert [each.stage for each in found.late] == ["zero2"]
+    text = " ".join(advice_text([found]).split())
+    assert text.startswith(
+        "use zero1, micro-batch 2, recomputation off: 6.5 GiB of 8 GiB, 2 s a step (1.6-2.4), 2 x as fast as zero3; "
+        "zero3 would leave 6 GiB free; on 2 ranks (cuda, 1 node of 2)"
+    )
+    assert "ddp does not fit: at least 9 GiB." in text
+    assert "zero2 takes 1.50 x as long (micro-batch 1, recomputation off)" in text
+    assert "1 candidates were not rehearsed" in text
+
+
+def test_of_two_that_are_as_fast_the_one_that_holds_less_is_named():
+    found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.01, 4))
+    assert found.best and found.best.stage == "zero2"
+    found = advice(candidate("zero1", 2, 2.0, 6), candidate("zero2", 2, 2.1, 4))
+    assert found.best and found.best.stage == "zero1"
+
+
+def test_where_nothing_fits_it_says_so():
+    text = advice_text([advice(candidate("ddp", 2, 1.0, 9), candidate("zero3", 1, 1.0, 8.5))])
+    told = " ".join(text.split())
+    assert told.startswith("Nothing fits on 2 ranks (cuda, 1 node of 2)")
+    assert "zero3 with micro-batch 1 holds 8.5 GiB. Use more ranks: --fit says how many." in told
+
+
+def test_every_candidate_is_what_a_plan_of_its_words_rehearses(planned):
+    """As far as model states fit; the work is the line's, in each of them."""
+    limit = "cluster.device_memory_gib=0.0012"
+    code, out, _ = planned(f"{LINE} strategy=ddp,zero3 {limit} --advise --rehearse --json")
+    assert code == 0
+    (entry,) = json.loads(out)
+    found = {each["words"]: each for each in entry["candidates"]}
+    assert len(found) == 2 * 2 * 2 and {e["global_batch_size"] for e in found.values()} == {4}
+    assert {(e["micro_batch_size"], e["recomputes"]) for e in found.values()} == {
+        (micro, recomputes) for micro in (1, 2) for recomputes in (False, True)
+    }
+    fitting = {words: each for words, each in found.items() if each["rehearsed"]}
+    assert fitting and all(each["total"]["fullest"] <= 0.0012 * GIB for each in fitting.values())
+    assert all(e["total"]["fullest"] > 0.0012 * GIB for e in found.values() if not e["rehearsed"])
+    words, chosen = entry["use"], found[entry["use"]]
+    seconds = [e["rehearsed"]["step_seconds"][1] for e in fitting.values() if e["fits"] == "yes"]
+    assert chosen["rehearsed"]["step_seconds"][1] <= 1.01 * min(seconds)
+    _, out, _ = planned(f"{LINE} {limit} {words} precision=bf16_master --rehearse --json")
+    (again,) = json.loads(out)
+    assert again["rehearsed"] == chosen["rehearsed"] and again["total"] == chosen["total"]
+
+
+def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    plans = Plans(TINY)
+    config = composed(*TINY, "cluster.device_memory_gib=1")
+    plans.entries = [plan_point(config, None, "cuda")]
+    (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
+    assert len(found.rehearsed) == 1 and found.best and len(found.candidates) == 4 * 2 * 2
+    # What is likely to be the fastest is rehearsed first: the largest micro-batch, without recomputation.
+    assert (found.best.stage, found.best.micro, found.best.recomputes) == ("ddp", 2, False)
+
+
+def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
+    """bf16 with fp32 masters, the model's own 2,048 positions, and eight samples for each rank."""
+    monkeypatch.chdir(tmp_path)
+    plans = Plans(["model=tiny"])
+    for device, expected in (("cuda", ("bf16_master", 2048, 16)), ("cpu", ("fp32", 128, 16))):
+        plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
+        (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
+        config = found.candidates[-1].planned.config
+        data = config.data
+        assert (config.precision.name, data.seq_len, data.global_batch_size) == expected
+
+
+WRONG = {
+    "cluster.gpu=H300": ("cluster.gpu=H300:", "H200"),
+    "cluster.network=ether": ("cluster.network=ether:", "nvlink-ethernet"),
+    "cluster.gpu=H100 cluster.device=cpu": ("cluster.gpu=H100: no effect", "cluster.device=cuda"),
+    "--advise --csv": ("--advise --csv:", "leave out all but one"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_mistake_is_one_line(line, planned):
+    code, out, err = planned(line)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1, err
+    start, remedy = WRONG[line]
+    assert err.startswith(f"zeroexp: {start}") and remedy in err
+
+
+def test_a_named_gpu_sets_the_limit_and_the_speed():
+    config = composed(*WORDS, "cluster.gpu=L4", "cluster.reserved_gib=2")
+    assert plan_point(config, None, "cuda").outcome.memory_gib == 22
+    config.cluster.device_memory_gib = 10
+    assert plan_point(config, None, "cuda").outcome.memory_gib == 8
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_links_are_those_of_the_gpu_inside_a_node_and_of_the_network_between(name):
+    for network in NETWORKS.values():
+        inside, between = (prior_speed(nodes, 8, network, GPUS[name]) for nodes in (1, 2))
+        assert inside.link_bytes_per_second == LINK_SHARE * GPUS[name].link_bytes_per_second
+        slower = min(inside.link_bytes_per_second, network.node_bytes_per_second)
+        assert between.link_bytes_per_second == slower
+        assert between.latency_seconds > inside.latency_seconds

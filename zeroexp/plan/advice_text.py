@@ -1,0 +1,181 @@
+"""`--advise` as text and as JSON: one line that says what to use, then why, then all that was compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from zeroexp.config.keys import Config
+from zeroexp.plan.advise import BUDGET_SECONDS, Advice, Candidate
+from zeroexp.plan.plan_table import json_entry, states_at_peak
+from zeroexp.plan.text_table import GIB, MIB, Column, amount, lines_of, unit_of, wrapped
+
+
+def advice_text(found: Sequence[Advice]) -> str:
+    """Return the advice for each number of ranks, one below the other."""
+    return "\n\n".join("\n".join(_lines(each)).rstrip() for each in found)
+
+
+def advice_json(found: Sequence[Advice]) -> str:
+    """Return for each number of ranks what to use (null where nothing fits), and every candidate with its plan."""
+    return json.dumps([_entry(each) for each in found], indent=1)
+
+
+def _entry(advice: Advice) -> dict[str, object]:
+    best, leanest = advice.best, advice.leanest
+    return {
+        "advice": " ".join(_first_line(advice)),
+        "use": best and best.words,
+        "leanest": leanest and leanest.words,
+        "frontier": [each.words for each in advice.frontier],
+        "num_not_rehearsed": len(advice.late),
+        "candidates": [
+            {"words": each.words, "recomputes": each.recomputes, **json_entry(each.planned)}
+            for each in advice.candidates
+        ],
+    }
+
+
+def _lines(advice: Advice) -> list[str]:
+    rows = advice.rehearsed
+    lines = wrapped(*_first_line(advice))
+    lines += ["", *wrapped(*_reasons(advice)), ""]
+    if best := advice.best:
+        lines += [*wrapped(f"A run takes these words: {_words(advice, best)}"), ""]
+    if not rows:
+        return lines
+    unit, size = unit_of([each.peak_bytes for each in rows])
+    speeds = "; ".join(dict.fromkeys(each.rehearsed.speed for each in rows if each.rehearsed))
+    told = (
+        f"Rehearsed, with activations: {unit} of the fullest rank, and expected ms of a step ({speeds}). * is on the "
+        "frontier: no other is as fast and holds less."
+    )
+    best_of = advice.frontier
+    columns: list[Column[Candidate]] = [
+        Column("", lambda each: "*" if each in best_of else "", left=True),
+        Column("strategy", lambda each: each.stage, left=True),
+        Column("layout", lambda each: each.planned.outcome.implementation, left=True),
+        Column("micro", lambda each: str(each.micro)),
+        Column("recompute", lambda each: _on(each.recomputes)),
+        Column("peak", lambda each: amount(each.peak_bytes, size)),
+        Column("fits", lambda each: each.planned.outcome.verdict or "-"),
+        Column("step ms", lambda each: f"{1e3 * each.seconds:,.1f}"),
+        Column("sent", lambda each: amount(each.planned.outcome.sent.fullest, size)),
+    ]
+    return [*lines, *wrapped(told), "", *lines_of(columns, rows, 3)]
+
+
+def _first_line(advice: Advice) -> list[str]:
+    """Return the sentence that answers, and where nothing fits the one that says so."""
+    best, leanest = advice.best, advice.leanest
+    on = f"on {_ranks(advice)} with {_work(advice.config)}"
+    if best is None or leanest is None or best.rehearsed is None:
+        if advice.not_rehearsed:
+            return [f"Nothing can be advised {on}: {next(iter(advice.not_rehearsed))}."]
+        least = min(advice.candidates, key=lambda each: each.peak_bytes)
+        held = f"{least.stage} with micro-batch {least.micro} holds {_size(least.peak_bytes)}"
+        what = "" if least.rehearsed else " of model states alone"
+        return [f"Nothing fits {on}: {held}{what}. Use more ranks: --fit says how many."]
+    seconds = "{:.3g} s a step ({:.3g}-{:.3g})".format(
+        *(best.rehearsed.step_seconds[i] for i in (1, 0, 2))
+    )
+    limit = best.planned.outcome.memory_gib
+    parts = [
+        f"use {best.stage}, micro-batch {best.micro}, recomputation {_on(best.recomputes)}: "
+        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}, {seconds}"
+    ]
+    others = [each for each in advice.rehearsed if each.fits and each.stage != best.stage]
+    if leanest.stage == best.stage and others:
+        parts.append(f"{others[0].stage} takes {others[0].seconds / best.seconds:.2f} x as long")
+    if leanest.stage != best.stage:
+        parts[0] += f", {leanest.seconds / best.seconds:.2g} x as fast as {leanest.stage}"
+        free = (
+            f"leave {_size(limit * GIB - leanest.peak_bytes)} free"
+            if limit
+            else f"hold {_size(leanest.peak_bytes)}"
+        )
+        parts.append(f"{leanest.stage} would {free}")
+    return [f"{'; '.join(parts)}; {on}."]
+
+
+def _reasons(advice: Advice) -> list[str]:
+    """Return why it is the one: what makes its peak, and what speaks against each other stage."""
+    best = advice.best
+    reasons: list[str] = []
+    if best and best.rehearsed:
+        peak = best.rehearsed.fullest
+        states = states_at_peak(peak.by_kind)
+        waits = max(0.0, best.seconds - best.rehearsed.compute_seconds)
+        reasons.append(
+            f"Why: at its peak, in {peak.phase}, {_size(states)} are model states and gathered units, and "
+            f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment. Of its step it "
+            f"computes {1e3 * best.rehearsed.compute_seconds:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
+        )
+        for stage in dict.fromkeys(each.stage for each in advice.candidates):
+            if stage != best.stage:
+                reasons.append(_against(advice, stage, best))
+        other = [each for each in advice.rehearsed if each.stage == best.stage]
+        if fastest := [each for each in other if not each.fits and each.seconds < best.seconds]:
+            each = fastest[0]
+            reasons.append(
+                f"{best.stage} with micro-batch {each.micro}, recomputation {_on(each.recomputes)}, would be faster "
+                f"and does not fit: {_size(each.peak_bytes)}."
+            )
+    if advice.late:
+        reasons.append(
+            f"{len(advice.late)} candidates were not rehearsed in {BUDGET_SECONDS} s; --advise --rehearse takes the "
+            "time that all of them take."
+        )
+    return reasons
+
+
+def _against(advice: Advice, stage: str, best: Candidate) -> str:
+    """Return what speaks against a stage: that it does not fit, or what its fastest candidate takes."""
+    of_stage = [each for each in advice.candidates if each.stage == stage]
+    tried = [each for each in advice.rehearsed if each.stage == stage]
+    fitting = next((each for each in tried if each.fits), None)
+    if fitting:
+        sent = fitting.planned.outcome.sent.fullest, best.planned.outcome.sent.fullest
+        more = f", and sends {sent[0] / sent[1]:.2g} x as much" if sent[1] else ""
+        return (
+            f"{stage} takes {fitting.seconds / best.seconds:.2f} x as long (micro-batch {fitting.micro}, "
+            f"recomputation {_on(fitting.recomputes)}){more}; it holds {_size(fitting.peak_bytes)}."
+        )
+    least = min(tried or of_stage, key=lambda each: each.peak_bytes)
+    if least.fits:
+        return f"{stage} was not rehearsed in time."
+    alone = "" if least.rehearsed else " of model states alone"
+    return f"{stage} does not fit: at least {_size(least.peak_bytes)}{alone}."
+
+
+def _words(advice: Advice, best: Candidate) -> str:
+    """Return what a command line needs for the best: its own words, and what was taken for what the line left open."""
+    data = best.planned.config.data
+    words = [best.words, f"data.global_batch_size={data.global_batch_size}"]
+    words = [words[0]] if "data.global_batch_size=" in words[0] else words
+    return " ".join(
+        [*words, f"data.seq_len={data.seq_len} precision={advice.config.precision.name}"]
+    )
+
+
+def _ranks(advice: Advice) -> str:
+    config, place = advice.config, advice.candidates[0].planned.outcome.place
+    gpu = f" {config.cluster.gpu}" if config.cluster.gpu else ""
+    return f"{config.world_size}{gpu} ranks ({place})"
+
+
+def _work(config: Config) -> str:
+    data = config.data
+    return (
+        f"{config.precision.name}, sequences of {data.seq_len:,} and {data.global_batch_size:,} samples a step of "
+        f"{config.model.name}"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
+    return f"{num_bytes / size:.3g} {unit}"
+
+
+def _on(recomputes: bool) -> str:
+    return "on" if recomputes else "off"

@@ -1,0 +1,243 @@
+"""`--advise`: which strategy on these ranks, and how fast: the fastest that fits of all that do the same work.
+
+Compared are every stage, with and without recomputation, at every micro-batch (powers of two) of one global batch; of
+what the line names, only what it names. Every candidate that closed forms do not rule out is rehearsed, with its
+activations, until a minute is over; `--rehearse` gives all the time it takes. What is likely to be the answer comes
+first: what is expected to fit, without recomputation, with a large micro-batch and a stage that sends little. A
+rehearsal tells how many bytes a sample takes beside model states, so that the next guess is a better one.
+
+[Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters and
+sequences as long as the model's own context. A batch that is not named has eight samples for each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.models.module import BuiltModel
+from zeroexp.plan.changes import (
+    Change,
+    complete_words,
+    recomputation,
+    with_batch,
+    with_length,
+    with_precision,
+    with_recomputation,
+    with_stage,
+)
+from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
+from zeroexp.plan.plan_points import BATCH, Plans
+from zeroexp.plan.search import GIB, longest_sequence, plan_if_defined
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
+SAMPLES_PER_RANK, MOST_TOKENS = (
+    8,
+    1 << 15,
+)  # of a batch and of sequences that the line does not name
+BUDGET_SECONDS = 60
+ALIKE = 0.01  # seconds that differ by less are one speed: no estimate is that good
+MICRO, RECOMPUTES = "data.micro_batch_size", "train.activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do the work. It is rehearsed, or not: its model states do not fit, or time was over."""
+
+    words: str
+    planned: PlannedPoint
+
+    @property
+    def stage(self) -> str:
+        return self.planned.outcome.strategy
+
+    @property
+    def micro(self) -> int:
+        return self.planned.config.data.micro_batch_size
+
+    @property
+    def recomputes(self) -> bool:
+        return self.planned.config.train.activation_checkpointing
+
+    @property
+    def rehearsed(self) -> RehearsedPeaks | None:
+        return self.planned.outcome.rehearsed
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank may hold: rehearsed, else model states alone."""
+        outcome = self.planned.outcome
+        return outcome.rehearsed.fullest.most_bytes if outcome.rehearsed else self.states_bytes
+
+    @property
+    def states_bytes(self) -> int:
+        return int(self.planned.outcome.total.fullest)
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of a step."""
+        assert self.rehearsed is not None
+        return self.rehearsed.step_seconds[1]
+
+    @property
+    def fits(self) -> bool:
+        return self.planned.outcome.fits is not False
+
+
+@dataclass
+class Advice:
+    """What was compared for one model on one number of ranks."""
+
+    config: Config  # the line's point with what is taken for what it leaves open
+    device: str
+    candidates: list[Candidate]
+    not_rehearsed: dict[str, None] = field(default_factory=dict[str, None])  # reasons
+
+    @property
+    def rehearsed(self) -> list[Candidate]:
+        """The rehearsed candidates, the fastest first; of two that are as fast the one that holds less."""
+        found = [each for each in self.candidates if each.rehearsed]
+        return sorted(found, key=lambda each: (each.seconds, each.peak_bytes))
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; of those that are as fast, see ALIKE, the one that holds least."""
+        fitting = [each for each in self.rehearsed if each.fits]
+        alike = [each for each in fitting if each.seconds <= (1 + ALIKE) * fitting[0].seconds]
+        return min(alike, key=lambda each: each.peak_bytes, default=None)
+
+    @property
+    def leanest(self) -> Candidate | None:
+        """The fastest candidate of the stage that leaves most memory free."""
+        fitting = [each for each in self.rehearsed if each.fits]
+        if not fitting:
+            return None
+        stage = min(fitting, key=lambda each: each.peak_bytes).stage
+        return next(each for each in fitting if each.stage == stage)
+
+    @property
+    def frontier(self) -> list[Candidate]:
+        """The candidates that no other beats in both time and memory."""
+        best: list[Candidate] = []
+        for each in self.rehearsed:
+            if not best or each.peak_bytes < best[-1].peak_bytes:
+                best.append(each)
+        return best
+
+    @property
+    def late(self) -> list[Candidate]:
+        """What may fit and was not rehearsed."""
+        return [each for each in self.candidates if each.fits and not each.rehearsed]
+
+
+def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[Advice]:
+    """Return the advice for each model and number of ranks of a line. Raises ConfigError where nothing is defined."""
+    groups: dict[tuple[object, ...], list[PlannedPoint]] = {}
+    for each in plans.planned:
+        config = each.config
+        batch = config.data.global_batch_size if BATCH in plans.named else None
+        work = (config.world_size, config.data.seq_len, batch, config.precision.name)
+        groups.setdefault((repr(config.model), *work), []).append(each)
+    found: list[Advice] = []
+    for points in groups.values():
+        until = None if plans.rehearses else now() + BUDGET_SECONDS / len(groups)
+        found.append(_advise_one(points, plans.model_of(points[0]), plans.named, until, now))
+    return found
+
+
+def _advise_one(
+    points: Sequence[PlannedPoint],
+    model: BuiltModel,
+    named: Collection[str],
+    until: float | None,
+    now: Callable[[], float],
+) -> Advice:
+    device = points[0].device
+    bases = [_with_defaults(each, model, named) for each in points]
+    candidates = [each for base in bases for each in _candidates(base, model, device, named)]
+    if not candidates:
+        raise ConfigError(
+            f"world_size={points[0].config.world_size}: no strategy of the line is defined there; name others"
+        )
+    advice = Advice(bases[0], device, candidates)
+    _rehearse_likely_first(advice, until, now)
+    return advice
+
+
+def _with_defaults(planned: PlannedPoint, model: BuiltModel, named: Collection[str]) -> Config:
+    """Return the point with what is taken for what its line leaves open, see [Note: defaults]."""
+    config = planned.config
+    if planned.device == "cuda":
+        if not any(key.startswith("precision") for key in named):
+            config = with_precision(config, "bf16_master")
+        if "data.seq_len" not in named and (longest := longest_sequence(model)):
+            config = with_length(config, min(longest, MOST_TOKENS))
+    if BATCH not in named:
+        micro = config.data.micro_batch_size if MICRO in named else 1
+        each = max(SAMPLES_PER_RANK, micro)
+        config = with_batch(config, micro, each * config.world_size)
+    return config
+
+
+def _candidates(
+    base: Config, model: BuiltModel, device: str, named: Collection[str]
+) -> Iterator[Candidate]:
+    """Yield the ways to do the work of one point of the line that are defined, by closed forms."""
+    for change in _ways(base, named):
+        planned = plan_if_defined(change.config, model, device)
+        if planned is None:
+            continue
+        words = complete_words(change, base, device, named)
+        if "strategy.implementation" in named:
+            words = f"strategy.implementation={base.strategy.implementation} {words}"
+        yield Candidate(words, planned)
+
+
+def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
+    """Yield the candidates of one point of the line."""
+    of_line = {"strategy", "study"} & {*named}
+    own = config.strategy.name
+    stages = (own,) if of_line or own not in STAGES else STAGES
+    each = config.data.global_batch_size // config.world_size
+    halves = [2**i for i in range(each.bit_length()) if each % 2**i == 0]
+    micros = (config.data.micro_batch_size,) if MICRO in named else halves
+    choices = (config.train.activation_checkpointing,) if RECOMPUTES in named else (False, True)
+    for stage in stages:
+        for recomputes in choices:
+            for micro in micros:
+                words = f"strategy={stage} {MICRO}={micro} {recomputation(recomputes)}"
+                changed = with_batch(with_stage(config, stage), micro)
+                yield Change(words, with_recomputation(changed, recomputes))
+
+
+def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[], float]) -> None:
+    """Rehearse the candidates whose model states fit, the likely ones first, until the time is over.
+
+    It is not over before one is found that fits.
+    """
+    # The training loop takes a second to import.
+    from zeroexp.plan.peak import with_rehearsal
+
+    left = {at: each for at, each in enumerate(advice.candidates) if each.fits}
+    bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
+
+    def unlikely(at: int) -> tuple[bool, bool, int, int]:
+        each = left[at]
+        limit = (each.planned.outcome.memory_gib or float("inf")) * GIB
+        expected = each.states_bytes + each.micro * bytes_per_sample.get(each.recomputes, 0.0)
+        return expected > limit, each.recomputes, -each.micro, at
+
+    while left and (until is None or now() < until or not advice.best):
+        at = min(left, key=unlikely)
+        each = left.pop(at)
+        print(f"{each.words}: rehearsing", file=sys.stderr, flush=True)
+        planned = with_rehearsal(each.planned)
+        advice.candidates[at] = tried = Candidate(each.words, planned)
+        if tried.rehearsed is None:
+            advice.not_rehearsed[str(planned.outcome.not_rehearsed)] = None
+            return  # no other one can be
+        beside = (tried.peak_bytes - tried.states_bytes) / tried.micro
+        bytes_per_sample[tried.recomputes] = max(beside, 0.0)

@@ -1,0 +1,157 @@
+"""Memory that fake tensors do not show: what gloo copies, what kernels of a CPU allocate, how autograd adds gradients.
+
+Fake tensors run no kernel and no backend. Each mode below sees every operation on the tensors of one rank and
+allocates, or adds, what torch does with real ones, so that `Storages` counts it.
+
+[Note: gloo] ProcessGroupGloo reduces a copy of the input of a reduce-scatter, and gathers into a copy of the output of
+an all-gather. torch allocates both; they live as long as the collective. A rehearsal has them when it is issued, since
+torch's engines do not tell when they wait for it.
+
+[Note: late] A thread of gloo first tells that a collective is done, and then lets go of it: of the copy that it
+reduced, of the output that it gathered. Where other processes have the cores, the rank goes on meanwhile, as far as
+through a microbatch. gloo has two threads: one may still hold the largest collective so far, and the other the last.
+
+[Note: scratch] torch's allocator counts what kernels of a CPU allocate while they run:
+
+    a product with a bf16 result     on some CPUs oneDNN sums in fp32 and rounds at the end: `ProductScratch`
+    norms in a wider dtype           each tensor in turn is copied in that dtype, so that the largest decides
+    the mean squared error           the squares, before they are summed
+
+Smaller ones are left out: the blocks of attention, and those into which oneDNN packs the operands of a product, which
+do not grow with it (1.4 MB for each thread, on a CPU with bf16 instructions).
+
+[Note: sums] Autograd adds the gradients of a tensor that is used twice: in place where nobody but it holds the first of
+them. With fake tensors it never does, since it does not know what a subclass of tensors makes of that, so the sum is
+made here. A view holds the tensor that it shows, so a gradient that is a view is not added to in place.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroexp.plan.storages import MESSAGES, LocalOperations, Storages
+
+REDUCE, GATHER = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
+COPIED = {REDUCE: 1, GATHER: 0}  # collective -> which of its arguments gloo copies
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
+GROUPED_PRODUCT = "aten::_grouped_mm"
+ADD = torch.ops.aten.add.Tensor
+SUM_BYTES = 4  # of one element of a product, while it is summed
+# The words of ONEDNN_MAX_CPU_ISA with which a CPU of more instructions does as one of AVX512 without those for bf16.
+WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+class GlooCopies(LocalOperations):
+    """Lets `storages`, the mode outside of this one, see the copies; `late`: as late as gloo may let go of them."""
+
+    def __init__(self, storages: Storages, *, late: bool = False) -> None:
+        super().__init__()
+        self._storages = storages
+        self._late = late
+        self._held: list[Tensor] = []  # by each of gloo's threads, see [Note: late]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        if name in COPIED:
+            copy = torch.empty_like(args[COPIED[name]])
+            self._storages.assign_kind(MESSAGES, [copy])
+            if self._late:
+                largest = sorted(self._held, key=lambda tensor: tensor.nbytes)[-1:]
+                self._held = [*largest, copy if name == REDUCE else args[0]]
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ProductScratch:
+    """Bytes that a bf16 product of a CPU allocates for each element of its result, and how they are known."""
+
+    bytes_per_element: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"bf16 products sum in {self.bytes_per_element or 'no'} bytes more for each element, {self.source}"
+
+
+def prior_product_scratch() -> ProductScratch:
+    """Return what this CPU's instructions say, and ONEDNN_MAX_CPU_ISA, by which oneDNN leaves some of them out.
+
+    oneDNN multiplies bf16 where there is AVX512. With instructions for bf16 it rounds each block as it is summed;
+    without them it sums all of the result in fp32 first. Elsewhere torch multiplies itself, in place.
+    """
+    word = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    by_onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_supported()
+    rounds = torch.cpu._is_avx512_bf16_supported() and word.upper() not in WITHOUT_BF16
+    return ProductScratch(
+        SUM_BYTES if by_onednn and not rounds else 0, "by this CPU's instructions"
+    )
+
+
+class KernelScratch(LocalOperations):
+    """Lets `Storages`, the mode outside of this one, see what a kernel allocates beside its results."""
+
+    def __init__(self, product: ProductScratch) -> None:
+        super().__init__()
+        self._product = product
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if num_bytes := self._scratch_bytes(func._schema.name, args, kwargs, result):
+            torch.empty(num_bytes, dtype=torch.uint8)  # it dies at once, beside the results
+        return result
+
+    def _scratch_bytes(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+        if name in PRODUCTS:
+            # Experts multiply one after another: one weight's gradient at a time, but one expert may have all rows.
+            turns = result.shape[0] if name == GROUPED_PRODUCT and result.dim() == 3 else 1
+            each = self._product.bytes_per_element if result.dtype is torch.bfloat16 else 0
+            return each * result.numel() // turns
+        if name == "aten::_foreach_norm":
+            tensors: list[Tensor] = args[0]
+            wider = kwargs.get("dtype")
+            copied = [each.numel() for each in tensors if wider not in (None, each.dtype)]
+            return max(copied, default=0) * wider.itemsize if wider else 0
+        return args[0].nbytes if name == "aten::mse_loss" else 0
+
+
+class GradientSums(LocalOperations):
+    """Adds in place where autograd would. Enter it last: a mode inside of it would hold the operands as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # So many references lead to a gradient that autograd alone holds, while it is added to.
+        self._of_autograd_alone: tuple[int, ...] | None = None
+
+    def __enter__(self) -> GradientSums:
+        super().__enter__()
+        with torch.enable_grad():
+            weight = torch.zeros(1, requires_grad=True)
+            (weight * 2 + weight * 3).backward()  # the first sum, whose gradients nobody else holds
+        assert self._of_autograd_alone is not None
+        return self
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is ADD and _is_in_backward():
+            references = _references(args[0])
+            if self._of_autograd_alone is None:
+                self._of_autograd_alone = references
+            if references == self._of_autograd_alone:
+                return args[0].add_(args[1])
+        return func(*args, **kwargs)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_autograd_node()) and not torch.is_grad_enabled()
+
+
+def _references(tensor: Any) -> tuple[int, ...]:
+    """Return how many references lead to the tensor from Python, to it from C++, and to its storage."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), tensor._use_count(), storage

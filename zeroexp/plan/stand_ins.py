@@ -1,0 +1,215 @@
+"""What a rehearsed rank meets in place of the world: peers of its host, DistributedDataParallel's reducer, samples.
+
+[Note: neighbours] The direct transport of a CPU rank whose peers do not exist: some share its host, the others are far
+away. Buckets, reductions in flight, messages and the lives of gradients are those of the real transport, which is
+inherited. Messages go to a process group that moves nothing. Only the memory that ranks share is different, since a
+rehearsal has no memory that could be mapped:
+
+    parameters at rest    tensors of their own
+    slots                 one tensor as large as the rest of the arena
+    a neighbour's slot    a tensor that does not count
+
+[Note: reducer] DistributedDataParallel's reducer is C++ and needs values, so its buckets are told again. They are as
+large as the trainable parameters. When a gradient is complete, the reducer copies it into its bucket and, with
+`gradient_as_bucket_view`, puts a view of the bucket in its place. How the copies travel is not rehearsed: the closed
+form in torch_closed_forms.py has the traffic. ZeroRedundancyOptimizer exchanges objects when it starts, so that its
+rule is told again too: each parameter, the largest first, goes to the rank that updates least so far. A test compares
+the peak with that of the real ones.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroexp.comm.collectives import TRANSPORTS
+from zeroexp.comm.direct import Direct
+from zeroexp.comm.facts import TRANSPORTS as FACTS
+from zeroexp.comm.facts import Facts
+from zeroexp.comm.messages import Arrival
+from zeroexp.comm.shared_memory import SharedChannel
+from zeroexp.comm.sizes import arena_bytes, num_slots
+from zeroexp.config.keys import Config
+from zeroexp.data import Microbatch, StepBatch
+from zeroexp.data.synthetic import width_of
+from zeroexp.engines import torch_ddp
+from zeroexp.interface.strategy import OptimizerFactory
+from zeroexp.plan.storages import Storages
+from zeroexp.process.watchdog.differs import Moves
+from zeroexp.process.world import World
+
+SLOTS = "shared slots"
+DEFAULT_BUCKET_BYTES = 25 << 20
+
+
+@contextmanager
+def absent_neighbours(storages: Storages, ranks_per_host: int) -> Generator[None]:
+    """Let engines that are built inside choose this transport if they are free to choose."""
+    chosen = TRANSPORTS["auto"]
+    TRANSPORTS["auto"] = lambda world, moves: DirectWithoutNeighbours(
+        world, moves, storages, ranks_per_host
+    )
+    try:
+        yield
+    finally:
+        TRANSPORTS["auto"] = chosen
+
+
+class DirectWithoutNeighbours(Direct):
+    """The transport of one rank; nothing moves. The ranks of a host follow one another."""
+
+    def __init__(self, world: World, moves: Moves, storages: Storages, ranks_per_host: int) -> None:
+        first = world.rank - world.rank % ranks_per_host
+        self._host = range(first, min(first + ranks_per_host, world.size))
+        super().__init__(world, moves, share_memory=True)
+        self._storages = storages
+        self._slots: Tensor | None = None
+
+    def connect(self) -> None:
+        channel = AbsentNeighbour(self._storages)
+        self._channels |= dict.fromkeys((p for p in self._peers if p in self._host), channel)
+
+    def _find_facts(self) -> Facts:
+        messages = "mixed" if len(self._host) > 1 else "gloo"
+        name = "direct" if len(self._host) == len(self._ranks) else messages
+        return FACTS[name]
+
+    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
+        if len(self._host) > 1:
+            beside = arena_bytes(resting, slot_bytes, num_slots(self._facts.name)) - sum(resting)
+            self._slots = torch.empty(beside, dtype=torch.uint8, device=self._world.device)
+            self._storages.assign_kind(SLOTS, [self._slots])
+
+
+class AbsentNeighbour(SharedChannel):
+    """The channel to a neighbour that does not exist: what it sends lies in its own slots, which are not ours."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+
+    def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
+        return []
+
+    def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
+        if into:
+            return Arrival(lambda: list(like), lambda: None)
+        with self._storages.not_counting():
+            terms = [torch.empty_like(tensor) for tensor in like]
+        return Arrival(lambda: terms, lambda: None)
+
+    def copy_offered(self, offer: int, targets: Sequence[Tensor], what: str) -> None:
+        pass
+
+
+# -- [Note: reducer] -------------------------------------------------------------------------------
+
+
+class Buckets(nn.Module):
+    """A module whose gradients go through buckets, as in DistributedDataParallel."""
+
+    def __init__(
+        self, module: nn.Module, *, gradient_as_bucket_view: bool, find_unused_parameters: bool
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.bucket_bytes_cap = DEFAULT_BUCKET_BYTES
+        self._as_views = gradient_as_bucket_view
+        self._syncs = True
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                bucket = torch.empty_like(parameter)
+                hook = partial(self._reduce, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportUnknownMemberType]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def _reduce(self, bucket: Tensor, parameter: Tensor) -> None:
+        if self._syncs and parameter.grad is not None:
+            bucket.copy_(parameter.grad)
+            if self._as_views:
+                parameter.grad = bucket.view_as(parameter)
+            else:
+                parameter.grad.copy_(bucket)
+
+
+def optimizer_of_own_parameters(
+    groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
+) -> tuple[Optimizer, Optimizer]:
+    """Return the optimizer of what this rank updates, twice, as `_make_optimizer` of TorchDDP does."""
+    rank, load = dist.get_rank(), [0] * dist.get_world_size()
+    own: list[dict[str, Any]] = []
+    for group in groups:
+        mine: list[Tensor] = []
+        for parameter in sorted(group["params"], key=lambda p: p.numel(), reverse=True):
+            least = load.index(min(load))
+            load[least] += parameter.numel()
+            if least == rank or not shard:
+                mine.append(parameter)
+        own.append({**group, "params": mine})
+    optimizer = factory(own)
+    return optimizer, optimizer
+
+
+@contextmanager
+def buckets_in_python() -> Generator[None]:
+    """Let TorchDDP use `Buckets` and `optimizer_of_own_parameters` inside."""
+    real = torch_ddp.DistributedDataParallel, torch_ddp._make_optimizer
+    torch_ddp.DistributedDataParallel = Buckets  # pyright: ignore[reportAttributeAccessIssue]
+    torch_ddp._make_optimizer = optimizer_of_own_parameters
+    try:
+        yield
+    finally:
+        torch_ddp.DistributedDataParallel, torch_ddp._make_optimizer = real
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+class NoData:
+    """Samples of the configured shape, without values.
+
+    most: so many microbatches of a step are given out; None: all. holds_others: the samples of the others are in the
+    rank's memory all the same.
+    """
+
+    def __init__(
+        self, config: Config, most: int | None = None, *, holds_others: bool = False
+    ) -> None:
+        self._config, self._most, self._holds_others = config, most, holds_others
+        self._others: list[Microbatch] = []
+
+    def step_batch(self, position: int, *, rank: int, world_size: int) -> StepBatch:
+        data = self._config.data
+        num = data.global_batch_size // (data.micro_batch_size * world_size)
+        num_tokens = data.global_batch_size * data.seq_len
+        most = num if self._most is None else min(num, self._most)
+        self._others = [self.microbatch() for _ in range(num - most) if self._holds_others]
+        return StepBatch([self.microbatch() for _ in range(most)], num_tokens, num_tokens)
+
+    def microbatch(self) -> Microbatch:
+        model, data = self._config.model, self._config.data
+        shape = (data.micro_batch_size, data.seq_len)
+        if data.task == "regression":
+            vectors = torch.empty(*shape, width_of(model))
+            return Microbatch({"vectors": vectors}, torch.empty_like(vectors))
+        tokens = torch.empty(shape, dtype=torch.int64)
+        labels = shape[:1] if data.task == "classification" else shape
+        return Microbatch({"input_ids": tokens}, torch.empty(labels, dtype=torch.int64))
