@@ -17,8 +17,8 @@ from tests.warm import Warm
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-COMMANDS = re.findall(r"^    python -m (zeroexp.*)$", re.sub(r"\\\n +", "", PAGE), re.MULTILINE)
-RUNS = [command for command in COMMANDS if command.startswith("zeroexp ")]
+COMMANDS = re.findall(r"^    (zeroexp .*)$", re.sub(r"\\\n +", "", PAGE), re.MULTILINE)
+RUNS = [command for command in COMMANDS if not command.startswith("zeroexp plan ")]
 SMALL = [
     *("train.steps=4", "train.warmup_steps=1", "cluster.device=cpu", "tracking=files"),
     *("data.seq_len=32", "data.global_batch_size=8", "data.micro_batch_size=2"),

@@ -30,7 +30,6 @@ IMPORTED = {
     "torch._C._functorch.get_interpreter_stack",
     "torch._C._functorch.get_unwrapped",
     "torch._C._functorch.is_functorch_wrapped_tensor",
-    "torch._inductor.analysis.device_info.lookup_device_info",
     "torch._meta_registrations",
     "torch._subclasses.fake_tensor.DataDependentOutputException",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",

@@ -169,7 +169,7 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
     path.write_text(json.dumps({**asdict(here), "machine": "an abacus, 1 cores"}))
     with pytest.raises(ConfigError, match="of another machine \\(an abacus, 1 cores") as refused:
         load(path)
-    assert "\n" not in str(refused.value) and "zeroexp.calibrate" in str(refused.value)
+    assert "\n" not in str(refused.value) and "zeroexp calibrate" in str(refused.value)
 
 
 GPUS = Calibration(
