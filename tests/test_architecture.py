@@ -51,7 +51,7 @@ DOORS = {
         "zeroexp.models.huggingface",
         "zeroexp.models.huggingface_folder",
         "zeroexp.models.huggingface_keys",
-        "zeroexp.models.huggingface_weights_read",
+        "zeroexp.models.huggingface_layout",
         "zeroexp.models.huggingface_weights_check",
     },
     "datasets": {"zeroexp.data.table_rows"},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.composing import composed
@@ -19,7 +20,7 @@ from zeroexp.config.keys import ModelConfig
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.values import Read, fill_in, is_deferred, make_places
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
-from zeroexp.models import huggingface, mlp
+from zeroexp.models import mlp
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.module import BuiltModel, build_deferred, build_model
 from zeroexp.process.world import World, fake_world
@@ -165,7 +166,8 @@ def test_weights_of_files_and_a_new_head_are_those_that_transformers_makes(folde
     config = model_config(name, weights=str(path), task="classification", num_labels=5)
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        expected = huggingface.load_whole(config, None)
+        kind = transformers.AutoModelForSequenceClassification
+        expected = kind.from_pretrained(path, num_labels=5, pad_token_id=0)
     assert_same(build_model(config, seed=4).module, expected)
 
 

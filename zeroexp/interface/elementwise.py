@@ -1,24 +1,26 @@
-"""Test on small tensors whether the user's optimizer is correct on pieces, before it gets the real parameters.
+"""Trial on small tensors whether an optimizer is correct on pieces, before it gets the real parameters.
 
 An engine hands the optimizer what this rank holds: pieces of matrices, or some of the parameters. That trains the same
 model only if the optimizer treats each element independently (`cut`), or at least each parameter independently
-(`shared`). No optimizer declares this, so it is tested: the optimizer does the same steps on whole tensors, on
-one-dimensional pieces of them, and on half of the tensors at a time, and the results are compared.
+(`shared`). No optimizer declares this, so it is tried, torch's own included: their options decide too.
 
-The trial resembles the training: it has as many groups with the same options, and each group has a pair of tensors for
-every number of dimensions that its parameters have. Sides are as long as the real ones, up to a limit above the sizes
-at which optimizers begin to factor matrices. (The test misses an optimizer that treats matrices as a whole only after
-many steps and keeps no state for it before.)
+    whole     all tensors, each in its shape       the same three steps, and then every element
+    halves    every second tensor, twice           must have moved equally far
+    pieces    every tensor as two flat pieces
+
+The trial has the training's groups and options, and in each group a pair of tensors for every number of dimensions that
+its parameters have. Sides are as long as the real ones, up to a limit above the sizes at which optimizers begin to
+factor matrices. (An optimizer that treats matrices as a whole only after many steps, and keeps no state for it before,
+is missed.)
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,103 +51,82 @@ def refuse_unless_elementwise(
 
     groups: the user's param_groups over real parameters, which are only inspected. family: the layout's name, for the
     message. cut: masters are one-dimensional pieces. shared: ranks hold different masters. The factory is called up
-    to four times; the states of the random generators are restored afterwards.
+    to five times; the states of the random generators are restored afterwards.
     """
     if not (cut or shared):
         return
-    factory = _in_training(factory)
-    trials = [_Trial(group, _longest_side(groups)) for group in groups]
-    with _random_states_kept(trials):
-        whole = _run(factory, trials, _wholes)
+    longest = LONGEST_SIDE if len(groups) <= FEW_GROUPS else SHORT_SIDE
+    trial = [_Group.like(group, longest) for group in groups]
+    with _random_states_kept(trial):
+        whole = _run(factory, trial)
         name = type(whole.optimizer).__name__
-        if shared and not _same_apart(factory, trials, whole):
+        if shared and not _same_apart(factory, trial, whole):
             why = f"{name} lets the update of one parameter depend on others"
             remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
-            raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
-        if cut and not _same_cut(factory, trials, whole):
+            raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
+        if cut and not _same_cut(factory, trial, whole):
             why = f"{name} updates whole matrices, but strategy cuts them (layout {family})"
             remedy = "use the layout parameter"
-            raise ValueError(_refusal(factory, trials, whole, f"{why}: {remedy}"))
-
-
-def _in_training(factory: OptimizerFactory) -> OptimizerFactory:
-    """Call `train()`, as the user's loop will, of an optimizer that steps in this mode alone (ScheduleFree)."""
-
-    def make(groups: Any) -> Optimizer:
-        optimizer = factory(groups)
-        if callable(train := getattr(optimizer, "train", None)):
-            train()
-        return optimizer
-
-    return make
+            raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
 
 
 def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
     """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
-    trials = [_Trial(group, SHORT_SIDE) for group in groups]
-    with _random_states_kept(trials):
-        _run(factory, trials, _wholes)
+    trial = [_Group.like(group, SHORT_SIDE) for group in groups]
+    with _random_states_kept(trial):
+        _run(factory, trial)
 
 
 # -- what is stepped --------------------------------------------------------------------------------
 
 
-class _Trial:
-    """The options of one param_group, and the tensors to try with them: two for each number of dimensions."""
+@dataclass(frozen=True)
+class _Sample:
+    """A tensor, or a flat piece of one, and its gradient in each step."""
 
-    def __init__(self, group: Mapping[str, Any], longest_side: int) -> None:
-        self.options = {key: value for key, value in group.items() if key != "params"}
+    values: Tensor
+    gradients: Tensor  # [NUM_STEPS, *values.shape]
+
+    @classmethod
+    def like(cls, parameter: Tensor, longest_side: int, seed: int) -> _Sample:
+        """Make values that are small at the beginning and large at the end, so that norms and means of pieces differ.
+
+        The shape is never square, so that a factor of a matrix differs in shape from the matrix. A gradient has the
+        same sign in each step, as on a long descent, and grows faster towards the end of the tensor.
+        """
+        longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
+        shape = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
+        numel = torch.Size(shape).numel()
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        flat = flat * torch.linspace(0.1, 2.0, numel)
+        growth = torch.arange(NUM_STEPS)[:, None] * torch.linspace(0.0, 3.0, numel)
+        device = "cpu" if parameter.is_meta else parameter.device
+        gradients = (flat.sin() * (1 + growth)).view(NUM_STEPS, *shape)
+        return cls(flat.view(shape).to(device), gradients.to(device))
+
+    def pieces(self) -> list[_Sample]:
+        """Return two pieces, whose border rarely falls on one between two rows; one piece of few elements."""
+        flat, gradients = self.values.reshape(-1), self.gradients.reshape(NUM_STEPS, -1)
+        border = len(flat) // 3 + 1
+        cuts = [slice(0, border), slice(border, None)] if border < len(flat) else [slice(None)]
+        return [_Sample(flat[cut], gradients[:, cut]) for cut in cuts]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The options of one param_group, and a pair of samples for each number of dimensions in it."""
+
+    options: Mapping[str, Any]
+    samples: Sequence[_Sample]
+
+    @classmethod
+    def like(cls, group: Mapping[str, Any], longest_side: int) -> _Group:
         largest: dict[int, Tensor] = {}
         for parameter in (p for p in group["params"] if p.requires_grad and p.numel()):
             first = largest.setdefault(parameter.ndim, parameter)
             largest[parameter.ndim] = max(first, parameter, key=Tensor.numel)
-        self.tensors = [
-            _values(p, longest_side, seed=seed) for p in largest.values() for seed in (1, 2)
-        ]
-
-
-_Parts = list[slice | None]  # elements of a flattened tensor; None: all of it, in its shape
-# What one optimizer gets of the tensors: the parts of tensor `number` of a trial.
-_Choose = Callable[[int, Tensor], _Parts]
-
-
-def _wholes(_number: int, _tensor: Tensor) -> _Parts:
-    return [None]
-
-
-def _half(number: int, _tensor: Tensor, *, which: int) -> _Parts:
-    """One of the two tensors for each number of dimensions."""
-    return [None] if number % 2 == which else []
-
-
-def _pieces(_number: int, tensor: Tensor) -> _Parts:
-    numel = tensor.numel()
-    border = numel // 3 + 1  # rarely falls on a boundary between two rows
-    return [slice(0, border), slice(border, numel)] if border < numel else [slice(0, numel)]
-
-
-def _longest_side(groups: Sequence[Any]) -> int:
-    return LONGEST_SIDE if len(groups) <= FEW_GROUPS else SHORT_SIDE
-
-
-def _values(parameter: Tensor, longest_side: int, *, seed: int) -> Tensor:
-    """Make values that are small at the beginning and large at the end, so that norms and means of pieces differ.
-
-    The shape is never square, so that a factor of a matrix differs in shape from the matrix.
-    """
-    longest = longest_side if parameter.ndim <= 2 else SHORT_SIDE
-    sides = [max(min(side, longest) - dim % 2, 1) for dim, side in enumerate(parameter.shape)]
-    numel = torch.Size(sides).numel()
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    values = (values * torch.linspace(0.1, 2.0, numel)).view(sides)
-    return values if parameter.is_meta else values.to(parameter.device)
-
-
-def _gradient(values: Tensor, step: int) -> Tensor:
-    """Return a gradient with the same sign in each step, as on a long descent; it grows faster towards the end."""
-    flat = values.reshape(-1)
-    growth = 1 + step * torch.linspace(0.0, 3.0, flat.numel(), device=flat.device)
-    return flat.sin() * growth
+        samples = [_Sample.like(p, longest_side, seed) for p in largest.values() for seed in (1, 2)]
+        return cls({key: value for key, value in group.items() if key != "params"}, samples)
 
 
 # -- stepping ---------------------------------------------------------------------------------------
@@ -154,64 +135,61 @@ def _gradient(values: Tensor, step: int) -> Tensor:
 @dataclass
 class _Outcome:
     optimizer: Optimizer
-    numbers: list[dict[str, float]]  # per group, after the steps
-    moved: list[Tensor]  # per chosen tensor, flattened: the distance that each element moved
+    moved: list[Tensor]  # per sample, flattened: how far each element moved
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Return the numeric options of each group: an optimizer may use them as counters."""
+        return [
+            {
+                key: float(value)
+                for key, value in group.items()
+                if isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.numel() == 1)
+            }
+            for group in self.optimizer.param_groups
+        ]
 
 
-def _run(
-    factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose, seed: int = 0
-) -> _Outcome:
+def _run(factory: OptimizerFactory, groups: Sequence[_Group], seed: int = 0) -> _Outcome:
     """Run a few steps of a new optimizer. Raises ValueError if it cannot do what a strategy asks of it."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-    optimizer, chosen = _make(factory, trials, choose)
-    for step in range(NUM_STEPS):
-        for parameter, values, part in chosen:
-            gradient = _gradient(values, step)[part or slice(None)]
-            parameter.grad = gradient.clone().view(parameter.shape)
-        _step(optimizer)
-    moved = [p.detach().view(-1) - v.reshape(-1)[part or slice(None)] for p, v, part in chosen]
-    return _Outcome(optimizer, [_numbers(group) for group in optimizer.param_groups], moved)
-
-
-def _make(
-    factory: OptimizerFactory, trials: Sequence[_Trial], choose: _Choose
-) -> tuple[Optimizer, list[tuple[nn.Parameter, Tensor, slice | None]]]:
-    """Make an optimizer over new parameters; return it with each parameter's source tensor and chosen elements."""
-    groups: list[dict[str, Any]] = []
-    chosen: list[tuple[nn.Parameter, Tensor, slice | None]] = []
-    for trial in trials:
-        mine = [
-            (_parameter(tensor, part), tensor, part)
-            for number, tensor in enumerate(trial.tensors)
-            for part in choose(number, tensor)
+    samples = [sample for group in groups for sample in group.samples]
+    parameters = [nn.Parameter(sample.values.clone()) for sample in samples]
+    left = iter(parameters)
+    optimizer = factory(
+        [
+            {**copy.deepcopy(dict(group.options)), "params": [next(left) for _ in group.samples]}
+            for group in groups
         ]
-        groups.append({**copy.deepcopy(trial.options), "params": [p for p, *_ in mine]})
-        chosen += mine
-    optimizer = factory(groups)
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"optimizer_factory returned a {type(optimizer).__name__}: return an optimizer over the groups it is given"
-        )
-    _require_these(optimizer, [parameter for parameter, *_ in chosen])
+    )
+    _require_optimizer_over(optimizer, parameters)
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], LEAST_RATE)
-    return optimizer, chosen
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # as the user's loop will: ScheduleFree steps in this mode alone
+    for step in range(NUM_STEPS):
+        for parameter, sample in zip(parameters, samples, strict=True):
+            parameter.grad = sample.gradients[step].clone()
+        _step(optimizer)
+    pairs = zip(parameters, samples, strict=True)
+    return _Outcome(optimizer, [(p.detach() - s.values).reshape(-1) for p, s in pairs])
 
 
-def _parameter(values: Tensor, part: slice | None) -> nn.Parameter:
-    return nn.Parameter((values if part is None else values.reshape(-1)[part]).clone())
-
-
-def _require_these(optimizer: Optimizer, expected: Sequence[Tensor]) -> None:
+def _require_optimizer_over(optimizer: object, expected: Sequence[Tensor]) -> None:
     """Raise ValueError if the optimizer holds other parameters, whose updates no strategy would publish."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer_factory returned a {name}: return an optimizer over the groups it is given"
+        )
     ids = {id(parameter) for parameter in expected}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in ids:
-            problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
-            raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
+    if any(id(p) not in ids for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"optimizer_factory makes {name} over other parameters than it is handed: make it over the groups it gets"
+        )
 
 
 def _step(optimizer: Optimizer) -> None:
@@ -225,28 +203,39 @@ def _step(optimizer: Optimizer) -> None:
         raise ValueError(f"optimizer {name} {problem}: use another optimizer") from error
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return a group's numeric options: an optimizer may use them as counters."""
-    return {
-        key: float(value)
-        for key, value in group.items()
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    }
-
-
 # -- comparing --------------------------------------------------------------------------------------
 
 
-def _same_apart(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome) -> bool:
-    """Check that each half of the tensors moves as it did beside the other half, and that group counters agree."""
+def _same_apart(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome) -> bool:
+    """Check that each half of the samples moves as it did beside the other half, and that group counters agree."""
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return False  # this state belongs to no parameter
     for which in (0, 1):
-        half = _run(factory, trials, partial(_half, which=which))
-        counted = zip(half.numbers, whole.numbers, strict=True)
+        half = _run(factory, [_Group(g.options, g.samples[which::2]) for g in groups])
+        counted = zip(half.numbers(), whole.numbers(), strict=True)
         if not (_near(half.moved, whole.moved[which::2]) and all(_equal(*n) for n in counted)):
             return False
     return True
+
+
+def _same_cut(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome) -> bool:
+    """Check that pieces move as the tensors did, and that no state is one of a matrix: of rows, columns or factors."""
+    for parameter, state in whole.optimizer.state.items():
+        for tensor in (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)):
+            if tensor.numel() > 1 and tensor.shape != parameter.shape:
+                return False
+    try:
+        cut = _run(factory, [_Group(g.options, _cut(g.samples)) for g in groups])
+    except Exception:
+        return False  # it accepted the whole tensors, so it is the pieces that it rejects
+    pieces = iter(cut.moved)
+    samples = (sample for group in groups for sample in group.samples)
+    joined = [torch.cat([next(pieces) for _ in sample.pieces()]) for sample in samples]
+    return _near(joined, whole.moved)
+
+
+def _cut(samples: Sequence[_Sample]) -> list[_Sample]:
+    return [piece for sample in samples for piece in sample.pieces()]
 
 
 def _equal(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
@@ -256,18 +245,6 @@ def _equal(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
     return torch.allclose(one, other, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
-def _same_cut(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome) -> bool:
-    if _keeps_matrices(whole.optimizer):
-        return False
-    try:
-        cut = _run(factory, trials, _pieces)
-    except Exception:
-        return False  # it accepted the whole tensors, so it is the pieces that it rejects
-    pieces = iter(cut.moved)
-    joined = [torch.cat([next(pieces) for _ in _pieces(0, moved)]) for moved in whole.moved]
-    return _near(joined, whole.moved)
-
-
 def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return all(
         bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
@@ -275,32 +252,21 @@ def _near(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     )
 
 
-def _keeps_matrices(optimizer: Optimizer) -> bool:
-    """Tell whether a state is neither shaped like its parameter nor a number: rows, columns or factors of a matrix."""
-    return any(
-        tensor.numel() > 1 and tensor.shape != parameter.shape
-        for parameter, state in optimizer.state.items()
-        for tensor in tree_leaves(state)
-        if isinstance(tensor, Tensor)
-    )
-
-
-def _refusal(factory: OptimizerFactory, trials: Sequence[_Trial], whole: _Outcome, why: str) -> str:
+def _refusal(factory: OptimizerFactory, groups: Sequence[_Group], whole: _Outcome, why: str) -> str:
     """Return the error message; an optimizer whose result depends on the random seed gets a different one."""
     name = type(whole.optimizer).__name__
     if not all(bool(moved.isfinite().all()) for moved in whole.moved):
         problem = f"optimizer {name} moves weights to infinity or NaN in its first steps"
         return f"{problem}: lower its learning rate (optimizer.lr)"
-    again = _run(factory, trials, _wholes, seed=1)
-    if _near(again.moved, whole.moved):
+    if _near(_run(factory, groups, seed=1).moved, whole.moved):
         return f"optimizer {why}"
     problem = f"optimizer {name} draws random numbers in step(), and every rank would draw its own"
     return f"{problem}: use another optimizer"
 
 
 @contextmanager
-def _random_states_kept(trials: Sequence[_Trial]) -> Iterator[None]:
-    devices = {tensor.device for trial in trials for tensor in trial.tensors}
+def _random_states_kept(groups: Sequence[_Group]) -> Iterator[None]:
+    devices = {sample.values.device for group in groups for sample in group.samples}
     python = random.getstate()
     try:
         with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):

@@ -1,7 +1,21 @@
 """Models to train, each built from a `ModelConfig` with the names of its repeated blocks.
 
-`build.build_model` is the only entry point. `huggingface.py` builds the families of transformers. `mlp.py` is the
-residual MLP of the memory table. `moe.py` is a mixture of experts that does not run unused experts at all. Parameters
-are the same on every rank: they are drawn from the run's seed, or read from a folder or the hub. `deferred.py` draws
-them after the constructor has run, one at a time, and `huggingface_weights_read.py` reads them so.
+module.py                     the only entry point: a module on meta, whole, or with its values to come
+deferred.py                   values that a constructor draws, drawn after it has run, one parameter at a time
+mlp.py, moe.py                our own families: the residual MLP of the memory table, experts that are not run unused
+huggingface.py                the families of transformers
+blocks.py, checkpointing.py, freezing.py, tied_rows.py
+                              what moves together, is recomputed, is not trained, adds its gradient in place
+loss.py, flops.py             the loss of each task; operations of one sample
+
+Of a published model, in the order in which its questions come:
+
+published_config.py           config.json, which becomes part of the run's config
+find_weights.py               the folder, here, in a cache or on the hub
+huggingface_keys.py           which keys a family knows and uses
+weight_files.py               names and shapes of the files' tensors, and ranges of their values
+huggingface_layout.py         under which names and in which parts a parameter is published
+huggingface_weights_check.py  are they the weights of exactly this model?
+huggingface_weights_read.py   the values that a rank holds
+huggingface_folder.py         a folder of weights is written
 """

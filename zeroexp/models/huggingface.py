@@ -172,22 +172,17 @@ def require_fitting_weights(config: ModelConfig, folder: Path) -> None:
     If the data decides the model's vocabulary size, the weights' size is assumed.
     """
     words = vocabulary(config) or huggingface_weights_check.num_words(config, folder)
-    _require_fitting(config, folder, _shape(config, words))
-
-
-def _require_fitting(config: ModelConfig, folder: Path, shape: PreTrainedConfig) -> None:
+    shape = _shape(config, words)
     with torch.device("meta"):
         module = _from_config(config, shape)
     huggingface_weights_check.require_fitting(config, folder, shape, module)
 
 
-def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
-    """Return the weights that `config.weights` names, for a `module` on meta, and fill in its saved buffers.
+def stored(config: ModelConfig, module: nn.Module, drawn: Drawn | None) -> Values:
+    """Return the weights that `config.weights` names, and fill in the saved buffers of `module`.
 
-    A missing head is drawn.
-
-    Raises ConfigError unless they are the weights of exactly this model, and CannotDefer if they can not be read one
-    parameter at a time.
+    Its parameters may be on meta. A head that is missing in the weights is `drawn`, or stays as the module has it.
+    Raises ConfigError unless they are the weights of exactly this model.
     """
     assert config.weights is not None
     folder = find_weights.model_folder(config.weights)
@@ -197,32 +192,6 @@ def stored(config: ModelConfig, module: nn.Module, drawn: Drawn) -> Values:
     values = Stored(module, headers, drawn)
     values.fill_buffers()
     return values
-
-
-def load_whole(config: ModelConfig, vocab_size: int | None) -> nn.Module:
-    """Load the weights that `config.weights` names, all at once. All names must match; only a head may be missing."""
-    assert config.weights is not None
-    shape = _shape(config, vocab_size)
-    folder = find_weights.model_folder(config.weights)
-    _require_fitting(config, folder, shape)
-    try:
-        module, report = TASKS[config.task].from_pretrained(
-            folder,
-            config=shape,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.weights={config.weights}: {reason}; "
-            f"the folder must hold safetensors that fit model.name={config.name}"
-        ) from error
-    missing = [name for name in report["missing_keys"] if not name.startswith("score.")]
-    assert not missing and not report["mismatched_keys"], (missing, report)
-    return _make_deterministic(config, module)
 
 
 def _keep_quiet() -> None:

@@ -2,9 +2,9 @@
 
     weight 1, 2, ... ─▶ rounded to the dtype ─▶ names and cuts of the published format ─▶ one file ─▶ the next file
 
-Only one file's tensors are in memory at a time. The plan of which tensors share a file is made from our names before
-any tensor is read, so a fused tensor that the published format cuts up (Mixtral's experts) stays in one file with all
-its parts.
+Only one file's tensors are in memory at a time. The plan of which tensors share a file is made before any tensor is
+read, of what is published together: a fused tensor that the published format cuts up (Mixtral's experts) stays in one
+file with all its parts, and so do tensors that it joins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config.families import MODELS, vocabulary
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.buffers import persistent_buffers
+from zeroexp.models.huggingface_layout import publish, published_together, saved_tensors
 from zeroexp.models.module import build_model
 
 INDEX = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ def write(
     if labels is not None and list(labels) != list(range(len(labels))):
         module.config.id2label = {number: str(name) for number, name in enumerate(labels)}
         module.config.label2id = {name: number for number, name in module.config.id2label.items()}
-    _write_weights(folder, module, shapes, read, dtypes, max_shard_size)
+    _write_weights(folder, module, read, dtypes, max_shard_size)
     module.config.architectures = [type(module).__name__]
     module.config.dtype = dtype
     module.config.use_cache = True  # it is off only in training
@@ -98,8 +98,7 @@ def empty_model(config: ModelConfig, shapes: Shapes) -> Any:
 
 
 def _require_same(module: nn.Module, shapes: Shapes) -> None:
-    ours = {**dict(module.named_parameters()), **persistent_buffers(module)}
-    expected = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in saved_tensors(module).items()}
     for name in (*expected, *shapes):
         if expected.get(name) != shapes.get(name):
             difference = f"{name} is {shapes.get(name)} in it, {expected.get(name)} in transformers"
@@ -110,15 +109,19 @@ def _require_same(module: nn.Module, shapes: Shapes) -> None:
 def _write_weights(
     folder: Path,
     module: Any,
-    shapes: Shapes,
     read: Callable[[str], Tensor],
     dtypes: Mapping[str, torch.dtype],
     max_shard_size: str,
 ) -> None:
-    empty = {name: torch.empty(s, dtype=dtypes[name], device="meta") for name, s in shapes.items()}
-    plan = _plan(empty, max_shard_size)
+    groups = {next(iter(group.shapes)): group for group in published_together(module)}
+    sizes = {
+        name: torch.empty(group.numel, dtype=dtypes[name], device="meta")
+        for name, group in groups.items()
+    }
+    plan = _plan(sizes, max_shard_size)
     file_of: dict[str, str] = {}
-    for file, names in plan.filename_to_tensors.items():
+    for file, firsts in plan.filename_to_tensors.items():
+        names = [name for first in firsts for name in groups[first].shapes]
         tensors = {name: read(name).to(dtypes[name]) for name in names}
         file_of.update((name, file) for name in _write_file(folder / file, module, tensors))
         del tensors  # frees memory before the next file's tensors are read
@@ -129,7 +132,7 @@ def _write_weights(
 
 def _write_file(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     """Write one file and return the published names of its tensors."""
-    published = revert_weight_conversion(cast(Any, module), tensors)
+    published = publish(module, tensors)
     published = {name: tensor.contiguous() for name, tensor in published.items()}
     try:
         save_file(published, path, metadata={"format": "pt"})
@@ -138,9 +141,9 @@ def _write_file(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> li
     return list(published)
 
 
-def _plan(empty: dict[str, Tensor], max_shard_size: str) -> Any:
+def _plan(sizes: dict[str, Tensor], max_shard_size: str) -> Any:
     try:
-        return split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+        return split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
     except ValueError as error:
         remedy = "use a number and its unit, for example 5GB"
         raise ConfigError(f"--max-shard-size={max_shard_size}: no size; {remedy}") from error

@@ -21,11 +21,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from zeroexp.config.keys import ConfigError, ModelConfig
-from zeroexp.interface.buffers import persistent_buffers
 from zeroexp.models.huggingface_keys import IDLE, RANDOMNESS
+from zeroexp.models.huggingface_layout import publish, saved_tensors
 from zeroexp.models.published_config import read_folder
 from zeroexp.models.weight_files import Header, UnreadableWeights, read_headers, read_tensor
 
@@ -52,7 +51,8 @@ def require_fitting(
     was made from the config `shape`. A classification head may be missing or be replaced by another task's head.
     """
     _require_config(config, folder, shape)
-    expected = _published(module)
+    tensors = {n: t.detach().to("meta") for n, t in saved_tensors(module).items()}
+    expected = publish(module, tensors)
     headers = _of_model(_headers(config, folder), module, expected)
     _require_names(config, expected, headers)
     _require_shapes(config, expected, headers)
@@ -147,13 +147,6 @@ def _headers(config: ModelConfig, folder: Path) -> dict[str, Header]:
         return read_headers(folder)
     except UnreadableWeights as error:
         _refuse(config, f"its weights can not be read ({error})", "fetch or copy them again")
-
-
-def _published(module: nn.Module) -> dict[str, Tensor]:
-    """Return names and shapes as in the family's files; each tied tensor appears once."""
-    ours = {**dict(module.named_parameters()), **persistent_buffers(module)}
-    on_meta = {name: tensor.detach().to("meta") for name, tensor in ours.items()}
-    return revert_weight_conversion(cast(Any, module), on_meta)
 
 
 def _of_model(

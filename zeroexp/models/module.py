@@ -64,17 +64,19 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
     built whole, and `values` is None. Raises ConfigError.
     """
     vocab_size = _fitting_vocabulary(config, vocab_size)
-    values: Values | None
     try:
         model, drawn = defer(lambda: _build(config, vocab_size), seed, lambda made: made.module)
-        values = drawn
-        if config.weights is not None:
-            from zeroexp.models import huggingface
-
-            values = huggingface.stored(config, model.module, drawn)
     except CannotDefer as error:
         print(f"model.name={config.name} is built whole before it is cut: {error}")
-        model, values = _build_whole(config, seed, vocab_size), None
+        model, drawn = _build_whole(config, seed, vocab_size), None
+    values: Values | None = drawn
+    if config.weights is not None:
+        from zeroexp.models import huggingface
+
+        values = huggingface.stored(config, model.module, drawn)
+        if drawn is None:
+            fill_in(model.module, values)
+            values = None
     freeze(model.module, config.freeze)
     _keep_rows_apart(config, model.module)
     return BuiltModel(model.module, model.blocks, values)
@@ -84,12 +86,7 @@ def _build_whole(config: ModelConfig, seed: int, vocab_size: int | None) -> Buil
     """Build the model with its values, without disturbing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if config.weights is None:
-            return _build(config, vocab_size)
-        from zeroexp.models import huggingface
-
-        module = huggingface.load_whole(config, vocab_size)
-        return _with_blocks(config, module)
+        return _build(config, vocab_size)
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
@@ -129,16 +126,10 @@ def allow_fake_tensors(config: ModelConfig) -> Iterator[None]:
 
 
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
-    return _with_blocks(config, family_of(config).build(config, vocab_size))
-
-
-def _with_blocks(config: ModelConfig, module: nn.Module) -> BuiltModel:
-    chosen, named = config.blocks, MODELS[config.family].blocks
-    if named is not None:
-        return BuiltModel(module, chosen_blocks(module, [named]))
-    return BuiltModel(
-        module, find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
-    )
+    module, named = family_of(config).build(config, vocab_size), MODELS[config.family].blocks
+    chosen = config.blocks if named is None else [named]
+    blocks = find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
+    return BuiltModel(module, blocks)
 
 
 def _fitting_vocabulary(config: ModelConfig, data_words: int | None) -> int | None:
