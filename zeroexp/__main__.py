@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
 from zeroexp.process.reachable import without_password
+from zeroexp.tracking import failure
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
@@ -71,16 +73,21 @@ def main() -> int:
         except KeyboardInterrupt:
             sweep.conclude()
             return INTERRUPTED
-        except Exception as error:
+        except BaseException as error:  # a panic of Rust is no Exception
             if problem := plugins.blamed(error):
                 print(f"zeroexp: {problem}", file=sys.stderr)
                 return REFUSED
-            if not isinstance(error, OSError) or error.errno not in OF_THE_DISK:
+            if not (problem := failure.explain_no_thread(error) or _explain_disk(error)):
                 raise
-            where = f"{error.filename}: " if error.filename else ""
-            remedy = "make room, or choose another folder with outputs=..."
-            print(f"zeroexp: {where}{error.strerror}; {remedy}", file=sys.stderr)
+            print(f"zeroexp: {problem}", file=sys.stderr)
             return FAILED
+
+
+def _explain_disk(error: BaseException) -> str | None:
+    if not isinstance(error, OSError) or error.errno not in OF_THE_DISK:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; make room, or choose another folder with outputs=..."
 
 
 def _run(sweep: Sweep, arguments: list[str]) -> None:
@@ -163,6 +170,7 @@ def compose(
             raise
 
     run_points.writes = writes
+    _refuse_without_threads()
     start = hydra.main(config_path=str(_conf()), config_name="config", **BEHAVIOUR)
     try:
         with _printed_without_passwords() if shows else contextlib.nullcontext():
@@ -175,6 +183,16 @@ def compose(
             raise ConfigError(problem) from error
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
+
+
+def _refuse_without_threads() -> None:
+    """Raise ConfigError where not even one thread or process can be started (`ulimit -u`)."""
+    try:
+        thread = threading.Thread(target=int)
+        thread.start()
+    except RuntimeError as error:
+        raise ConfigError(failure.explain_no_thread(error) or str(error)) from error
+    thread.join()
 
 
 def _know_plugins(words: Sequence[str], completed: Sequence[str]) -> None:

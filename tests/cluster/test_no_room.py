@@ -1,4 +1,4 @@
-"""No room for files, or none that can be written, for real: one line says why, and nothing is a traceback."""
+"""No room for files or processes, or files that can not be written, for real: one line says why, no traceback."""
 
 from __future__ import annotations
 
@@ -77,3 +77,23 @@ def test_a_cache_that_can_not_be_written(tmp_path):
     assert done.returncode == zeroexp.REFUSED and "Traceback" not in out + errors
     assert "ZEROEXP_CACHE=/dev/null/mine: no folder that can be written" in out + errors
     assert "set ZEROEXP_CACHE to a folder that is yours" in out + errors
+
+
+@pytest.mark.parametrize("words", [["plan"], LIGHT], ids=["plan", "run"])
+def test_a_limit_of_one_process(tmp_path, words):
+    command = [sys.executable, "-m", "zeroexp", *words]
+    if os.getuid() == 0:  # the limit holds for others alone; root's files stay readable
+        caps = "+dac_override,+dac_read_search"
+        user = ["--reuid=4321", "--clear-groups", f"--inh-caps={caps}", f"--ambient-caps={caps}"]
+        command = ["setpriv", *user, *command]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == zeroexp.REFUSED
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("zeroexp: no thread can be started: ") and "(ulimit -u)" in line

@@ -2,7 +2,7 @@
 
     python -m tests.mutation.run --number 250 --seed 0      as many of each file; the same seed takes the same
     python -m tests.mutation.run --files zeroexp/config/optimizer.py   all of some files
-    python -m tests.mutation.run --by-hand                  the bugs of by_hand.toml
+    python -m tests.mutation.run --by-hand                  the bugs of by_hand.toml (--files: in some files)
     python -m tests.mutation.run --list                     what there is, without running anything
 
 A mutant is written into a copy of the tree, and the tests of `targets.toml` run there until the first one fails, in a
@@ -72,7 +72,7 @@ def main() -> int:
     targets = _targets()
     files = options.files or list(targets)
     if options.by_hand:
-        mutants = _by_hand(targets)
+        mutants = [m for m in _by_hand(targets) if not options.files or m.file in options.files]
     else:
         mutants = _chosen([mutants_of(TREE, file) for file in files], options.number, options.seed)
     targets = {key: lines[: options.lines] for key, lines in targets.items()}

@@ -569,4 +569,5 @@ MODULES = (
     "several",
     "failing",
     "doors",
+    "whole_programs",
 )

@@ -20,7 +20,11 @@ from tests.optimizers_for_tests import (
     OneNorm,
     TrustRatio,
 )
+from zeroexp.cut.stage import STAGES
 from zeroexp.interface.elementwise import refuse_unless_elementwise
+from zeroexp.process.world import fake_world
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.engine import Sharded
 
 
 def matrices():
@@ -128,6 +132,24 @@ def test_a_factory_that_ignores_its_groups_is_refused():
             shared=True,
         )
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["other parameters", "NoneType"])
+def test_so_is_one_where_nothing_is_sharded(size, kind):
+    """There no trial runs: the model's bf16 parameters beside their masters would be stepped, and nothing trained."""
+    model = nn.Linear(3, 3)
+    made = {"other parameters": lambda _: optim.SGD(model.parameters()), "NoneType": lambda _: None}
+    with fake_world(0, size) as world, pytest.raises(ValueError, match=kind):
+        Sharded(
+            model,
+            blocks=[],
+            stage=STAGES["ddp"],
+            param_groups=[{"params": list(model.parameters())}],
+            optimizer_factory=made[kind],
+            world=world,
+            dtypes=Dtypes(torch.bfloat16, torch.float32, torch.float32),
+        )
 
 
 class Drawing(optim.AdamW):

@@ -57,3 +57,12 @@ def test_a_rank_without_threads_names_the_limit(tmp_path: Path, start: Callable[
     message = json.loads((tmp_path / failure.FAILURE).read_text())["message"]
     assert message.startswith("no thread can be started: ")
     assert message.endswith("; raise the limit of processes (ulimit -u), or use fewer ranks")
+
+
+def test_a_panic_of_the_tokenizers_names_the_limit_too() -> None:
+    class PanicException(BaseException): ...
+
+    panic = PanicException("The global thread pool ...: ThreadPoolBuildError { kind: IOError(..)")
+    told = failure.explain_no_thread(panic)
+    assert told == f"no thread can be started: {os.strerror(11)}; {failure.REMEDIES[11]}"
+    assert failure.explain_no_thread(RuntimeError("something else")) is None

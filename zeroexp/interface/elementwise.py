@@ -70,6 +70,23 @@ def refuse_unless_elementwise(
             raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
 
 
+def make_optimizer(factory: OptimizerFactory, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """Make the user's optimizer. Raises ValueError unless it is one over tensors of `groups` alone.
+
+    Of other tensors, as the model's parameters beside masters in float32, no strategy would publish the updates.
+    """
+    ids = {id(tensor) for group in groups for tensor in group["params"]}
+    optimizer = factory(groups)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer_factory returned a {type(optimizer).__name__}: return an optimizer over the groups it is given"
+        )
+    if any(id(tensor) not in ids for group in optimizer.param_groups for tensor in group["params"]):
+        problem = f"optimizer_factory makes {type(optimizer).__name__} over other parameters"
+        raise ValueError(f"{problem} than it is handed: make it over the groups it gets")
+    return optimizer
+
+
 def try_out(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> None:
     """Make the optimizer and step it a few times on small tensors. Raises ValueError if it can not do that."""
     trial = [_Group.like(group, SHORT_SIDE) for group in groups]
@@ -158,13 +175,13 @@ def _run(factory: OptimizerFactory, groups: Sequence[_Group], seed: int = 0) -> 
     samples = [sample for group in groups for sample in group.samples]
     parameters = [nn.Parameter(sample.values.clone()) for sample in samples]
     left = iter(parameters)
-    optimizer = factory(
+    optimizer = make_optimizer(
+        factory,
         [
             {**copy.deepcopy(dict(group.options)), "params": [next(left) for _ in group.samples]}
             for group in groups
-        ]
+        ],
     )
-    _require_optimizer_over(optimizer, parameters)
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], LEAST_RATE)
@@ -176,20 +193,6 @@ def _run(factory: OptimizerFactory, groups: Sequence[_Group], seed: int = 0) -> 
         _step(optimizer)
     pairs = zip(parameters, samples, strict=True)
     return _Outcome(optimizer, [(p.detach() - s.values).reshape(-1) for p, s in pairs])
-
-
-def _require_optimizer_over(optimizer: object, expected: Sequence[Tensor]) -> None:
-    """Raise ValueError if the optimizer holds other parameters, whose updates no strategy would publish."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"optimizer_factory returned a {name}: return an optimizer over the groups it is given"
-        )
-    ids = {id(parameter) for parameter in expected}
-    if any(id(p) not in ids for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            f"optimizer_factory makes {name} over other parameters than it is handed: make it over the groups it gets"
-        )
 
 
 def _step(optimizer: Optimizer) -> None:

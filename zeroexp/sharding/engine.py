@@ -17,6 +17,7 @@ from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.elementwise import make_optimizer
 from zeroexp.interface.load_state import load_state
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
@@ -100,7 +101,8 @@ class Sharded:
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters()]
-        self.optimizer = optimizer_factory(_masters_in_groups(self.units, param_groups))
+        masters = _masters_in_groups(self.units, param_groups)
+        self.optimizer = make_optimizer(optimizer_factory, masters)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
 

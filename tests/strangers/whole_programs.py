@@ -1,0 +1,412 @@
+"""Training programs as a reader of docs/library.md writes them, each of several habits at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.strangers.lab import (
+    BY_STAGE,
+    WIDTH,
+    Batch,
+    Factory,
+    Lab,
+    Setting,
+    adamw,
+    plain_loss,
+    scenario,
+    sgd,
+    variants,
+)
+from tests.strangers.models import Block, Language, Net
+from zeroexp.cut.stage import STAGES
+from zeroexp.interface.canonical import merge
+from zeroexp.process import world as worlds
+from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.sharding.engine import Sharded
+from zeroexp.sharding.options import Options
+
+ODD_WORLDS = (
+    Setting("zero3"),
+    Setting("zero1", world_size=3),
+    Setting("zero3", world_size=1),
+    Setting("zero2", family="parameter", world_size=3),
+    Setting("zero3", family="tensor", world_size=3),
+    Setting("zero3", unit="module", world_size=3),
+)
+IN_GROUPS = tuple(
+    Setting(stage, family=family, world_size=4)
+    for stage, family in (("zero3", "buffer"), ("zero1", "tensor"), ("zero2", "parameter"))
+)
+
+
+def next_word_loss(model: nn.Module, batch: Batch) -> Tensor:
+    labels = batch.ids.roll(-1, 1).flatten()
+    logits = model(batch.ids).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels) / batch.num_ranks
+
+
+def instead(lab: Lab, engine: Sharded) -> Sharded:
+    """An engine that goes on where the only one so far stopped."""
+    lab._wrapped[:] = [engine]
+    return engine
+
+
+# -- what is written inside a microbatch is refused there -------------------------------------------------
+
+
+class Normalised(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.div_(self.up.weight.norm())
+        return super().forward(x)
+
+
+@scenario(BY_STAGE, refused=r"up\.weight was written in place inside a microbatch.*max_norm")
+def a_block_that_normalises_its_weight(lab: Lab) -> None:
+    """Weight normalisation by hand in a forward; the refusal names the weight, and where it was written."""
+    lab.train(lab.wrap(Net(Normalised)))
+
+
+# -- sums in another precision ----------------------------------------------------------------------------
+
+
+class ByHand:
+    """bf16 with fp32 masters, and gradients of microbatches that add up in fp32, written out for one process."""
+
+    def __init__(self, model: nn.Module, optimizer: Factory, max_grad_norm: float) -> None:
+        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.model = model.to(torch.bfloat16)
+        self.sums = [torch.zeros_like(master) for master in self.masters]
+        self.optimizer, self.max_grad_norm = optimizer([{"params": self.masters}]), max_grad_norm
+
+    def take(self) -> None:
+        for total, p in zip(self.sums, self.model.parameters(), strict=True):
+            assert p.grad is not None
+            total += p.grad.float()
+            p.grad = None
+
+    def step(self) -> Tensor:
+        for total, master in zip(self.sums, self.masters, strict=True):
+            master.grad = total.clone()
+            total.zero_()
+        norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        self.optimizer.step()
+        for p, master in zip(self.model.parameters(), self.masters, strict=True):
+            p.data.copy_(master)
+        return norm
+
+
+@scenario(ODD_WORLDS, tolerance=3e-5)
+def bf16_accumulated_over_sixteen_microbatches(lab: Lab) -> None:
+    """A sum in bf16 would keep three digits: 7e-3 off after sixteen. Clipped, each step by its whole norm."""
+    model, bound, num = Net(), 0.2, 16
+    if lab.plain:
+        hand = ByHand(model, adamw, bound)
+        for step in range(3):
+            for batch in lab.batches(step, num):
+                value = batch.loss(hand.model(batch.x.bfloat16()).float())
+                batch.note(value)
+                value.backward()
+                hand.take()
+            lab.note(hand.step())
+        for master in hand.masters:
+            lab.note(master)
+        return
+    t = lab.wrap(
+        model,
+        optimizer=adamw,
+        max_grad_norm=bound,
+        dtypes=Dtypes(torch.bfloat16, torch.float32, torch.float32),
+    )
+    for step in range(3):
+        for batch in lab.batches(step, num):
+            with t.microbatch(last=batch.last):
+                value = batch.loss(t.model(batch.x.bfloat16()).float())
+                batch.note(value)
+                t.backward(value)
+        lab.note(t.step())
+        t.zero_grad()
+    state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+    lab._wrapped.clear()  # masters are compared below
+    for name, _ in t.model.named_parameters():
+        tensor = state[name]["weight"]
+        lab.note(torch.cat([piece.tensor for piece in tensor.pieces]).view(tensor.shape))
+
+
+# -- states that go round ---------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adamw": adamw,
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True, momentum=0.5),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.05, t0=2),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
+}
+
+
+def other(stage: str) -> str:
+    return {"zero3": "zero1", "zero1": "zero3"}.get(stage, "zero2")
+
+
+@variants([*OPTIMIZERS], ODD_WORLDS, quick=["adamw", "nadam"])
+def a_state_that_goes_on_elsewhere_with(lab: Lab, name: str) -> None:
+    """Two steps, then an engine of another stage, layout and unit takes the state and goes on."""
+    t = lab.wrap(Language(), optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
+    lab.train(t, next_word_loss, steps=[0, 1], num_microbatches=2)
+    if not lab.plain:
+        assert lab.world is not None
+        state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+        model = Language()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))  # nothing of it may stay
+        t = instead(
+            lab,
+            Sharded(
+                model,
+                blocks=["layers.0", "layers.2"],
+                stage=STAGES[other(lab.setting.stage)],
+                param_groups=[{"params": list(model.parameters())}],
+                optimizer_factory=OPTIMIZERS[name],
+                max_grad_norm=0.5,
+                world=lab.world,
+                options=Options(family="tensor"),
+            ),
+        )
+        t.load_state_dict(state)
+    lab.train(t, next_word_loss, steps=[2, 3], num_microbatches=2)
+
+
+@scenario(ODD_WORLDS)
+def the_best_weights_are_kept_and_taken_again(lab: Lab) -> None:
+    """Early stopping: a copy of the weights is loaded between two steps, and the moments go on."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    lab.train(t, steps=[0, 1])
+    with t.gathered():
+        best = {name: tensor.clone() for name, tensor in t.model.state_dict().items()}
+    lab.train(t, steps=[2, 3])
+    with t.gathered(write=True):
+        t.model.load_state_dict(best)
+    lab.train(t, steps=[4])
+
+
+@scenario(ODD_WORLDS)
+def a_head_is_loaded_without_the_rest(lab: Lab) -> None:
+    """`load_state_dict(strict=False)` of a part, before the first step and after."""
+    t = lab.wrap(Net())
+    theirs = Net(seed=9).head.state_dict()
+    for steps in ([0, 1], [2]):
+        with t.gathered(write=True):
+            t.model.load_state_dict({f"head.{key}": v for key, v in theirs.items()}, strict=False)
+        lab.train(t, steps=steps)
+
+
+# -- rates, groups and decay ------------------------------------------------------------------------------
+
+
+@scenario(ODD_WORLDS, tolerance=3e-6)
+def rates_by_layer_and_decay_by_hand(lab: Lab) -> None:
+    """A group for each layer with a rate of its own, a schedule over all, and decoupled decay between steps."""
+    model = Net()
+    parts = [model.inp, *model.layers, model.head]
+    groups = [{"params": [*p.parameters()], "lr": 0.1 * 0.7**i} for i, p in enumerate(parts)]
+    t = lab.wrap(model, groups=groups, max_grad_norm=0.1)
+    rates = torch.optim.lr_scheduler.OneCycleLR(
+        t.optimizer, max_lr=[0.1 * 0.7**i for i in range(len(parts))], total_steps=6
+    )
+    for step in range(4):
+        lab.train(t, steps=[step], num_microbatches=2)
+        rates.step()
+        with t.gathered(write=True), torch.no_grad():
+            for p in t.model.parameters():
+                if p.ndim > 1:
+                    p.mul_(1 - 0.1 * t.optimizer.param_groups[0]["lr"])
+
+
+@scenario(ODD_WORLDS)
+def another_number_of_microbatches_each_step(lab: Lab) -> None:
+    """A batch that grows; gradients cleared to zeros as well as to None."""
+    t = lab.wrap(Net(), optimizer=adamw, max_grad_norm=0.3)
+    for step, num in enumerate((1, 3, 2, 5)):
+        for batch in lab.batches(step, num):
+            with t.microbatch(last=batch.last):
+                value = plain_loss(t.model, batch) / num
+                batch.note(value)
+                t.backward(value)
+        lab.note(t.step())
+        if step % 2:
+            t.model.zero_grad(set_to_none=False)
+        else:
+            t.optimizer.zero_grad()
+
+
+@scenario(ODD_WORLDS)
+def a_loss_scaled_by_hand(lab: Lab) -> None:
+    """Static loss scaling: a hook of each weight takes the factor out again."""
+    model = Language()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad / 1024)
+    t = lab.wrap(model, max_grad_norm=0.4)
+    lab.train(t, lambda model, batch: next_word_loss(model, batch) * 1024, num_microbatches=2)
+
+
+# -- models of odd sizes and habits -----------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Sizes that nothing divides: a scalar, fewer elements than ranks, nothing at all, a column, three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.two = nn.Parameter(torch.tensor([0.5, -0.5]))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.column = nn.Parameter(torch.linspace(-1, 1, WIDTH).view(WIDTH, 1))
+        self.cube = nn.Parameter(torch.linspace(-0.5, 0.5, 7 * 1 * WIDTH).view(7, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.column) * self.gain + self.two.sum() + self.none.sum()
+        return x + torch.tanh(y) * self.cube.sum((0, 1))
+
+
+@scenario((*ODD_WORLDS, *IN_GROUPS))
+def sizes_that_nothing_divides(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(Odd), optimizer=adamw, max_grad_norm=0.2), num_microbatches=3)
+
+
+class Recomputed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def inner(self, x: Tensor) -> Tensor:
+        # Each sample draws by its own values, so that ranks and one process draw the same.
+        seed = int(x.detach().abs().sum() * 1e3)
+        keep = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) > 0.3
+        return super().inner(x * keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@scenario(ODD_WORLDS)
+def recomputed_blocks_that_draw(lab: Lab) -> None:
+    lab.train(lab.wrap(Net(Recomputed), optimizer=adamw, max_grad_norm=0.2), num_microbatches=2)
+
+
+@scenario(ODD_WORLDS)
+def a_teacher_that_follows(lab: Lab) -> None:
+    """A mean teacher: a deep copy, drawn after the student in each step, whose outputs are part of the loss."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    with t.gathered():
+        teacher = copy.deepcopy(t.model).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch.x)
+        return plain_loss(model, batch) + batch.loss(model(batch.x), target)
+
+    for step in range(4):
+        lab.train(t, loss, steps=[step])
+        with t.gathered(), torch.no_grad():
+            for mine, his in zip(teacher.parameters(), t.model.parameters(), strict=True):
+                mine.lerp_(his, 0.1)
+    for mine in teacher.parameters():
+        lab.note(mine.detach().clone())
+
+
+@scenario(ODD_WORLDS)
+def unlike_batches_on_each_rank(lab: Lab) -> None:
+    """Ranks have other numbers of labels: each divides by the number of all."""
+    t = lab.wrap(Language(), max_grad_norm=0.3)
+    sizes = [1 + 2 * rank for rank in range(lab.num_ranks)]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids = batch.ids[: sizes[batch.rank] % 4 + 1]
+        total = sum((size % 4 + 1) * ids.shape[1] for size in sizes)
+        logits = model(ids).flatten(0, 1)
+        labels = ids.roll(-1, 1).flatten()
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / total
+
+    lab.train(t, loss, num_microbatches=2)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------
+
+
+def habits() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "plain", {}
+    yield "each_microbatch", {"reduce_each": "microbatch"}
+    yield "in_order", {"overlap": False}
+    yield "small_buckets", {"bucket_mb": 0.001}
+
+
+HABITS = dict(habits())
+
+
+@variants([*HABITS], IN_GROUPS, quick=["plain"], may_refuse=r"reduce_each|overlap|bucket|prefetch")
+def two_groups_of_two(lab: Lab, habit: str) -> None:
+    """Tied weights, accumulation, clipping, an evaluation, a penalty and a decay by hand, under replicas=2."""
+    t = lab.wrap(Language(), optimizer=adamw, max_grad_norm=0.3, replicas=2, **HABITS[habit])
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = next_word_loss(model, batch)
+        with t.gathered():
+            penalty = sum(p.square().sum() for p in model.parameters())
+        return value + 0.01 * penalty / batch.num_ranks
+
+    for step in range(3):
+        lab.train(t, loss, steps=[step], num_microbatches=2)
+        with torch.no_grad():
+            for batch in lab.batches(100 + step):
+                batch.note(next_word_loss(t.model, batch))
+        with t.gathered(write=True), torch.no_grad():
+            for p in t.model.parameters():
+                p.mul_(0.999)
+
+
+@scenario(IN_GROUPS)
+def a_state_of_replicas_goes_on_without(lab: Lab) -> None:
+    t = lab.wrap(Language(), optimizer=adamw, replicas=2)
+    lab.train(t, next_word_loss, steps=[0, 1])
+    if not lab.plain:
+        assert lab.world is not None
+        state = merge(worlds.gather_objects(copy.deepcopy(t.state_dict())))
+        model = Language()
+        t = instead(
+            lab,
+            Sharded(
+                model,
+                blocks=["layers.0"],
+                stage=STAGES["zero3"],
+                param_groups=[{"params": list(model.parameters())}],
+                optimizer_factory=adamw,
+                world=lab.world,
+            ),
+        )
+        t.load_state_dict(state)
+    lab.train(t, next_word_loss, steps=[2])
+
+
+# -- an optimizer that is not over what it is handed ------------------------------------------------------
+
+
+@variants(["other_parameters", "none"], BY_STAGE, refused="optimizer_factory", oracle=False)
+def a_factory_beside_masters_that_returns(lab: Lab, what: str) -> None:
+    """Under masters of fp32 an optimizer over the model's own bf16 parameters would train nothing."""
+    model = Net()
+    factories: dict[str, Callable[[Any], Any]] = {
+        "other_parameters": lambda _groups: sgd(model.parameters()),
+        "none": lambda _groups: None,
+    }
+    dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32)
+    lab.train(lab.wrap(model, optimizer=factories[what], dtypes=dtypes))
