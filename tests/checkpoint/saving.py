@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from tests.engines import ENGINES
 from tests.models_for_tests import MODELS
 from tests.oracle import Make, Outcome, Recipe, build_on_rank, pieces_of, run_steps
 from zeroexp.checkpoint.folders import FOLDER
@@ -16,16 +15,6 @@ from zeroexp.checkpoint.save import Saver
 from zeroexp.config.keys import CheckpointConfig, Config
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World
-
-# One engine of each family of layouts, ours and native.
-FAMILIES = {
-    "parameter": ENGINES["zero2_parameter"],
-    "tensor": ENGINES["zero3_tensor"],
-    "buffer": ENGINES["zero3_buffer"],
-    "ddp": ENGINES["ddp"],
-    "zero_redundancy": ENGINES["ddp_zero_redundancy"],
-    "fsdp2": ENGINES["fsdp2"],
-}
 
 Answer = tuple[Outcome, CanonicalState]
 
@@ -46,35 +35,39 @@ def shapes_of(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
-def train_and_save(world: World, recipe: Recipe, make: Make, run: Path) -> Answer:
-    """A checkpoint behind every step, written while the next one runs."""
+def train_and_save(
+    world: World, recipe: Recipe, make: Make, run: Path
+) -> tuple[Outcome, list[CanonicalState]]:
+    """(the run, the state behind each of its steps). Each is saved while the next step runs."""
     torch.manual_seed(7 + world.rank)
     strategy = build_on_rank(world, recipe, make)
     saver = Saver(run, strategy, config_of(recipe), world)
-    outcome = Outcome()
+    outcome, states = Outcome(), []
     for step in range(recipe.steps):
-        _extend(outcome, run_steps(strategy, world, recipe, range(step, step + 1)))
+        more = run_steps(strategy, world, recipe, range(step, step + 1))
+        outcome.losses += more.losses
+        outcome.norms += more.norms
         saver.save(step + 1)
+        states.append(pieces_of(strategy))
     saver.finish()
     saver.close()
-    return outcome, pieces_of(strategy)
+    return outcome, states
 
 
-def resume(world: World, recipe: Recipe, make: Make, saved: Path) -> tuple[Answer, CanonicalState]:
-    """((the steps that were left, the state at the end), the state as it was loaded)."""
+def resume_each(
+    world: World, recipe: Recipe, make: Make, saved: Sequence[tuple[Path, bool]]
+) -> list[tuple[CanonicalState, Answer | None]]:
+    """(the state as loaded, the steps that were left and the state at their end) of each (checkpoint, trains on)."""
+    return [_resume(world, recipe, make, *one) for one in saved]
+
+
+def _resume(
+    world: World, recipe: Recipe, make: Make, saved: Path, trains_on: bool
+) -> tuple[CanonicalState, Answer | None]:
     strategy = build_on_rank(world, recipe, make)
     manifest = load(saved, strategy, shapes_of(recipe), world)
     loaded = pieces_of(strategy)
+    if not trains_on:
+        return loaded, None
     outcome = run_steps(strategy, world, recipe, range(manifest.step, recipe.steps))
-    return (outcome, pieces_of(strategy)), loaded
-
-
-def load_each(
-    world: World, recipe: Recipe, make: Make, saved: Sequence[Path]
-) -> list[CanonicalState]:
-    return [resume(world, recipe, make, one)[1] for one in saved]
-
-
-def _extend(outcome: Outcome, more: Outcome) -> None:
-    outcome.losses += more.losses
-    outcome.norms += more.norms
+    return loaded, (outcome, pieces_of(strategy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,6 @@ def try_to_load(world: World, make: Make, saved: Path, shapes: Shapes) -> tuple[
     return "", False
 
 
-def refused(ranks, saved: Path, shapes: Shapes | None = None) -> str:
-    answers = ranks(try_to_load, MAKE, saved, shapes or shapes_of(RECIPE))
-    lines = {line for line, _ in answers}
-    assert len(lines) == 1 and all(unchanged for _, unchanged in answers), lines
-    (line,) = lines
-    assert line.startswith(str(saved)) and "\n" not in line and "; " in line
-    return line
-
-
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
@@ -61,40 +53,42 @@ def saved(run, tmp_path) -> Path:
     return checkpoint(tmp_path / "run", 2)
 
 
-def test_a_missing_shard(ranks, saved):
-    (saved / "rank1.bin").unlink()
-    line = refused(ranks, saved)
-    assert line == f"{saved}/rank1.bin: missing; give another checkpoint"
+@pytest.fixture
+def refused(ranks, saved) -> Callable[..., str]:
+    """The one line that every rank says; the shapes of some parameters may be others, and None is no parameter."""
+
+    def refused(**others: tuple[int, ...] | None) -> str:
+        shapes = {**shapes_of(RECIPE), **others}
+        shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+        answers = ranks(try_to_load, MAKE, saved, shapes)
+        (line,) = {line for line, _ in answers}
+        assert all(unchanged for _, unchanged in answers)
+        assert line.startswith(str(saved)) and "\n" not in line and "; " in line
+        return line
+
+    return refused
 
 
-def test_any_flipped_byte_of_any_piece_is_found(ranks, saved):
-    """Whichever of the ranks checks it."""
+def test_damaged_files(saved, refused):
+    """Any flipped byte of any piece is found, whichever of the ranks checks it."""
     pieces = [(t, piece) for _, t in read_manifest(saved).tensors() for piece in t.pieces]
     for tensor, piece in random.Random(0).sample(pieces, 8):
-        position = piece.offset + tensor.num_bytes(piece) - 1
         original = (saved / piece.file).read_bytes()
         damaged = bytearray(original)
-        damaged[position] ^= 1
+        damaged[piece.offset + tensor.num_bytes(piece) - 1] ^= 1
         (saved / piece.file).write_bytes(damaged)
-        assert f"{piece.file}: damaged, " in refused(ranks, saved)
+        assert f"{piece.file}: damaged, " in refused()
         (saved / piece.file).write_bytes(original)
-
-
-def test_a_damaged_manifest(ranks, saved):
+    (saved / "rank1.bin").unlink()
+    assert refused() == f"{saved}/rank1.bin: missing; give another checkpoint"
     content = (saved / "manifest.json").read_text()
     (saved / "manifest.json").write_text(content.replace('"step": 2', '"step": 3'))
-    assert "manifest.json: damaged" in refused(ranks, saved)
+    assert "manifest.json: damaged" in refused()
 
 
-def test_another_shape_is_named(ranks, saved):
-    shapes = {**shapes_of(RECIPE), "norm.weight": (6,)}
-    line = refused(ranks, saved, shapes)
-    assert "of another model: norm.weight is [5] in it, [6] in this model" in line
-
-
-def test_another_parameter_is_named(ranks, saved):
-    shapes = shapes_of(RECIPE)
-    line = refused(ranks, saved, {**shapes, "more": (1,)})
-    assert "more is missing in it, [1] in this model" in line
-    fewer = {name: shape for name, shape in shapes.items() if name != "unused"}
-    assert "unused is [3] in it, missing in this model" in refused(ranks, saved, fewer)
+def test_another_model_is_named_by_the_first_difference(refused):
+    of_another = "of another model: "
+    line = refused(**{"norm.weight": (6,)})
+    assert f"{of_another}norm.weight is [5] in it, [6] in this model" in line
+    assert f"{of_another}more is missing in it, [1] in this model" in refused(more=(1,))
+    assert f"{of_another}unused is [3] in it, missing in this model" in refused(unused=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_manifest import MADE
-from tests.composing import composed
+from tests.composing import values_of
 from zeroexp.check.sweep_points import points_of
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
@@ -22,7 +22,7 @@ from zeroexp.checkpoint.manifest import (
     to_json,
 )
 from zeroexp.checkpoint.resume import resolve_resume
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, from_mapping
 from zeroexp.process.content_hash import hash_of
 
 TINY = ("model=tiny", "train.steps=100")
@@ -46,7 +46,7 @@ def _zeros(tensor: StoredTensor) -> StoredTensor:
 
 
 def config_for(outputs: Path, *words: str) -> Config:
-    return replace(composed(*TINY, *words), outputs=str(outputs))
+    return replace(from_mapping(Config, values_of(*TINY, *words)), outputs=str(outputs))
 
 
 def refused(config: Config, kind: type[ConfigError]) -> str:
@@ -58,23 +58,15 @@ def refused(config: Config, kind: type[ConfigError]) -> str:
     return line
 
 
-def test_nothing_to_resume(tmp_path):
-    assert resolve_resume(config_for(tmp_path)) is None
-
-
-def test_a_run_means_its_newest_and_a_checkpoint_itself(tmp_path):
+def test_a_run_means_its_newest_and_a_checkpoint_itself(tmp_path, monkeypatch):
+    """Relative to where the command is given."""
     run = tmp_path / "sweep" / "run"
     config = config_for(tmp_path)
     older, newer = (write(run, step, config) for step in (20, 40))
-    assert resolve_resume(replace(config, resume=str(run))) == str(newer)
-    assert resolve_resume(replace(config, resume=str(older))) == str(older)
-
-
-def test_relative_to_where_the_command_is_given(tmp_path, monkeypatch):
-    config = config_for(tmp_path)
-    checkpoint = write(tmp_path / "sweep" / "run", 20, config)
     monkeypatch.chdir(tmp_path)
-    assert resolve_resume(replace(config, resume="sweep/run")) == str(checkpoint)
+    for resume, expected in ((run, newer), ("sweep/run", newer), (older, older)):
+        assert resolve_resume(replace(config, resume=str(resume))) == str(expected)
+    assert resolve_resume(config) is None
 
 
 def test_latest_is_the_newest_that_fits(tmp_path):
@@ -86,40 +78,42 @@ def test_latest_is_the_newest_that_fits(tmp_path):
     assert resolve_resume(config) == str(fits)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "no manifest"])
-def test_what_is_not_whole_is_refused_by_name_and_passed_over_in_its_run(tmp_path, capsys, damage):
+def damage(checkpoint: Path, how: str) -> str:
+    """Do it; returns what the line says: the file and its damage."""
+    file = checkpoint / next(iter(MADE.file_bytes()))
+    size = file.stat().st_size
+    if how == "missing":
+        file.unlink()
+        return f"{file}: missing"
+    if how == "truncated":
+        file.write_bytes(bytes(1))
+        return f"{file}: truncated to 1 of {size} bytes"
+    if how == "flipped":
+        file.write_bytes(bytes([1, *bytes(size - 1)]))
+        return f"{file}: damaged, a.b/weight at byte 0 has another hash"
+    file = checkpoint / MANIFEST
+    file.write_text(file.read_text().replace('"step": 40', '"step": 41'))
+    return f"{file}: damaged, its hash differs"
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "other manifest"])
+def test_a_damaged_one_is_refused_by_name_and_passed_over_in_its_run(tmp_path, capsys, how):
     config = config_for(tmp_path)
     run = tmp_path / "sweep" / "run"
     oldest, older, newer = (write(run, step, config, saved_at=9.0) for step in (10, 20, 40))
     write(tmp_path / "sweep" / "other", 30, config, saved_at=8.0)
     os.utime(newer / MANIFEST, (0, 0))  # as a copy may have it
-    file = newer / next(iter(MADE.file_bytes()))
-    size = file.stat().st_size
-    if damage == "missing":
-        file.unlink()
-        told = "missing"
-    elif damage == "truncated":
-        file.write_bytes(bytes(1))
-        told = f"truncated to 1 of {size} bytes"
-    elif damage == "flipped":
-        file.write_bytes(bytes([1, *bytes(size - 1)]))
-        told = "damaged, a.b/weight at byte 0 has another hash"
-    else:
-        file = newer / MANIFEST
-        file.write_text(file.read_text().replace('"step": 40', '"step": 41'))
-        told = "damaged, its hash differs"
-    line = refused(replace(config, resume=str(newer)), CheckpointError)
-    assert line.startswith(f"{file}: {told}; ")
-    assert line.endswith(f"; use resume={older}")
+    problem = damage(newer, how)
+    by_name = replace(config, resume=str(newer))
+    assert refused(by_name, CheckpointError) == f"{problem}; use resume={older}"
     for resume in (str(run), "latest"):
         for _ in range(2):  # two points of one sweep
             assert resolve_resume(replace(config, resume=resume)) == str(older)
-        said = f"zeroexp: resume={resume}: {file}: {told}; goes on from {older}\n"
-        assert capsys.readouterr().err == said
+        line = f"zeroexp: resume={resume}: {problem}; goes on from {older}\n"
+        assert capsys.readouterr().err == line
     for remedy, damaged in ((f"use resume={oldest}", older), ("give another checkpoint", oldest)):
-        (damaged / next(iter(MADE.file_bytes()))).write_bytes(b"")
-        line = refused(replace(config, resume=str(newer)), CheckpointError)
-        assert line == f"{file}: {told}; {remedy}"
+        damage(damaged, "truncated")
+        assert refused(by_name, CheckpointError) == f"{problem}; {remedy}"
 
 
 def test_a_run_that_thins_its_checkpoints_is_looked_up_all_the_while(tmp_path):
@@ -147,16 +141,13 @@ def test_a_run_that_thins_its_checkpoints_is_looked_up_all_the_while(tmp_path):
         thread.join()
 
 
-def test_latest_does_not_go_back_in_a_run_that_is_over(tmp_path):
+def test_latest_where_none_fits_says_why(tmp_path):
+    """It does not go back in a run that is over."""
     config = config_for(tmp_path, "resume=latest", "train.warmup_steps=0", "train.steps=40")
+    assert "there is none; use resume=null" in refused(config, UndefinedCombination)
     for step in (20, 40):
         write(tmp_path / "sweep" / "run", step, config)
     assert "40 steps are done, of 40 here" in refused(config, UndefinedCombination)
-
-
-def test_latest_without_any(tmp_path):
-    line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
-    assert "there is none; use resume=null" in line
 
 
 def test_latest_where_all_are_damaged_says_which(tmp_path):
@@ -176,40 +167,35 @@ def test_latest_where_all_are_damaged_says_which(tmp_path):
     assert line == f"resume={run}: {told}"
 
 
-def test_latest_without_one_that_fits(tmp_path):
-    write(tmp_path / "b" / "run", 40, config_for(tmp_path, "train.seed=1"))
-    line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
-    assert "train.seed is 1 in it, 0 here" in line
-
-
-@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
-def test_no_checkpoint_in_there(tmp_path, name):
+def test_no_checkpoint_in_there(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    line = refused(config_for(tmp_path, f"resume={tmp_path / name}"), CheckpointError)
-    assert line.startswith(f"resume={tmp_path / name}: no whole checkpoint in there")
+    for name in ("nowhere", "empty", "file"):
+        resume = f"resume={tmp_path / name}"
+        line = refused(config_for(tmp_path, resume), CheckpointError)
+        assert line.startswith(f"{resume}: no whole checkpoint in there")
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "difference"),
     [
         ("model.hf_config.vocab_size=4096", "model.hf_config.vocab_size is 4096 in it, 2048 here"),
-        ("model.hf_config.hidden_size=128", "model.hf_config.hidden_size is 128 in it, 64 here"),
         ("data.seq_len=64", "data.seq_len is 64 in it, 128 here"),
         ("data.global_batch_size=24", "data.global_batch_size is 24 in it, 12 here"),
         ("train.seed=3", "train.seed is 3 in it, 0 here"),
         ("optimizer=sgd", "optimizer.name is sgd in it, adamw here"),
-        # What the checkpoint alone has: whoever compares our keys finds nothing.
-        (
-            "+model.hf_config.sliding_window=16",
-            "model.hf_config.sliding_window is 16 in it, None here",
-        ),
+        # The checkpoint alone has this key.
+        ("model.hf_config.window=16", "model.hf_config.window is 16 in it, None here"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, word, said):
-    write(tmp_path / "run", 20, config_for(tmp_path, word))
-    line = refused(config_for(tmp_path, f"resume={tmp_path / 'run'}"), UndefinedCombination)
-    assert f"resume={tmp_path / 'run'}: {said}; use the same, or another checkpoint" == line
+def test_what_does_not_fit_is_named(tmp_path, word, difference):
+    run = tmp_path / "sweep" / "run"
+    write(run, 20, config_for(tmp_path, word))
+    resume = f"resume={run}"
+    line = refused(config_for(tmp_path, resume), UndefinedCombination)
+    assert line == f"{resume}: {difference}; use the same, or another checkpoint"
+    line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
+    assert f": {difference}; " in line
 
 
 def test_what_a_new_run_may_choose(tmp_path):
@@ -217,12 +203,6 @@ def test_what_a_new_run_may_choose(tmp_path):
     words += ["optimizer.lr=1", "optimizer.schedule=cosine", "data.micro_batch_size=2"]
     path = write(tmp_path / "run", 20, config_for(tmp_path, *words))
     assert resolve_resume(config_for(tmp_path, f"resume={tmp_path / 'run'}")) == str(path)
-
-
-def test_nothing_left_to_train(tmp_path):
-    write(tmp_path / "run", 103, config_for(tmp_path))
-    line = refused(config_for(tmp_path, f"resume={tmp_path / 'run'}"), UndefinedCombination)
-    assert "103 steps are done, of 103 here; raise train.steps" in line
 
 
 def test_a_point_that_does_not_fit_is_skipped_with_the_reason(tmp_path):

@@ -1,4 +1,4 @@
-"""Whole runs that save: killed at any moment, on a full disk, on one that can not be written."""
+"""Whole runs that save: killed at any moment, damaged since, resumed by others, on a full disk or one that is shut."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,44 +19,146 @@ from typing import Any
 
 import pytest
 
+from tests.composing import compose_once
 from tests.test_rank import log_of, make_job, run
+from zeroexp import __main__ as zeroexp
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.folders import LOG
-from zeroexp.checkpoint.manifest import read_manifest
+from zeroexp.checkpoint.manifest import MANIFEST, read_manifest
+from zeroexp.checkpoint.verify import find_damage
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster
-from zeroexp.config.keys import ModelConfig
-from zeroexp.measure.record import StepRecord
-from zeroexp.models.module import build_model
-from zeroexp.process.content_hash import hash_of
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.tracking.files import read_records, read_summary
 
 MODEL = {"width": 256, "depth": 4}  # a step takes a few milliseconds, writing its state some dozens
+STEPS = 30  # and one of warm-up
 
 
-def state_bytes() -> int:
-    """Weights and two moments."""
-    built = build_model(
-        ModelConfig(family="mlp", task="regression", mlp=MODEL), seed=0, device="meta"
-    )
-    return 3 * 4 * sum(parameter.numel() for parameter in built.module.parameters())
+def job_at(folder: Path, steps: int = STEPS, **changes: Any) -> Job:
+    options = {"model__mlp": MODEL, "data__global_batch_size": 6, "train__steps": steps}
+    return make_job(folder, **{**options, "checkpoint__every": 1, **changes})
 
 
-def job_at(folder: Path, steps: int, **changes: Any) -> Job:
-    options = {"model__mlp": MODEL, "train__steps": steps, "checkpoint__every": 1, **changes}
-    return make_job(folder, **options)
+def numbers(job: Job) -> list[tuple[float, ...]]:
+    records = read_records(job.folder)
+    return [(r.step, r.samples_seen, r.lr, r.loss, r.grad_norm) for r in records]
 
 
-def numbers(records: list[StepRecord]) -> list[tuple[float, ...]]:
-    return [(r.step, r.samples_seen, r.loss, r.grad_norm, r.lr) for r in records]
+def steps_of(job: Job) -> list[int]:
+    """The steps whose checkpoints are there, each undamaged."""
+    there = folders.complete_checkpoints(job.folder)
+    assert [find_damage(one, read_manifest(one)) for one in there] == [None] * len(there)
+    return [folders.step_of(one) for one in there]
 
 
-def require_undamaged(checkpoint: Path) -> None:
-    for name, tensor in read_manifest(checkpoint).tensors():
-        for piece in tensor.pieces:
-            stop = piece.offset + tensor.num_bytes(piece)
-            content = (checkpoint / piece.file).read_bytes()[piece.offset : stop]
-            assert hash_of([content]) == piece.hash, f"{checkpoint}: {name}"
+@pytest.fixture(scope="module")
+def undisturbed(local, tmp_path_factory) -> Job:
+    """A run that is saved at three steps and at its end. It is to be read, and copied before it is changed."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    job = job_at(folder, checkpoint__every=10, checkpoint__keep=3)
+    assert run(local, job).status == "done"
+    return job
+
+
+@pytest.fixture
+def copied(undisturbed, tmp_path) -> Job:
+    shutil.copytree(undisturbed.folder, tmp_path / "copied")
+    return Job(tmp_path / "copied")
+
+
+def run_again(local: LocalCluster, job: Job) -> list[str]:
+    """Run it again as one that has failed; returns the events that its user is shown."""
+    events: list[str] = []
+    job.enter("failed", "its launcher died before it could write that it was done")
+    job.set_aside()
+    outcome = local.run(job, on_record=lambda record: None, on_event=events.append)
+    assert outcome.status == "done", outcome.cause
+    return events
+
+
+def test_saving_is_in_no_step_but_in_the_record(undisturbed):
+    saves = [json.loads(line) for line in (undisturbed.folder / LOG).read_text().splitlines()]
+    blocked = {save["step"]: save["blocked_seconds"] for save in saves}
+    records, summary = read_records(undisturbed.folder), read_summary(undisturbed.folder)
+    during = {r.step: r.saving_seconds for r in records if r.saving_seconds}
+    assert list(blocked) == [10, 20, 30, 31] and during == {n: blocked[n] for n in (10, 20, 30)}
+    assert summary is not None and summary.saving_seconds == sum(during.values())
+    measured = [r for r in records if not r.warmup]
+    seconds = sum(r.step_seconds for r in measured) + summary.saving_seconds
+    assert summary.tokens_per_second == pytest.approx(sum(r.num_tokens for r in measured) / seconds)
+
+
+def test_run_again_behind_its_end_it_is_done(local, undisturbed, copied):
+    assert run_again(local, copied) == []
+    for read in (read_summary, read_records):
+        assert read(copied.folder) == read(undisturbed.folder)
+
+
+# -- damaged since ----------------------------------------------------------------------------------
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    piece = next(iter(read_manifest(checkpoint).tensors()))[1].pieces[0]
+    content = bytearray((checkpoint / piece.file).read_bytes())
+    content[piece.offset] ^= 1
+    (checkpoint / piece.file).write_bytes(content)
+
+
+def started_at(job: Job) -> list[str]:
+    return [line.split(", ")[1] for line in log_of(job, 0).splitlines() if "loaded in" in line]
+
+
+def test_a_run_goes_on_from_its_newest_whole_one_and_says_so_once(local, undisturbed, copied):
+    _, newer, newest = folders.complete_checkpoints(copied.folder)
+    flip_a_bit(newer)
+    (newest / MANIFEST).write_text("{")
+    events = run_again(local, copied)
+    for event, file in zip(events, (newest / MANIFEST, newer / "rank0.bin"), strict=True):
+        assert event.startswith(f"{file}: ") and f"; now damaged-{file.parent.name}, " in event
+    assert [line for line in log_of(copied, 0).splitlines() if line in events] == events
+    assert "\n".join(events) not in log_of(copied, 1)
+    assert started_at(copied) == ["20 steps done"]
+    assert numbers(copied) == numbers(undisturbed), "none missing, none twice, bit for bit"
+    assert steps_of(copied) == [20, 30, 31], "saved again"
+
+    for checkpoint in folders.complete_checkpoints(copied.folder):
+        flip_a_bit(checkpoint)
+    events = run_again(local, copied)
+    older = ["from before it"] * 2
+    assert [line.rpartition(", the run goes on ")[2] for line in events] == [
+        *(*older, "from its beginning, since no other is left")
+    ]
+    assert started_at(copied) == [], "from its beginning"
+    assert numbers(copied) == numbers(undisturbed)
+    saves = (copied.folder / LOG).read_text().splitlines()
+    assert sum(json.loads(line)["error"] is not None for line in saves) == 5
+
+
+# -- resumed by others ------------------------------------------------------------------------------
+
+
+def test_a_sweep_of_others_goes_on_from_one_checkpoint(local, undisturbed, tmp_path, monkeypatch):
+    """The next samples are the same, so that losses differ by the order of summation alone."""
+    compose_once(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Sweep, "_cluster", lambda self, config: local)
+    saved = folders.complete_checkpoints(undisturbed.folder)[0]
+    words = ["model=mlp_tiny", "model.mlp.width=256", "model.mlp.depth=4", "data=vectors"]
+    words += ["data.seq_len=8", "data.global_batch_size=6", "tracking=files", "world_size=3"]
+    words += ["strategy=zero1", "strategy.implementation=parameter,torch", f"resume={saved}"]
+    words += ["train.warmup_steps=1", f"train.steps={STEPS}", "cluster.device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *words])
+    assert zeroexp.main() == 0
+    jobs = [Job(path.parent) for path in tmp_path.glob("outputs/*/*/state.json")]
+    pins = saved.parent.glob(".pin.*")
+    assert {Path(pin.read_text()) for pin in pins} == {job.folder for job in jobs}
+    rest = numbers(undisturbed)[20:]
+    assert len(jobs) == 2
+    for job in jobs:
+        for ours, theirs in zip(numbers(job), rest, strict=True):
+            assert ours[:3] == theirs[:3], "step, position and learning rate exactly"
+            assert ours[3:] == pytest.approx(theirs[3:], rel=2e-5)
 
 
 # -- kill -9 ----------------------------------------------------------------------------------------
@@ -76,85 +179,50 @@ class Killer:
     def _kill(self) -> None:
         ranks = self._chance.choice([(0,), (1,), (0, 1)])
         pids = [int(re.findall(r"process (\d+)", log_of(self._job, rank))[-1]) for rank in ranks]
-        while self._writing and not unfinished(self._job) and alive(pids[0]):
+        alive = Path(f"/proc/{pids[0]}")
+        while self._writing and not unfinished(self._job) and alive.exists():
             time.sleep(1e-4)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 def unfinished(job: Job) -> list[Path]:
     return list((job.folder / "checkpoint").glob(".step-*"))
 
 
-def kill_again_and_again(local: LocalCluster, tmp_path: Path, num_kills: int) -> None:
+def kill_again_and_again(local: LocalCluster, reference: Job, job: Job, num_kills: int) -> None:
     """Every attempt goes on from the last whole checkpoint; together they are one run, bit for bit."""
-    steps = 15 * num_kills  # an attempt comes to some few
-    reference = job_at(tmp_path / "reference", steps, checkpoint__every=None)
-    assert run(local, reference).status == "done"
-    job, chance = job_at(tmp_path / "killed", steps), random.Random(num_kills)
-    num_unfinished = 0
+    chance, num_unfinished = random.Random(num_kills), 0
     for number in range(num_kills):
         outcome = run(local, job, Killer(job, chance, writing=number % 2 == 0))
         assert outcome.status == "failed" and outcome.cause is not None
         assert outcome.cause["exception"] == "SIGKILL", outcome.cause["message"]
         num_unfinished += len(unfinished(job))
-        for checkpoint in folders.complete_checkpoints(job.folder):
-            require_undamaged(checkpoint)
+        steps_of(job)
     assert num_unfinished, "no kill came while a checkpoint was being written"
     assert run(local, job).status == "done"
-    records = read_records(job.folder)
-    assert numbers(records) == numbers(read_records(reference.folder))
-    assert (job.folder / "records.jsonl").read_text().count("\n") == len(records), "none twice"
-    assert [folders.step_of(path) for path in folders.complete_checkpoints(job.folder)] == [
-        steps,
-        steps + 1,
-    ]
-    assert unfinished(job) == []
+    assert numbers(job) == numbers(reference)
+    num_steps = len(numbers(reference))
+    assert (job.folder / "records.jsonl").read_text().count("\n") == num_steps, "none twice"
+    assert steps_of(job) == [num_steps - 1, num_steps] and unfinished(job) == []
     summary = read_summary(job.folder)
-    assert summary is not None and (summary.num_steps, summary.num_warmup_steps) == (steps, 1)
+    assert summary is not None
+    assert (summary.num_steps, summary.num_warmup_steps) == (num_steps - 1, 1)
 
 
-def test_killed_twice(local, tmp_path):
+def test_killed_twice(local, undisturbed, tmp_path):
     """While it writes, and at once."""
-    kill_again_and_again(local, tmp_path, 2)
+    kill_again_and_again(local, undisturbed, job_at(tmp_path / "killed"), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_fifty_times(local, tmp_path):
-    kill_again_and_again(local, tmp_path, 50)
-
-
-def test_run_again_behind_its_end_it_is_done(local, tmp_path):
-    job = job_at(tmp_path / "run", 3)
-    assert run(local, job).status == "done"
-    summary, records = read_summary(job.folder), read_records(job.folder)
-    job.enter("failed", "its launcher died before it could write that it was done")
-    job.set_aside()
-    assert run(local, job).status == "done"
-    assert (read_summary(job.folder), read_records(job.folder)) == (summary, records)
-
-
-def test_saving_is_in_no_step_but_in_the_record(local, tmp_path):
-    job = job_at(tmp_path / "run", 5, checkpoint__every=2)
-    assert run(local, job).status == "done"
-    saves = [json.loads(line) for line in (job.folder / LOG).read_text().splitlines()]
-    assert [save["step"] for save in saves] == [2, 4, 6]
-    blocked = {save["step"]: save["blocked_seconds"] for save in saves}
-    records = read_records(job.folder)
-    assert {r.step: r.saving_seconds for r in records if r.saving_seconds} == {
-        step: blocked[step] for step in (2, 4)
-    }
-    summary = read_summary(job.folder)
-    assert summary is not None and summary.saving_seconds == blocked[2] + blocked[4]
-    measured = [r for r in records if not r.warmup]
-    seconds = sum(r.step_seconds for r in measured) + summary.saving_seconds
-    assert summary.tokens_per_second == pytest.approx(sum(r.num_tokens for r in measured) / seconds)
+    steps = 15 * 50  # an attempt comes to some few
+    reference = job_at(tmp_path / "reference", steps, checkpoint__every=None)
+    assert run(local, reference).status == "done"
+    kill_again_and_again(local, reference, job_at(tmp_path / "killed", steps), 50)
 
 
 # -- disks ------------------------------------------------------------------------------------------
@@ -176,21 +244,21 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
-def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, tmp_path):
+def test_a_full_disk_costs_no_training_and_no_older_checkpoint(local, undisturbed, tmp_path):
     """Room for one checkpoint and a half: every save but the first fails, and training goes on."""
     job = job_at(tmp_path / "run", 4)
-    with mounted(job.folder, f"size={state_bytes() * 3 // 2}"):
+    newest = folders.complete_checkpoints(undisturbed.folder)[-1]
+    size = sum(read_manifest(newest).file_bytes().values()) * 3 // 2
+    with mounted(job.folder, f"size={size}"):
         outcome = run(local, job)
         assert outcome.status == "failed" and outcome.cause is not None
         line = outcome.cause["message"]
         assert re.match(r"checkpoint of step 5 failed: rank \d: OSError: .*No space left", line)
         (only,) = folders.complete_checkpoints(job.folder)
-        assert line.endswith(f"the newest whole one is {only}") and only.name == "step-000001"
-        require_undamaged(only)
+        assert line.endswith(f"the newest whole one is {only}") and steps_of(job) == [1]
         assert sorted(os.listdir(job.folder / "checkpoint")) == [".attempt", "step-000001"]
     assert [r.step for r in read_records(job.folder)] == [0, 1, 2, 3, 4]
-    told = [line for line in log_of(job, 0).splitlines() if line.startswith("checkpoint of step")]
-    assert len(told) == 4, "one line for each"
+    assert log_of(job, 0).count("\ncheckpoint of step") == 4, "one line for each"
 
 
 def test_a_folder_that_can_not_be_written_is_told_before_the_first_step(local, tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from tests.checkpoint.saving import checkpoint, config_of
 from tests.engines import ENGINES
 from tests.oracle import Make, Recipe, build_on_rank, run_steps
 from tests.plain_strategy import PlainStrategy
-from zeroexp.checkpoint import folders
+from zeroexp.checkpoint import folders, rng
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.manifest import (
@@ -27,11 +29,10 @@ from zeroexp.checkpoint.manifest import (
 from zeroexp.checkpoint.save import Saver
 from zeroexp.checkpoint.staging import ALIGNMENT, Staging
 from zeroexp.checkpoint.storage import Written, join_pieces
+from zeroexp.config.keys import Config
 from zeroexp.interface.strategy import CanonicalTensor, Piece
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
-
-RECIPE = Recipe(steps=1, world_size=1)
 
 
 @pytest.fixture
@@ -45,17 +46,29 @@ def strategy() -> PlainStrategy:
     return PlainStrategy(nn.Linear(3, 2))
 
 
+@pytest.fixture
+def config() -> Config:
+    return config_of(Recipe(steps=1, world_size=1))
+
+
+@pytest.fixture
+def saver(world, strategy, config, tmp_path) -> Saver:
+    return Saver(tmp_path, strategy, config, world)
+
+
 def log(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / LOG).read_text().splitlines()]
 
 
-def test_what_is_saved_is_the_state_when_save_was_called(world, strategy, tmp_path):
-    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
-    strategy.model.weight.data.fill_(1.0)
-    saver.save(1)
-    strategy.model.weight.data.fill_(2.0)  # the next step, while the thread writes
-    saver.save(2)
-    strategy.model.weight.data.fill_(3.0)
+def steps_of(run: Path) -> list[int]:
+    return [folders.step_of(path) for path in folders.complete_checkpoints(run)]
+
+
+def test_what_is_saved_is_the_state_when_save_was_called(world, strategy, saver, tmp_path):
+    for step in (1, 2):
+        strategy.model.weight.data.fill_(step)
+        saver.save(step)
+    strategy.model.weight.data.fill_(3.0)  # the next step, while the thread writes
     saver.finish()
     for step in (1, 2):
         loaded = PlainStrategy(nn.Linear(3, 2))
@@ -64,101 +77,66 @@ def test_what_is_saved_is_the_state_when_save_was_called(world, strategy, tmp_pa
         assert (loaded.model.weight == step).all()
 
 
-def test_the_manifest_tells_where_the_run_was(world, strategy, tmp_path):
-    config = config_of(RECIPE)
+def test_manifest_and_log_of_a_save(config, saver, tmp_path):
     config.data.global_batch_size = 12
-    Saver(tmp_path, strategy, config, world).save_now(20)
+    saver.save_now(20)
     manifest = read_manifest(checkpoint(tmp_path, 20))
     assert (manifest.step, manifest.samples_seen, manifest.world_size) == (20, 240, 1)
     assert manifest.config["data"]["global_batch_size"] == 12
     assert manifest.versions["torch"] == torch.__version__
     assert set(manifest.rng["0"]) == {"torch", "python", "numpy"}
-
-
-def test_each_save_is_told(world, strategy, tmp_path):
-    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
-    saver.save_now(1)
     (saved,) = log(tmp_path)
-    manifest = read_manifest(checkpoint(tmp_path, 1))
     pieces = [(tensor, piece) for _, tensor in manifest.tensors() for piece in tensor.pieces]
     assert saved["num_bytes"] == sum(tensor.num_bytes(piece) for tensor, piece in pieces)
     assert saved["blocked_seconds"] > 0 and saved["write_seconds"] > 0 and saved["error"] is None
-    assert saver.take_blocked_seconds() == saved["blocked_seconds"]
-    assert saver.take_blocked_seconds() == 0
+    assert [saver.take_blocked_seconds() for _ in range(2)] == [saved["blocked_seconds"], 0]
 
 
-def test_the_newest_are_kept(world, strategy, tmp_path):
-    saver = Saver(tmp_path, strategy, config_of(RECIPE, keep=2), world)
-    for step in (1, 2, 3):
-        saver.save_now(step)
-    assert folders.complete_checkpoints(tmp_path) == [checkpoint(tmp_path, step) for step in (2, 3)]
-
-
-def test_a_step_is_saved_once(world, strategy, tmp_path):
-    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
-    saver.save(1)
-    saver.save_now(1)
-    assert len(log(tmp_path)) == 1
-
-
-def test_when_it_is_due(world, strategy, tmp_path):
-    config = config_of(RECIPE)
+def test_when_it_is_due(world, strategy, config, tmp_path):
     config.checkpoint.every = 3
     config.train.warmup_steps, config.train.steps = 2, 7
     saver = Saver(tmp_path, strategy, config, world)
     assert [step for step in range(12) if step and saver.is_due(step)] == [3, 6]
+
+
+def test_off_it_leaves_nothing(world, strategy, config, tmp_path):
     config.checkpoint.every = None
+    saver = Saver(tmp_path, strategy, config, world)
+    saver.finish()
     assert not any(saver.is_due(step) for step in range(12))
-
-
-def test_off_it_leaves_nothing(world, strategy, tmp_path):
-    config = config_of(RECIPE)
-    config.checkpoint.every = None
-    Saver(tmp_path, strategy, config, world).finish()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_save_is_told_and_the_next_one_tries_again(world, strategy, tmp_path, capsys):
-    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
+def test_after_a_failed_save_training_goes_on_and_any_later_one_tries_again(
+    saver, tmp_path, capsys
+):
+    """Of a step that is saved nothing is saved twice: what stopped the run may come back to it."""
     saver.save_now(1)
-    (tmp_path / "checkpoint" / ".step-000002.0").touch()  # where a folder must be
+    in_the_way = tmp_path / "checkpoint" / ".step-000002.0"
+    in_the_way.touch()  # where a folder must be
     with pytest.raises(CheckpointError) as caught:
         saver.save_now(2)
     line = str(caught.value)
     assert re.match(r"checkpoint of step 2 failed: rank 0: FileExistsError: .*; the newest", line)
     assert line.endswith(f"the newest whole one is {checkpoint(tmp_path, 1)}")
     assert capsys.readouterr().err.count("\n") == 1
-    saver.save_now(3)
-    assert [saved["error"] is None for saved in log(tmp_path)] == [True, False, True]
-    assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 3]
-
-
-def test_a_run_that_stops_where_a_save_failed_saves_that_step(world, strategy, tmp_path):
-    """Saved once more, and only once: what stopped the run comes back to this step."""
-    saver = Saver(tmp_path, strategy, config_of(RECIPE), world)
-    in_the_way = tmp_path / "checkpoint" / ".step-000002.0"
-    in_the_way.parent.mkdir(exist_ok=True)
-    in_the_way.touch()
-    saver.save(2)
-    with pytest.raises(CheckpointError):
-        saver.finish()
     in_the_way.unlink(missing_ok=True)
-    for _ in range(2):
-        saver.save_now(2)
-    assert [saved["error"] is None for saved in log(tmp_path)] == [False, True]
-    assert folders.complete_checkpoints(tmp_path) == [checkpoint(tmp_path, 2)]
+    for step in (2, 2, 3):
+        saver.save_now(step)
+    errors = [(saved["step"], saved["error"] is None) for saved in log(tmp_path)]
+    assert errors == [(1, True), (2, False), (2, True), (3, True)]
+    assert steps_of(tmp_path) == [1, 2, 3]
 
 
-def test_an_outdated_attempt_saves_no_more(world, strategy, tmp_path):
-    old = Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
-    old.save_now(1)
-    new = Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=2)
-    with pytest.raises(CheckpointError, match=r"failed: .*attempt 2 of this run has begun"):
-        old.save_now(2)
-    with pytest.raises(CheckpointError, match="attempt 2 of this run has begun"):
-        Saver(tmp_path, strategy, config_of(RECIPE), world, attempt=1)
+def test_an_outdated_attempt_saves_no_more(world, strategy, config, tmp_path):
+    old, new = (Saver(tmp_path, strategy, config, world, attempt=n) for n in (1, 2))
+    begun = "attempt 2 of this run has begun"
+    with pytest.raises(CheckpointError, match=f"failed: .*{begun}"):
+        old.save_now(1)
+    with pytest.raises(CheckpointError, match=begun):
+        Saver(tmp_path, strategy, config, world, attempt=1)
     new.save_now(2)
-    assert [folders.step_of(path) for path in folders.complete_checkpoints(tmp_path)] == [1, 2]
+    assert steps_of(tmp_path) == [2]
 
 
 def test_pieces_of_all_ranks_make_each_tensor_whole():
@@ -220,3 +198,13 @@ def test_every_rank_writes_its_share(ranks, tmp_path, name):
     answers = ranks(bytes_written, ENGINES[name].make, tmp_path, world_size=3)
     for mine, whole in answers:
         assert whole / 4 < mine < whole / 2
+
+
+def test_random_states_are_restored(world):
+    def draw() -> tuple[float, ...]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    states = rng.random_states(world)
+    drawn = draw()
+    rng.restore(states, world)
+    assert draw() == drawn

@@ -104,6 +104,14 @@ def check_reduce_each(config: Config) -> None:
         refuse_combination(config, "strategy.reduce_each", problem, "use step, or strategy=zero2")
 
 
+def check_fused_sgd(config: Config) -> None:
+    """Refuse torch's fused SGD on the shards of FSDP2, for which torch has no such kernel."""
+    strategy, chosen = config.strategy, config.optimizer
+    if _is_torch(strategy) and not _is_ddp(strategy) and chosen.name == "sgd" and chosen.fused:
+        problem, remedy = "torch has no fused SGD for FSDP2's shards", "use optimizer.fused=false"
+        refuse_combination(config, "optimizer.fused", problem, remedy)
+
+
 def _is_torch(strategy: StrategyConfig) -> bool:
     return strategy.implementation == "torch"
 
@@ -124,5 +132,5 @@ def check_selective_recomputation(config: Config) -> None:
 
 RULES = (
     *(check_stage_of_rows, check_stages_of_engines, check_precision, check_dtypes_of_engines),
-    *(check_skipped_experts, check_reduce_each, check_selective_recomputation),
+    *(check_skipped_experts, check_reduce_each, check_fused_sgd, check_selective_recomputation),
 )
