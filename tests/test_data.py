@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.cache_writers import die, race
-from tests.composing import composed, options
+from tests.composing import composed
 from zeroexp.check.try_data import check_data
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.data import StepBatch, packed, sources, table_rows
@@ -114,14 +115,25 @@ def test_seeds_and_epochs_differ():
 @pytest.mark.parametrize(
     ("data", "model"), [("offline", "tiny"), ("synthetic", "tiny"), ("vectors", "mlp_tiny")]
 )
-@pytest.mark.parametrize("micro", [1, 2, 3])
-def test_the_global_batch_is_the_same_at_every_world_size(data, model, micro):
-    batches = opened(data, model, seq_len=32, global_batch_size=24, micro_batch_size=micro)
-    position = batches.num_samples - 5  # the step crosses into the second epoch
-    alone = global_batch(batches, position, 1)
-    for world_size in (2, 4):
-        shared = global_batch(batches, position, world_size)
-        assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+def test_the_global_batch_is_the_same_at_every_world_size(data, model):
+    whole = opened(data, model, seq_len=32, global_batch_size=24)
+    position = whole.num_samples - 5  # the step crosses into the second epoch
+    for micro in (1, 2, 3):
+        config = replace(whole._config, micro_batch_size=micro)
+        batches = Data(whole._samples, config, 0)
+        alone = global_batch(batches, position, 1)
+        for world_size in (2, 4):
+            shared = global_batch(batches, position, world_size)
+            assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+        assert len({counts(batches, position, size) for size in (1, 2, 4)}) == 1
+
+
+def counts(data: Data, position: int, world_size: int) -> tuple[int, int]:
+    """(valid labels, tokens) of a step, which every rank knows."""
+    ranks = range(world_size)
+    steps = [data.step_batch(position, rank=rank, world_size=world_size) for rank in ranks]
+    ((num_valid, num_tokens),) = {(step.num_valid, step.num_tokens) for step in steps}
+    return num_valid, num_tokens
 
 
 @pytest.mark.parametrize("data", ["offline", "synthetic"])
@@ -208,14 +220,6 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path, cache, file):
         (folder / file).write_bytes(damaged)
         assert opened("offline", path=str(text), seq_len=8).num_samples == whole
         assert (folder / file).read_bytes() == content
-
-
-def test_a_text_that_is_no_utf_8_is_one_line(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 100)
-    with pytest.raises(ConfigError) as caught:
-        opened("offline", path=str(tmp_path), seq_len=8)
-    line = f"data.path: {tmp_path}/latin.txt: no UTF-8 (byte 3 is 0xe9); convert it with iconv"
-    assert str(caught.value) == line
 
 
 def test_synthetic_tokens_can_be_learned():
@@ -310,110 +314,58 @@ def write_saved(folder: Path) -> Path:
 WRITERS = [write_csv, write_archive, write_jsonl, write_parquet, write_saved]
 
 
-def test_lines_and_documents_of_one_file_are_kept_apart(tmp_path):
-    (tmp_path / "text.txt").write_text("a b c d\ne f g h\n" * 30)
-    path = str(tmp_path / "text.txt")
-    lines, documents = (opened(kind, path=path, seq_len=8) for kind in ("hf", "offline"))
-    first, second = (in_stored_order(data).microbatches[0].labels for data in (lines, documents))
-    assert first.shape == second.shape and not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("write", [*WRITERS, write_tsv, write_json, write_folders])
 def test_reviews_of_local_files(write: Callable[[Path], Path], tmp_path):
     path = str(write(tmp_path))
     data = opened("yelp", "smollm2_360m_yelp", path=path, seq_len=24)
     assert (data.num_samples, data.vocab_size, data.source) == (6, 2048, f"local: {path}")
-    for turn, (text, label) in zip(in_stored_order(data).microbatches, REVIEWS, strict=True):
-        ids = TOKENIZER.encode(text).ids[:24]
+    step = in_stored_order(data)
+    rows = [TOKENIZER.encode(text).ids[:24] for text, _ in REVIEWS]
+    for turn, ids, (_, label) in zip(step.microbatches, rows, REVIEWS, strict=True):
         assert turn.inputs["input_ids"].tolist() == [ids + [0] * (24 - len(ids))]
         assert turn.labels.tolist() == [label]
+    assert (step.num_valid, step.num_tokens) == (6, sum(map(len, rows)))
+    assert opened("yelp", "smollm2_360m_yelp", path=path, limit=2).num_samples == 2
 
 
-def test_reviews_count_labels_and_real_tokens(tmp_path):
-    path = str(write_csv(tmp_path))
-    sizes = {"global_batch_size": 6, "micro_batch_size": 1, "seq_len": 24}
-    data = opened("yelp", "smollm2_360m_yelp", path=path, **sizes)
-    lengths = [min(len(TOKENIZER.encode(text).ids), 24) for text, _ in REVIEWS]
-    for rank in range(3):
-        step = data.step_batch(0, rank=rank, world_size=3)
-        assert (step.num_valid, step.num_tokens) == (6, sum(lengths))
+TWO = {"train.csv": "text\na\n", "test.csv": "text\nb\n"}
+COLUMNS = {"a.csv": "body,text\na,b\nc,\n"}
+CAUSAL = "yelp_causal"
+WRONG: list[tuple[Any, str, dict[str, Any], str]] = [
+    (write_csv, CAUSAL, {"seq_len": 10**5}, r"data.seq_len=100000: the text is shorter"),
+    ({}, CAUSAL, {"path": "absent"}, r"data.path=.*absent: no such file"),
+    ({}, CAUSAL, {}, r"data.path=.*: no file in it ends in .csv"),
+    (COLUMNS, CAUSAL, {"text_column": "n"}, r"=n: no such column in .*; use one of body, t"),
+    (COLUMNS, CAUSAL, {"text_column": "text"}, r"=text: 1 of 2 rows in .* have no value"),
+    ({"a.parquet": "PAR1 and no"}, CAUSAL, {}, r"path=.*a.parquet: .*; repair or convert"),
+    (TWO, CAUSAL, {"split": "dev"}, r"data.path=.*: no file for the split dev among "),
+    (write_saved, CAUSAL, {"split": "dev"}, r"data.split=dev: .*use one of train, test"),
+    ({}, CAUSAL, {"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048"),
+    ({}, CAUSAL, {"kind": "images"}, r"data.kind=images: use text, hf, synthetic"),
+    ({"a.txt": ""}, CAUSAL, {}, r"data.path=.*a.txt: is empty; name a file with rows"),
+    ({"a.csv": "text,n\n"}, CAUSAL, {}, r"data.path=.*a.csv: has no rows; name a file with"),
+    ({"a.csv": "text;n\na;1\n"}, CAUSAL, {}, r"columns are separated by ';', no comma; con"),
+    ({"a.csv": "\0" + "x" * 200_000 + ",b\n"}, CAUSAL, {}, r"data.path=.*; repair or conver"),
+    ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, CAUSAL, {}, r"have different columns; n"),
+    ({"a.csv": "text\na\n", "b.txt": "b\n"}, CAUSAL, {}, r"several kinds \(.csv, .txt\); na"),
+    (write_csv, "offline", {}, r"data.kind=text reads no .csv; use data=hf for tables"),
+    ({"l.txt": "caf\xe9"}, "offline", {}, r"l.txt: no UTF-8 \(byte 3 is 0xe9\); convert it with"),
+]
 
 
-def test_a_limit_takes_the_first_reviews(tmp_path):
-    data = opened("yelp", "smollm2_360m_yelp", path=str(write_csv(tmp_path)), limit=2)
-    assert data.num_samples == 2
-
-
-def test_reviews_as_a_language_model_reads_them(tmp_path):
-    data = opened("yelp_causal", path=str(write_csv(tmp_path)), seq_len=10)
-    rows = in_stored_order(data).microbatches
-    ids = [int(i) for row in rows for i in row.inputs["input_ids"][0]]
-    stream = [token for text, _ in REVIEWS for token in (*TOKENIZER.encode(text).ids, 0)]
-    assert ids == stream[: len(ids)]
-    assert len(stream) - len(ids) <= 10
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"path": "{csv}", "seq_len": 100_000}, r"data.seq_len=100000: the text is shorter"),
-        ({"path": "{folder}/absent"}, r"data.path=.*absent: no such file"),
-        ({"path": "{empty}"}, r"data.path=.*: no file in it ends in .csv"),
-        (
-            {"path": "{columns}", "text_column": "review"},
-            r"data.text_column=review: no such column in .*columns.csv; use one of body, text",
-        ),
-        (
-            {"path": "{columns}", "text_column": "text"},
-            r"data.text_column=text: 1 of 2 rows in .* have no value there; remove",
-        ),
-        ({"path": "{torn}"}, r"data.path=.*torn.parquet: .*; repair or convert it"),
-        ({"path": "{two}", "split": "dev"}, r"data.path=.*: no file for the split dev among "),
-        ({"path": "{saved}", "split": "dev"}, r"data.split=dev: .*use one of train, test"),
-        ({"vocab_size": 100}, r"data.vocab_size=100: the shipped tokenizer has 2048 words"),
-        ({"kind": "images"}, r"data.kind=images: use text, hf, synthetic"),
-    ],
-)
-def test_wrong_data_is_one_line(changes, line, tmp_path):
-    (tmp_path / "empty").mkdir()
-    columns = tmp_path / "columns.csv"
-    columns.write_text("body,text\na,b\nc,\n")
-    torn = tmp_path / "torn.parquet"
-    torn.write_bytes(b"PAR1 and no more")
-    saved = write_saved(tmp_path)
-    (two := tmp_path / "two").mkdir()
-    paths = {"csv": write_csv(tmp_path), "folder": tmp_path, "empty": tmp_path / "empty"}
-    paths |= {"columns": columns, "torn": torn, "saved": saved, "two": write_archive(two)}
-    if "path" in changes:
-        changes = changes | {"path": changes["path"].format(**paths)}
+@pytest.mark.parametrize(("files", "data", "changes", "line"), WRONG)
+def test_wrong_data_is_one_line(files, data, changes, line, tmp_path, capfd):
+    """Files are given by their texts, or by a function that writes them; one is named, several by their folder."""
+    if callable(files):
+        path = files(tmp_path)
+    else:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text, encoding="latin-1")
+        path = tmp_path / next(iter(files)) if len(files) == 1 else tmp_path
+    changes = {**changes, "path": str(tmp_path / changes["path"] if "path" in changes else path)}
     with pytest.raises(ConfigError, match=line) as caught:
-        opened("yelp_causal", **changes)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("files", "line"),
-    [
-        ({"a.txt": ""}, r"data.path=.*a.txt: is empty; name a file with rows"),
-        ({"a.csv": "text,n\n"}, r"data.path=.*a.csv: has no rows; name a file with rows"),
-        ({"a.csv": "text;n\na;1\n"}, r"its columns are separated by ';', no comma; convert it"),
-        ({"a.csv": "\0" + "x" * 200_000 + ",b\n"}, r"data.path=.*; repair or convert it"),
-        ({"a.csv": "text\na\n", "b.csv": "word\nb\n"}, r"its files have different columns; name"),
-        ({"a.csv": "text\na\n", "b.txt": "b\n"}, r"files of several kinds \(.csv, .txt\); name"),
-    ],
-)
-def test_files_without_rows_or_of_several_forms_are_one_line(tmp_path, files, line, capfd):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    path = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
-    with pytest.raises(ConfigError, match=line) as caught:
-        opened("yelp_causal", path=str(path))
+        opened(data, **changes)
     assert "\n" not in str(caught.value) and not capfd.readouterr().err
-
-
-def test_a_table_is_no_text_and_the_line_says_what_reads_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.kind=text reads no .csv; use data=hf for tables"):
-        opened("offline", path=str(write_csv(tmp_path)))
 
 
 def test_the_mark_that_a_spreadsheet_writes_first_is_no_letter_of_a_column(tmp_path):
@@ -479,21 +431,13 @@ def test_values_of_the_label_column_are_classes(tmp_path, values, changes, class
             r"data.label_column=stars: labels 0,5 are not all in 0..4 or 1..5; .*=\[0,5\]",
         ),
         ([2, 6], {}, r"are not all in 0..4 or 1..5; set model.num_labels, or name them"),
-        (
-            ["a", "b"],
-            {},
-            r"data.label_column=stars: holds 2 words \(a,b\) .*set model.num_labels=2",
-        ),
+        (["a", "b"], {}, r"_column=stars: holds 2 words \(a,b\) .*set model.num_labels=2"),
         ([0.5, 1.0], {}, r"data.label_column=stars: holds float, no labels"),
         ([[1], [2]], {}, r"data.label_column=stars: holds List, no labels; use another column"),
         ([1, 2], {"labels": [1, 2, 3, 4, 4]}, r"data.labels=\[1,2,3,4,4\]: names 4 twice; name"),
         ([1, None], {}, r"data.label_column=stars: 1 of 2 rows in .* have no value there"),
         ([1, 6], {"labels": [1, 2, 3, 4, 5]}, r"data.labels=\[1,2,3,4,5\]: .*also holds 6; name"),
-        (
-            [1],
-            {"label_column": "label"},
-            r"data.label_column=label: no such .*one of review, stars",
-        ),
+        ([1], {"label_column": "label"}, r"_column=label: no such .*one of review, stars"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(tmp_path, values, changes, line):
@@ -775,13 +719,10 @@ def test_a_rank_that_finds_the_cache_imports_neither_datasets_nor_transformers()
     opened("offline", seq_len=40)
     code = (
         "import sys; from zeroexp.config.keys import DataConfig, ModelConfig;"
-        "from zeroexp.data.batches import build_data;"
+        "from zeroexp.data.batches import build_data; from zeroexp.models.module import build_model;"
+        "build_model(ModelConfig(family='mlp', mlp={'width': 8, 'depth': 1}), seed=0);"
         "data = build_data(DataConfig(seq_len=40), ModelConfig(), 0);"
         "assert data.step_batch(0, rank=0, world_size=2).num_valid == 480;"
         "sys.exit(bool({'datasets', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
-def test_every_data_has_a_test_here():
-    assert set(options("data")) == {"hf", "offline", "synthetic", "vectors", "yelp", "yelp_causal"}

@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.composing import composed
 from zeroexp import export
@@ -34,10 +30,7 @@ from zeroexp.tracking.files import read_records
 
 WORDS = ("tracking=files", "train.warmup_steps=0", "checkpoint.every=2", "checkpoint.keep=9")
 YELP = ("data=yelp", "model.task=classification", "model.num_labels=5")
-LOADERS = {
-    "causal": AutoModelForCausalLM,
-    "classification": AutoModelForSequenceClassification,
-}
+LOADERS = {"causal": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
 def config_of(*words: str) -> Config:

@@ -42,7 +42,7 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_h
 EXPERTS = {
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8},
     "qwen2_moe": {
-        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 8},
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 8}
     },
     "gpt_oss": {"num_local_experts": 8, "head_dim": 8},
     "granitemoe": {"num_local_experts": 8},

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zeroexp.config.keys import ConfigError, DataConfig
 from zeroexp.data import Microbatch
+from zeroexp.models.loss import IGNORED
 
-IGNORED = -100  # as in models/loss.py
 CALLED = ("__len__", "read", "count_labels_and_tokens")
 MEMBERS = ("vocab_size", "source", *CALLED)
 

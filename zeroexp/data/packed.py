@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from zeroexp.config.paths import cache_root
 from zeroexp.data import Microbatch
-from zeroexp.data.check_source import IGNORED
+from zeroexp.models.loss import IGNORED
 from zeroexp.process.content_hash import hash_of
 from zeroexp.process.durable import appearing
 from zeroexp.process.writable import require_writable
