@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from zeroexp.cluster.local import RANK_MAIN
+from zeroexp.config.keys import Config
+from zeroexp.run import rank
 
 MAIN = f"{__name__}:main"
 _FILE = "code_of_ranks"
@@ -23,6 +25,11 @@ def choose(folder: Path, function: str) -> None:
 def prepare(folder: Path) -> None:
     """In the server."""
     _module(folder)[0].prepare(folder)
+
+
+def import_for(config: Config) -> None:
+    """In the server, before it tries points."""
+    rank.import_for(config)
 
 
 def main(folder: Path, *, device: str) -> None:

@@ -11,17 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import rank_code
+from tests.composing import composed
 from tests.warm import Warm, start_servers_with
 from zeroexp.cluster.job import Job, Outcome
 from zeroexp.cluster.local import LocalCluster, environment
 from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import Config, ConfigError
 
 RANK_MAIN = "tests.cluster.rank_mains:main"
 
@@ -78,6 +80,25 @@ def test_ranks_are_fresh_forks_of_one_server(local, tmp_path):
     assert len({fact["pid"] for fact in facts}) == 4
     assert len({fact["server"] for fact in facts}) == 1
     assert {fact["threads"] for fact in facts} == {1}
+
+
+def test_points_are_tried_in_a_fork_and_their_errors_raised_here(local, tmp_path):
+    fine = composed("model=mlp_tiny", "data=vectors")
+    assert local.try_points([fine, fine]) == [None, None]
+    wrong = replace(fine, model=replace(fine.model, mlp={**fine.model.mlp, "width": "wide"}))
+    with pytest.raises(ConfigError, match=r"^model\.mlp\.width=wide: .*above 0"):
+        local.try_points([fine, wrong])
+    assert len(os.listdir(f"/proc/{local.server}/task")) == 1
+    assert run(local, make_job(tmp_path / "say_who")).status == "done"
+
+
+def test_a_server_that_is_lost_while_points_are_tried_is_told(tmp_path, monkeypatch):
+    (tmp_path / "dies_when_imported.py").write_text("import os; os._exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    start_servers_with(monkeypatch, Warm)
+    point = replace(composed("model=mlp_tiny", "data=vectors"), plugins=["dies_when_imported"])
+    with LocalCluster(Config().cluster) as local, pytest.raises(ConfigError, match=r"with code 3$"):
+        local.try_points([point])
 
 
 def test_imports_of_ranks_start_no_thread():
@@ -203,7 +224,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from pathlib import Path
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.local import LocalCluster, environment
-from zeroexp.config.keys import Config
+from zeroexp.config.keys import Config, ConfigError
 with LocalCluster(Config().cluster, rank_main="tests.cluster.rank_mains:main") as local:
     local.run(Job(Path(sys.argv[1])), on_record=print, on_event=print)
 """

@@ -214,7 +214,8 @@ def test_points_of_a_sweep_train_alike_at_every_world_size(matrix):
 
 def test_the_table_has_a_row_per_point(matrix):
     _, done = matrix
-    rows = re.findall(r"^(?:zero1_allreduce|zero3) .*$", done.stdout, flags=re.MULTILINE)
+    # A verdict about two points, which the machine may give, has a dot between their words.
+    rows = re.findall(r"^(?:zero1_allreduce|zero3) [^·\n]*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 8
 
 

@@ -1,12 +1,14 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
-    sweep  ── {"folder", "world_size", "device", ...} ──▶  server  ── fork ──▶  rank 0 .. N-1
-           ◀────────── {"prepared"}, then {"ended"} ──────           ◀─ pidfds ──
+    sweep  ── {"tries"} and a file of configs ─────────▶  server  ── fork ──▶  try_points.py
+           ◀───────────── {"tried"} ─────────────────────
+           ── {"folder", "world_size", "device", ...} ──▶          ── fork ──▶  rank 0 .. N-1
+           ◀────────── {"prepared"}, then {"ended"} ─────          ◀─ pidfds ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
-as if it had just imported everything. Requests and answers are JSON, one packet each. When the sweep's end of the
-socket closes, the server ends its ranks and itself; when the server dies, the kernel kills its ranks. So neither case
-leaves an orphan.
+as if it had just imported everything. So points are tried in a fork too, where libraries start threads. Requests and
+answers are JSON, one packet each. When the sweep's end of the socket closes, the server ends its ranks and itself; when
+the server dies, the kernel kills its children. So neither case leaves an orphan.
 """
 
 from __future__ import annotations
@@ -17,21 +19,26 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.rank_process import run_and_leave
 from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
-from zeroexp.process import locks, progress
+from zeroexp.config import plugins
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.process import locks, progress, safe_output
 from zeroexp.process.world import RankInfo, environment_of_rank
+from zeroexp.registry import RegistryError
 from zeroexp.tracking import attempt, failure
 
 PACKET_BYTES = 1 << 16
@@ -49,17 +56,74 @@ class Request:
     hang_seconds: float | None
 
 
-def serve(control: socket.socket, prepare: Callable[[Path], None], main: Main) -> None:
-    """Answer requests until the other side closes the socket. `prepare` imports all that `main` will import."""
-    while packet := control.recv(PACKET_BYTES):
-        request = Request(**json.loads(packet))
+def serve(control: socket.socket, module: Any, main: Main) -> None:
+    """Answer requests until the other side closes the socket. The module's `prepare` imports what `main` will import,
+    and its `import_for` what ranks of a config will.
+    """
+    while True:
+        packet, files, *_ = socket.recv_fds(control, PACKET_BYTES, 1)
+        if not packet:
+            return
+        content = json.loads(packet)
         try:
-            answer = {"ended": _run(request, control, prepare, main)}
+            if files:
+                whole = _try_points(files[0], control, module.import_for)
+                answer = {"tried": True} if whole else {"ServerLost": "what tries points has died"}
+            else:
+                ending = _run(Request(**content), control, module.prepare, main)
+                answer = {"ended": ending}
         except OSError as error:  # a disk may have no room for the reason of an end
             answer = {"ended": "failed", "ServerLost": f"its end can not be written down: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
             control.send(json.dumps(answer).encode())
+
+
+def _try_points(file: int, control: socket.socket, import_for: Callable[[Config], None]) -> bool:
+    """Try the configs that lie in the file, and leave the answer there; tell whether there is one."""
+    with open(file, "r+b") as points:
+        configs = pickle.load(points)
+        with contextlib.suppress(Exception):  # it is met again in the fork
+            plugins.load(configs[0].plugins)
+            import_for(configs[0])
+        _tell_prepared(control)
+        server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            control.close()
+            run_and_leave(lambda: _answer(server, configs, points))
+        return os.waitpid(pid, 0)[1] == 0
+
+
+def _tell_prepared(control: socket.socket) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        control.send(json.dumps({"prepared": True}).encode())
+    gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
+
+
+def _answer(server: int, configs: list[Config], file: BinaryIO) -> None:
+    _die_with(server)
+    safe_output.keep_going()
+    from zeroexp.check.try_points import try_points
+
+    try:
+        plugins.load(configs[0].plugins)
+        answer: object = try_points(configs)
+    except Exception as error:
+        answer = _portable(error)
+    file.seek(0)
+    pickle.dump(answer, file)
+    file.flush()
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error in a form that the sweep can raise: where others are to blame, their frames stay here."""
+    if isinstance(error, ConfigError):
+        return ConfigError(str(error))
+    if problem := plugins.blamed(error):
+        return ConfigError(problem)
+    if not isinstance(error, (OSError, RegistryError)):
+        traceback.print_exc()
+    return error
 
 
 def _run(
@@ -73,9 +137,7 @@ def _run(
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
         failure.write_unranked(folder, type(error).__name__, str(error))
         return "failed"
-    with contextlib.suppress(BrokenPipeError):
-        control.send(json.dumps({"prepared": True}).encode())
-    gc.freeze()  # otherwise a rank's first collection copies the pages of all imported objects
+    _tell_prepared(control)
     device = _device_for_ranks(request)
     if device is None:
         failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
@@ -144,9 +206,7 @@ def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], No
     """Run a rank in the child, which never returns into the server's code."""
 
     def begin() -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # the server died before prctl took effect
-            raise SystemExit(1)
+        _die_with(server)
         os.setpgid(0, 0)
         # When memory is short, the kernel should kill a rank, since the server can report that.
         try:
@@ -160,12 +220,18 @@ def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], No
     run_and_leave(begin)
 
 
+def _die_with(server: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # the server died before prctl took effect
+        raise SystemExit(1)
+
+
 def main() -> None:
     """Run `python -m zeroexp.cluster.forkserver <socket descriptor> <module:function of a rank>`."""
     control = socket.socket(fileno=int(sys.argv[1]))
     module_name, _, function = sys.argv[2].partition(":")
     module = importlib.import_module(module_name)
-    serve(control, module.prepare, getattr(module, function))
+    serve(control, module, getattr(module, function))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.job import Job, Outcome, ending_of
-from zeroexp.config.keys import ClusterConfig
+from zeroexp.config.keys import ClusterConfig, Config, ConfigError
 from zeroexp.process.watchdog.hung import LOOK_SECONDS, Idle, Looks, kernel_wait_of
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import read_rows
@@ -46,6 +47,24 @@ class LocalCluster:
         """The process whose children the ranks are."""
         return self._process.pid
 
+    def try_points(self, configs: Sequence[Config]) -> list[str | None]:
+        """Return what check/try_points.py does, from a fork of the server; what it raises is raised here."""
+        with open(os.memfd_create("zeroexp-points"), "r+b") as file:
+            pickle.dump(list(configs), file)
+            file.flush()
+            file.seek(0)
+            socket.send_fds(self._socket, [b"{}"], [file.fileno()])
+            told = self._await_answer(self._config.hang_s)
+            if "tried" not in told:
+                raise ConfigError(
+                    f"no point can be tried: {told.get('ServerLost') or told['Hang']}"
+                )
+            file.seek(0)
+            answer = pickle.load(file)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     def run(
         self,
         job: Job,
@@ -74,23 +93,36 @@ class LocalCluster:
             "hang_seconds": config.cluster.hang_s,
         }
         self._socket.send(json.dumps(request).encode())
-        answer: dict[str, Any] | None = None
-        preparing = _PreparationWatch(self.server, config.cluster.hang_s)
-        while answer is None or "prepared" in answer:
+        self._runs = True
+
+        def show() -> None:
+            for row in read_rows(records.new_lines()):
+                on_record(row)
+            for line in complaints.new_complaints():
+                on_event(line)
+
+        answer = self._await_answer(config.cluster.hang_s, show)
+        self._runs = False
+        for exception in ("ServerLost", "Hang"):
+            if exception in answer:
+                failure.write_unranked(job.folder, exception, answer[exception])
+        return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+
+    def _await_answer(
+        self, hang_seconds: float | None, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Return the server's answer, or what became of the server; call `meanwhile` again and again until then."""
+        preparing = _PreparationWatch(self.server, hang_seconds)
+        while True:
             answer = self._receive(POLL_SECONDS)
             if answer:
                 preparing.over = True
             elif preparing.stands_still():
                 answer = {"ended": "failed", "Hang": preparing.describe_hang()}
                 self._kill()
-            for row in read_rows(records.new_lines()):
-                on_record(row)
-            for line in complaints.new_complaints():
-                on_event(line)
-        for exception in ("ServerLost", "Hang"):
-            if exception in answer:
-                failure.write_unranked(job.folder, exception, answer[exception])
-        return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+            meanwhile()
+            if answer and "prepared" not in answer:
+                return answer
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,6 +135,7 @@ class LocalCluster:
             start_new_session=True,  # only this process handles Ctrl-C
         )
         theirs.close()
+        self._runs = False  # a job, whose ranks the server ends before itself
 
     def _receive(self, timeout_seconds: float) -> dict[str, Any] | None:
         """Return the server's answer, or None if there is none yet."""
@@ -119,11 +152,12 @@ class LocalCluster:
         return {"ended": "failed", "ServerLost": lost}
 
     def _close(self) -> None:
-        """Close the socket, upon which the server kills its ranks and ends."""
+        """Close the socket, upon which the server kills its ranks and ends; one without ranks is killed."""
         self._socket.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it still imports, and has no ranks yet
+        if self._runs:
+            with suppress(subprocess.TimeoutExpired):  # it still imports, and has no ranks yet
+                self._process.wait(END_SECONDS)
+        if self._process.poll() is None:
             self._kill()
 
     def _kill(self) -> None:

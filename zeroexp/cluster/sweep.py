@@ -32,7 +32,6 @@ from zeroexp.config.keys import (
     Config,
     ConfigError,
     DamagedFile,
-    UndefinedCombination,
     save,
 )
 from zeroexp.process.writable import require_writable
@@ -92,7 +91,7 @@ class Sweep:
         ]
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
         self._refuse(points, batch[0][1]["study"]["name"])
-        points = plan_slurm_points([_tried(point) for point in points])
+        points = plan_slurm_points(self._tried(points))
         self._refuse_all_skipped(points)
         jobs: list[list[Job]] = [[] for _ in batch]
         num_before = len(self._jobs)
@@ -180,7 +179,29 @@ class Sweep:
             if point.config.cluster.kind == "slurm" and not point.config.cluster.dry_run:
                 require_slurm()
             if not point.refusal:
-                _check_what_is_read(point.config)
+                check_inputs(point.config)
+
+    def _tried(self, points: Sequence[Point]) -> list[Point]:
+        """Return the points, those skipped that can not be carried out. Raises ConfigError for a mistake."""
+        groups: dict[str, list[int]] = {}  # places of the points that one server tries
+        for place, point in enumerate(points):
+            if not point.refusal:
+                groups.setdefault(repr(point.config.cluster), []).append(place)
+        tried = list(points)
+        for places in groups.values():
+            refusals = self._try([points[place].config for place in places])
+            for place, refusal in zip(places, refusals, strict=True):
+                tried[place] = replace(points[place], refusal=refusal)
+        return tried
+
+    def _try(self, configs: Sequence[Config]) -> list[str | None]:
+        """Try points of one cluster: of this machine where its ranks will be forked, which imports once for both."""
+        if configs[0].cluster.kind == "local":
+            return self._cluster(configs[0].cluster).try_points(configs)
+        # torch, transformers and datasets take seconds to import, and a line with a wrong word needs none of them.
+        from zeroexp.check.try_points import try_points
+
+        return try_points(configs)
 
     def _refuse_all_skipped(self, points: Sequence[Point]) -> None:
         if not self._jobs and all(point.refusal for point in points):
@@ -313,29 +334,6 @@ class Sweep:
         diverged = [f"  {job.name}: {job.verdict}" for job in done if job.verdict]
         print("\n" + "\n".join([*verdict.lines(), *diverged]))
         return verdict.holds and not diverged
-
-
-def _check_what_is_read(config: Config) -> None:
-    check_inputs(config)
-    # torch, transformers and datasets take seconds to import, and a line with a wrong word needs none of them.
-    from zeroexp.check.try_data import check_data
-    from zeroexp.check.try_model import check_model
-
-    check_model(config)
-    check_data(config)
-
-
-def _tried(point: Point) -> Point:
-    """Return the point, skipped if code of others can not carry it out."""
-    if point.refusal or not plugins.has_code_of_others(point.config):
-        return point
-    from zeroexp.check.try_strategy import check_strategy  # it imports torch too
-
-    try:
-        check_strategy(point.config)
-    except UndefinedCombination as error:
-        return replace(point, refusal=str(error))
-    return point
 
 
 def _set_aside(job: Job) -> None:

@@ -384,15 +384,24 @@ def save(config: Config, path: Path) -> None:
 
 def load(path: Path) -> Config:
     """Read the config of a run that `save` wrote. Raises ConfigError for a key that no schema has."""
-    import yaml
-
+    text = read_whole(path)
     try:
-        values: Any = yaml.safe_load(read_whole(path))
-    except yaml.YAMLError as error:
-        raise DamagedFile(path, "no YAML") from error
+        values = parse(text)
+    except ValueError as error:
+        raise DamagedFile(path, str(error)) from error
     if not isinstance(values, dict) or "outputs" not in values:  # it stands at the end
         raise DamagedFile(path, "cut short" if values else "empty")
     return from_mapping(Config, cast(dict[str, Any], values))
+
+
+def parse(text: str) -> Any:
+    """Parse YAML, by the loader in C where there is one: it is ten times as fast. Raises ValueError."""
+    import yaml
+
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError("no YAML") from error
 
 
 def read_whole(path: Path) -> str:

@@ -74,10 +74,14 @@ def prepare(folder: Path) -> None:
     """
     compile_allocator()
     with contextlib.suppress(Exception):  # the ranks meet the same error and report it
-        config = _config(folder)
-        model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
-        groups = parameter_groups(model.module, config.optimizer)
-        optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
+        import_for(_config(folder))
+
+
+def import_for(config: Config) -> None:
+    """Import what ranks with this config need. Raises whatever the config's model or optimizer does."""
+    model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
+    groups = parameter_groups(model.module, config.optimizer)
+    optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
 
 
 def main(folder: Path, *, device: str | None = None) -> None:

@@ -11,17 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from zeroexp.config.keys import DamagedFile, read_whole
+from zeroexp.config.keys import DamagedFile, parse, read_whole
 from zeroexp.measure.record import RunSummary
 from zeroexp.tracking import attempt, owner
 from zeroexp.tracking.files import ENGINE, read_json, read_summary, require_results
 
 LOAD_FILE = "load.json"  # exists where ranks ran on the machine of the sweep
 SLURM_FILE = "slurm.json"  # exists in the folder of a run that was submitted to Slurm
-# The loader in C is ten times as fast, which counts for a report of hundreds of runs.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 HELD_FILE = "held.json"  # exists while Slurm would not take the run yet; whoever follows the sweep submits it
 UNFINISHED = ("pending", "running", "requeued", "preempted")
 
@@ -70,7 +66,7 @@ def read_run(folder: Path) -> Run:
     state = state_of(folder)
     return Run(
         folder=folder,
-        config=dict(_read_config(folder / "config.yaml")),
+        config=_read_config(folder / "config.yaml"),
         status=state["status"],
         reason=state.get("reason"),
         times={key: value for key, value in state.items() if key.endswith("_at")},
@@ -115,16 +111,17 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, str]:
+    text = read_whole(path)
     try:
-        return _flat_config(read_whole(path))
-    except (yaml.YAMLError, AttributeError) as error:
+        return dict(_flat_config(text))
+    except (ValueError, AttributeError) as error:
         raise DamagedFile(path, "no YAML") from error
 
 
 @lru_cache(maxsize=256)
 def _flat_config(text: str) -> dict[str, str]:
     """Parse a config; repeats of a point have the same, and parsing it is most of what reading a run takes."""
-    return flatten(yaml.load(text, LOADER))
+    return flatten(parse(text))
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

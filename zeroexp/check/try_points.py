@@ -1,0 +1,28 @@
+"""Try points before a rank starts: their models, their data, and the code of others that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroexp.check.try_data import check_data
+from zeroexp.check.try_model import check_model
+from zeroexp.check.try_strategy import check_strategy
+from zeroexp.config import plugins
+from zeroexp.config.keys import Config, UndefinedCombination
+
+
+def try_points(configs: Sequence[Config]) -> list[str | None]:
+    """Return for each point why it is skipped, or None. Raises ConfigError for one that ends the sweep."""
+    return [_try_point(config) for config in configs]
+
+
+def _try_point(config: Config) -> str | None:
+    check_model(config)
+    check_data(config)
+    if not plugins.has_code_of_others(config):
+        return None
+    try:
+        check_strategy(config)
+    except UndefinedCombination as error:
+        return str(error)
+    return None
