@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.comm.asked import Call, as_nccl, asking
 from zeroexp.comm.base import GatherPart, ReducePart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.sizes import slot_bytes
@@ -23,7 +24,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.plan.closed_forms import PrecisionForm, ScheduleForm, ShardedForm
 from zeroexp.process import progress
-from zeroexp.process.world import World, barrier, current, leave_process_group
+from zeroexp.process.world import World, barrier, current, fake_world, leave_process_group
 
 SEGMENT_BYTES = 4 << 20  # longer messages travel in segments
 # Elements of float32: more than a segment for each of three ranks, and the least that is not packed with others.
@@ -38,6 +39,8 @@ CASES = {
     "around-the-packing-limit": ("tensor", [2 * PACKED - 2, 2 * PACKED, 6 * PACKED + 2, 5]),
     "uneven-owners": ("parameter", [1000, 3, 20_000, 17]),
     "one-owner-for-all": ("parameter", [5]),  # everyone else's section is empty
+    # Padding would take longer than an operation for each owner.
+    "one-large-owner": ("parameter", [9, 300_000, 20]),
     "long-segments": ("buffer", [LONG, 100]),
 }
 
@@ -68,8 +71,10 @@ def gradients_of(chunk: Chunk, rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [part.clone() for part in members(chunk, flat_of(chunk, rank, dtype))]
 
 
-def sum_in_rank_order(chunk: Chunk, size: int, dtype: torch.dtype) -> list[Tensor]:
-    total = flat_of(chunk, 0, dtype)
+def sum_in_rank_order(
+    chunk: Chunk, size: int, dtype: torch.dtype, sums: torch.dtype
+) -> list[Tensor]:
+    total = flat_of(chunk, 0, dtype).to(sums)
     for rank in range(1, size):
         total = total + flat_of(chunk, rank, dtype)
     return members(chunk, total)
@@ -89,7 +94,9 @@ def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Ch
     return wire, chunks
 
 
-def check_gather(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+def check_gather(
+    world: World, transport: str, case: str, dtype: torch.dtype, _: torch.dtype
+) -> int:
     """Returns the bytes counted."""
     wire, chunks = make(world, transport, case)
     parts: list[GatherPart] = []
@@ -108,22 +115,24 @@ def check_gather(world: World, transport: str, case: str, dtype: torch.dtype) ->
     return counted(wire, "publish")
 
 
-def check_reduce_scatter(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+def check_reduce_scatter(
+    world: World, transport: str, case: str, dtype: torch.dtype, sums: torch.dtype
+) -> int:
     """Into memory apart, in place of the gradients, and added to what lies there."""
     wire, chunks = make(world, transport, case)
     exact = transport != "native" or world.size <= 2
-    for way in ("apart", "in place", "added"):
+    for way in ("apart", "in place", "added") if dtype == sums else ("apart", "added"):
         parts: list[ReducePart] = []
         for chunk in chunks:
             gradients = gradients_of(chunk, world.rank, dtype)
             spans = chunk.spans(world.rank)
             out = [gradients[s.member][s.start : s.stop] for s in spans]
             if way != "in place":
-                out = [torch.ones_like(span) for span in out]
-            parts.append(ReducePart(chunk, gradients, out, accumulate=way == "added"))
+                out = [torch.ones_like(span, dtype=sums) for span in out]
+            parts.append(ReducePart(chunk, gradients, out, way == "added", sums))
         wire.reduce_scatter(parts, "reduce").wait()
         for part in parts:
-            expected = sum_in_rank_order(part.chunk, world.size, dtype)
+            expected = sum_in_rank_order(part.chunk, world.size, dtype, sums)
             for span, out in zip(part.chunk.spans(world.rank), part.out, strict=True):
                 term = expected[span.member][span.start : span.stop]
                 same(out, term + 1 if way == "added" else term, exact)
@@ -131,13 +140,17 @@ def check_reduce_scatter(world: World, transport: str, case: str, dtype: torch.d
     return num_bytes
 
 
-def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
+def check_all_reduce(
+    world: World, transport: str, case: str, dtype: torch.dtype, sums: torch.dtype
+) -> int:
     wire, chunks = make(world, transport, case)
     exact = transport != "native" or world.size <= 2
-    parts = [ReducePart(chunk, gradients_of(chunk, world.rank, dtype)) for chunk in chunks]
+    parts = [
+        ReducePart(chunk, gradients_of(chunk, world.rank, dtype), dtype=sums) for chunk in chunks
+    ]
     wire.all_reduce(parts, "reduce").wait()
     for part in parts:
-        expected = sum_in_rank_order(part.chunk, world.size, dtype)
+        expected = sum_in_rank_order(part.chunk, world.size, dtype, sums)
         for got, term in zip(part.gradients, expected, strict=True):
             same(got, term, exact)
     return counted(wire, "reduce")
@@ -160,44 +173,88 @@ FORMS = {
 }
 
 
-def check(
-    world: World, name: str, transport: str, case: str, dtype: torch.dtype
-) -> tuple[int, int]:
-    """(bytes counted, bytes the closed form says)"""
+# Of gradients, and of what travels and of the sums.
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+
+
+def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, int]]:
+    """(what, bytes counted, bytes the closed form says) of each case and dtype."""
+    if transport == "nccl":
+        with asking():
+            return check_all(as_nccl(world), name, "native")
     stage, kind = FORMS[name]
-    form = ShardedForm(
-        [chunks_of(case, world.size)],
-        STAGES[stage],
-        world.size,
-        ScheduleForm(transport=transport),
-        PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
-    )
-    counted_bytes = CHECKS[name](world, transport, case, dtype)
-    return counted_bytes, form.traffic(world.rank).bytes_by_kind[kind]
-
-
-def check_all(world: World, name: str, transport: str, cases: list[str]) -> list:
-    each = [(case, dtype) for case in cases for dtype in (torch.float32, torch.bfloat16)]
-    # In bfloat16 a rank's part is no longer long, and messages alone travel in segments.
-    kept = [torch.float32] if transport == "gloo" else []
-    each = [(case, dtype) for case, dtype in each if case != "long-segments" or dtype in kept]
-    return [(*one, *check(world, name, transport, *one)) for one in each]
+    found: list[tuple[str, int, int]] = []
+    for case in CASES:
+        for dtype, sums in DTYPES[: 2 if name == "gather" else 3]:
+            # Messages alone travel in segments, and in bfloat16 a rank's part is not long.
+            if case == "long-segments" and (transport != "gloo" or dtype != torch.float32):
+                continue
+            form = ShardedForm(
+                [chunks_of(case, world.size)],
+                STAGES[stage],
+                world.size,
+                ScheduleForm(transport=transport),
+                PrecisionForm(*(str(each).removeprefix("torch.") for each in (dtype, sums, dtype))),
+            )
+            counted_bytes = CHECKS[name](world, transport, case, dtype, sums)
+            form_bytes = form.traffic(world.rank).bytes_by_kind[kind]
+            found.append((f"{case} {dtype} {sums}", counted_bytes, form_bytes))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["direct", "gloo", "native"])
+@pytest.mark.parametrize("transport", ["direct", "gloo", "native", "nccl"])
 @pytest.mark.parametrize("name", CHECKS)
 def test_values_and_counted_bytes(ranks, name, transport, world_size):
-    for answers in ranks(check_all, name, transport, list(CASES), world_size=world_size):
-        for case, dtype, counted_bytes, form_bytes in answers:
-            assert counted_bytes == form_bytes, (case, dtype)
+    for answers in ranks(check_all, name, transport, world_size=world_size):
+        for what, counted_bytes, form_bytes in answers:
+            assert counted_bytes == form_bytes, what
+
+
+def ask_for_each_move(world: World) -> list[list[Call]]:
+    wire = Collectives(world, transport="native")
+    with asking() as asked:
+        for case in CASES:
+            chunks = chunks_of(case, world.size)
+            wholes = [torch.zeros(chunk.padded_numel) for chunk in chunks]
+            pairs = list(zip(chunks, wholes, strict=True))
+            gathered = [GatherPart(c, whole, whole[c.section(world.rank)]) for c, whole in pairs]
+            wire.all_gather(gathered, "gather").wait()
+            outs = [[whole[: s.numel] for s in c.spans(world.rank)] for c, whole in pairs]
+            reduced = [ReducePart(c, members(c, whole)) for c, whole in pairs]
+            wire.all_reduce(reduced, "reduce").wait()
+            for part, out in zip(reduced, outs, strict=True):
+                part.out = out
+            wire.reduce_scatter(reduced, "reduce").wait()
+    return asked.launches
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_fake_world_is_asked_for_what_real_ranks_with_nccl_are(ranks, world_size):
+    asked_of_nccl = ranks(ask_as_nccl, world_size=world_size)
+    for rank, asked in enumerate(asked_of_nccl):
+        with fake_world(rank, world_size) as world:
+            assert asked == ask_for_each_move(world)
+        assert {call.name for launch in asked for call in launch} >= {"broadcast", "reduce"}
+
+
+def ask_as_nccl(world: World) -> list[list[Call]]:
+    return ask_for_each_move(as_nccl(world))
+
+
+def _check_float32(world: World, name: str, transport: str, case: str) -> int:
+    return CHECKS[name](world, transport, case, torch.float32, torch.float32)
 
 
 def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int | None]:
-    CHECKS[name](world, transport, "one-padded-buffer", torch.float32)  # connections are open now
+    _check_float32(world, name, transport, "one-padded-buffer")  # connections are open now
     barrier()
     meter = WireMeter(world.backend)
-    num_bytes = CHECKS[name](world, transport, "long-segments", torch.float32)
+    num_bytes = _check_float32(world, name, transport, "long-segments")
     return num_bytes, meter.sent_bytes()
 
 
@@ -242,7 +299,9 @@ def moves_in_flight_together(world: World, transport: str) -> None:
     for seed, full in zip((1, 2), fulls, strict=True):
         same(full[: chunk.unpadded_numel], flat_of(chunk, seed, full.dtype), exact=True)
     for got, term in zip(
-        reduced.gradients, sum_in_rank_order(chunk, world.size, torch.float32), strict=True
+        reduced.gradients,
+        sum_in_rank_order(chunk, world.size, torch.float32, torch.float32),
+        strict=True,
     ):
         same(got, term, exact=True)
     wire.quiesce()

@@ -3,8 +3,8 @@
 facts.py           what the engine needs to know of a transport: one row for each
 base.py            what a move takes and returns, and what every transport can do
 collectives.py     the only entry: it chooses a transport and counts what every move sends
-native.py          the backend's own collectives (NCCL, fake), one for each move; message_layout.py lays out their
-                   messages
+native.py          the backend's own collectives (NCCL, fake), one launch for each move: message_layout.py (what
+                   they carry: arithmetic), packing.py (copies into and out of it)
 direct.py          every rank hands each peer what that peer owns, and sums in rank order:
   messages.py        carries tensors between hosts as gloo messages
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),

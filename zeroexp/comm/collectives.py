@@ -191,7 +191,8 @@ class Collectives:
         between = self._between
         if between is None or not last:
             return reduced
-        sums = [out for part in parts for out in part.out] or [parts[0].gradients[0][:0]]
+        nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].message_dtype)
+        sums = [out for part in parts for out in part.out] or [nothing]
         return Pending([reduced], lambda: between.keep(self._sum_between(sums, what)))
 
     def finish_sums(self) -> None:

@@ -26,6 +26,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.host_rendezvous import Listener
 from zeroexp.comm.messages import Channel, GlooChannel
 from zeroexp.comm.offers import MOST_OFFERS
+from zeroexp.comm.packing import begin_alike
 from zeroexp.comm.shared_memory import Arena, Neighbourhood, SharedChannel, neighbour_identity
 from zeroexp.comm.sizes import num_slots
 from zeroexp.process import world as worlds
@@ -124,7 +125,7 @@ class Direct:
         mine = self._pieces(parts)
         for part, piece in zip(parts, mine, strict=True):
             own = part.full[part.chunk.real_section(self._rank)]
-            if not _begin_alike(own, piece):
+            if not begin_alike(own, piece):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
@@ -144,6 +145,8 @@ class Direct:
 
         Copying it away would take a tenth longer.
         """
+        for part in parts:
+            part.cast()
         tag = self._reduction_tag()
         outs = [(out, part.accumulate) for part in parts for out in part.out]
         like = [out for out, _ in outs]
@@ -171,6 +174,7 @@ class Direct:
     ) -> tuple[Pending, int]:
         """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
+            part.cast()
             part.out = self._spans([part], self._rank)
         reduced, num_bytes = self.reduce_scatter(parts, what)
         tag = self._reduction_tag()  # taken now: ranks reach the second half at different times
@@ -240,19 +244,13 @@ def _length(section: slice) -> int:
     return section.stop - section.start
 
 
-def _begin_alike(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors begin at one place of one storage, which tensors without memory have as well."""
-    same = one.untyped_storage() is other.untyped_storage()
-    return same and one.storage_offset() == other.storage_offset()
-
-
 def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
     """Compute out (+)= ((terms[0] + terms[1]) + terms[2]) + ...
 
     `out` may be one of the terms; the other terms are not written.
     """
     total = terms[0]
-    own = next((i for i, term in enumerate(terms) if _begin_alike(term, out)), -1)
+    own = next((i for i, term in enumerate(terms) if begin_alike(term, out)), -1)
     scratch: Tensor | None = None
     for index, term in enumerate(terms[1:], 1):
         if accumulate or index < own:  # a later addition still needs the value in `out`
@@ -261,5 +259,5 @@ def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:
             total = torch.add(total, term, out=out)
     if accumulate:
         out.add_(total)
-    elif not _begin_alike(total, out):
+    elif not begin_alike(total, out):
         out.copy_(total)

@@ -15,7 +15,7 @@ class Facts:
     reductions_in_flight: int  # reductions that may be in flight beside the one just launched
     bucket_bytes: int | None  # the best size of a reduction; None: a whole unit
     moves_on_wait: bool  # a move does its work in `wait`, so starting it early gains nothing
-    # Moves are the backend's own collectives: all ranks issue the same ones, and every rank sends as much, padding too.
+    # Moves are the backend's own collectives, which send padding too: all ranks issue the same ones.
     is_collective: bool
     shares_memory: bool  # ranks of a host read each other's memory, uncounted by torch's allocator
 

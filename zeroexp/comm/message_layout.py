@@ -1,182 +1,148 @@
-"""One message carries several chunks, rank by rank: the sections that one rank owns lie side by side.
+"""How the parts of all ranks lie in one message of the backend: arithmetic, the same on every rank and in a plan.
 
     chunks cut for two ranks    a: a0 a1      b: b0 b1
     message                     | a0 b0 | a1 b1 |            rank 0's part, rank 1's part
 
-The message of one chunk is the chunk itself. Nothing in this file communicates.
+Parts of one size travel by one even collective. Parts of several sizes (whole parameters have owners) travel
+
+    in rows         | a0 a0 . . | a1 a1 a1 a1 |     by one even collective, each part padded to the longest one, or
+    one by one      | a0 a0 | a1 a1 a1 a1 |         by a broadcast or a reduction for each owner, launched together
+
+whichever takes less time: a row costs the bytes of its padding, and each owner after the first costs an operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
-import torch
-from torch import Tensor
-
-from zeroexp.comm.base import GatherPart
 from zeroexp.cut.chunk import Chunk
 
-PADDING = -1
-# From so many ranks on, chunks are copied as columns of a table: a column takes two copies that jump from rank to rank,
-# else every rank's piece of every chunk takes a part of one copy.
-MANY_RANKS = 128
-NUM_REMEMBERED = 4096  # packings kept; each unit and bucket of a model has one
+# What a link carries in the time of one more operation in a launch: some 5 us at 50 GB/s.
+OPERATION_BYTES = 256 << 10
+NUM_REMEMBERED = 4096  # layouts kept; each unit and bucket of a model has one
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of elements in a message that belong to one member, or that are padding."""
+class Run:
+    """Neighbouring elements of one chunk, or of one member of it, that begin at `at` in the message."""
 
     chunk: int
-    member: int
-    numel: int
+    start: int
+    stop: int
+    at: int
+    member: int = 0
 
     @property
-    def is_padding(self) -> bool:
-        return self.member == PADDING
+    def place(self) -> tuple[int, int]:
+        """Where the elements lie in the message."""
+        return self.at, self.at + self.stop - self.start
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """This layout tells how the message of these chunks lies; all of them are cut for the same ranks."""
+    """The message of these chunks, which are cut for the same ranks; `itemsize` is of the elements that travel."""
 
     chunks: tuple[Chunk, ...]
+    itemsize: int
 
     @property
-    def world_size(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.chunks[0].cuts) - 1
 
     @cached_property
-    def numel_by_rank(self) -> list[int]:
-        """Elements of each rank's part of the message, padding included."""
-        return [
-            sum(_length(chunk.section(rank)) for chunk in self.chunks)
-            for rank in range(self.world_size)
-        ]
+    def owners(self) -> list[int]:
+        """The ranks that have something."""
+        return [rank for rank, numel in enumerate(self._section_numels) if numel]
+
+    @cached_property
+    def in_rows(self) -> bool:
+        """Whether the parts are padded to one size, where they have not got one, and travel by an even collective."""
+        padding = self.num_ranks * self._longest - sum(self._section_numels)
+        return padding * self.itemsize <= OPERATION_BYTES * (len(self.owners) - 1)
+
+    def part_numel(self, rank: int) -> int:
+        """Return the elements of a rank's part of the message, padding included."""
+        return self._longest if self.in_rows else self._section_numels[rank]
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's part begins and ends."""
+        return self._starts[rank], self._starts[rank] + self.part_numel(rank)
 
     @property
     def numel(self) -> int:
-        return sum(self.numel_by_rank)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks' parts have one size, so that the even primitives apply."""
-        return len(set(self.numel_by_rank)) == 1
+        return self._starts[-1]
 
     @cached_property
-    def _sections(self) -> list[int]:
-        """Lengths of the sections, in the order of the message."""
-        ranks = range(self.world_size)
-        return [_length(chunk.section(rank)) for rank in ranks for chunk in self.chunks]
+    def is_chunk(self) -> bool:
+        """Whether the message is a chunk as it is."""
+        return len(self.chunks) == 1 and self.chunks[0].cuts == tuple(self._starts)
 
     @cached_property
-    def _pieces(self) -> list[Piece]:
-        """The pieces of all ranks' parts of the message, in order."""
-        return [piece for rank in range(self.world_size) for piece in _pieces_of(self.chunks, rank)]
+    def is_table(self) -> bool:
+        """Whether the message is a table of ranks in which each chunk is a column."""
+        return all(chunk.even for chunk in self.chunks)
 
     @cached_property
-    def _cuts_of_members(self) -> list[list[list[int]]]:
-        """For each member of each chunk, the lengths of its pieces."""
-        lengths: list[list[list[int]]] = [[[] for _ in chunk.members] for chunk in self.chunks]
-        for piece in self._pieces:
-            if not piece.is_padding:
-                lengths[piece.chunk][piece.member].append(piece.numel)
-        return lengths
+    def sections(self) -> list[Run]:
+        """The sections of all ranks, in the order of the message; those that also lie together in a chunk are one."""
+        runs: list[Run] = []
+        for rank in self.owners:
+            at = self._starts[rank]
+            for index, chunk in enumerate(self.chunks):
+                start, stop = chunk.cuts[rank], chunk.cuts[rank + 1]
+                last = runs[-1] if runs else None
+                if last and (last.chunk, last.stop, last.place[1]) == (index, start, at):
+                    runs[-1] = Run(index, last.start, stop, last.at)
+                elif start < stop:
+                    runs.append(Run(index, start, stop, at))
+                at += stop - start
+        return runs
 
-    def pack_gradients(self, message: Tensor, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Copy the flat gradients of each chunk's members into the message; padding is not written."""
-        if len(self.chunks) == 1:  # the message is the chunk
-            (flats,), (chunk,) = gradients, self.chunks
-            lengths = [*(flat.numel() for flat in flats), chunk.padded_numel - chunk.unpadded_numel]
-            torch._foreach_copy_(message.split(lengths)[:-1], list(flats))
-            return
-        if self.world_size >= MANY_RANKS and self._is_table:
-            torch._foreach_copy_(*self._rows_of(message, [flat for (flat,) in gradients]))
-            return
-        cut = [
-            [list(g.split(lengths)) for g, lengths in zip(each, members, strict=True)]
-            for each, members in zip(gradients, self._cuts_of_members, strict=True)
+    @cached_property
+    def members(self) -> list[Run]:
+        """What lies of members in the sections, in the same order; elements count from the member's beginning."""
+        return [run for section in self.sections for run in _members_in(self.chunks, section)]
+
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """Return where the spans that `rank` owns lie in its part."""
+        before = accumulate((chunk.section_numel(rank) for chunk in self.chunks), initial=0)
+        return [
+            (start + span.offset, start + span.offset + span.numel)
+            for start, chunk in zip(before, self.chunks, strict=False)
+            for span in chunk.spans(rank)
         ]
-        real = [piece for piece in self._pieces if not piece.is_padding]
-        sources = [cut[piece.chunk][piece.member].pop(0) for piece in real]
-        torch._foreach_copy_(_real_parts(message, self._pieces), sources)
 
     @cached_property
-    def _is_table(self) -> bool:
-        """Whether every rank has as much of a chunk, which is one member: a column of the message's table of ranks."""
-        return all(chunk.even and len(chunk.members) == 1 for chunk in self.chunks)
+    def _section_numels(self) -> list[int]:
+        """For each rank, the elements of its sections."""
+        ranks = range(self.num_ranks)
+        return [sum(chunk.section_numel(rank) for chunk in self.chunks) for rank in ranks]
 
-    def _rows_of(
-        self, message: Tensor, flats: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the places of flat tensors in the table, and the tensors: its full rows, then a shorter one."""
-        widths = [_length(chunk.section(0)) for chunk in self.chunks]
-        places: list[Tensor] = []
-        sources: list[Tensor] = []
-        for flat, column in zip(
-            flats, message.view(self.world_size, -1).split(widths, dim=1), strict=True
-        ):
-            num_full, rest = divmod(flat.numel(), column.shape[1])
-            full, last = flat.split([num_full * column.shape[1], rest])
-            places += [column[:num_full], *([column[num_full, :rest]] if rest else [])]
-            sources += [full.view(num_full, -1), *([last] if rest else [])]
-        return places, sources
+    @cached_property
+    def _longest(self) -> int:
+        return max(self._section_numels)
 
-    def spans_of(self, rank: int, own: Tensor) -> list[Tensor]:
-        """Return views of the spans that `rank` owns; `own` is its part of the message."""
-        return _real_parts(own, list(_pieces_of(self.chunks, rank)))
-
-    def pad_sections(self, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Return memory for the ranks' parts, all as long as the longest, and `mine` padded to that length."""
-        longest = max(self.numel_by_rank)
-        sent = torch.cat([mine, mine.new_empty(longest - mine.numel())])
-        return mine.new_empty(longest * self.world_size), sent
-
-    def unpad_sections(self, padded: Tensor, message: Tensor) -> None:
-        """Copy the ranks' parts from the padded memory into the message."""
-        longest = max(self.numel_by_rank)
-        lengths = [length for size in self.numel_by_rank for length in (size, longest - size)]
-        torch._foreach_copy_(
-            list(message.split(self.numel_by_rank)), list(padded.split(lengths)[::2])
-        )
-
-    def unpack_sections(self, message: Tensor, parts: Sequence[GatherPart]) -> None:
-        """Copy every section of the message to its place in the full chunks."""
-        rows = [part.by_rank for part in parts if part.by_rank is not None]
-        if len(rows) == len(parts):
-            lengths = [row.shape[1] for row in rows]
-            torch.split_with_sizes_copy(message.view(self.world_size, -1), lengths, dim=1, out=rows)
-            return
-        places = [part.full.split(_lengths(part.chunk)) for part in parts]
-        targets = [place[rank] for rank in range(self.world_size) for place in places]
-        torch._foreach_copy_(targets, list(message.split(self._sections)))
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each rank's part begins, and the end of the message."""
+        return list(accumulate(map(self.part_numel, range(self.num_ranks)), initial=0))
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)
-def message_layout_of(chunks: tuple[Chunk, ...]) -> MessageLayout:
-    return MessageLayout(chunks)
+def message_layout_of(chunks: tuple[Chunk, ...], itemsize: int) -> MessageLayout:
+    return MessageLayout(chunks, itemsize)
 
 
-def _pieces_of(chunks: Sequence[Chunk], rank: int) -> Iterator[Piece]:
-    for index, chunk in enumerate(chunks):
-        for span in chunk.spans(rank):
-            yield Piece(index, span.member, span.numel)
-        padding = _length(chunk.section(rank)) - _length(chunk.real_section(rank))
-        if padding:
-            yield Piece(index, PADDING, padding)
-
-
-def _real_parts(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the parts of `flat` that are not padding."""
-    parts = flat.split([piece.numel for piece in pieces])
-    return [part for part, piece in zip(parts, pieces, strict=True) if not piece.is_padding]
-
-
-def _lengths(chunk: Chunk) -> list[int]:
-    return [_length(chunk.section(rank)) for rank in range(len(chunk.cuts) - 1)]
-
-
-def _length(section: slice) -> int:
-    return section.stop - section.start
+def _members_in(chunks: tuple[Chunk, ...], section: Run) -> Iterator[Run]:
+    members = chunks[section.chunk].members
+    first = bisect_right(members, section.start, key=lambda member: member.stop)
+    for index, member in enumerate(members[first:], first):
+        start, stop = max(member.start, section.start), min(member.stop, section.stop)
+        if start >= stop:  # the rest is padding, or lies elsewhere
+            return
+        at = section.at + start - section.start
+        yield Run(section.chunk, start - member.start, stop - member.start, at, index)

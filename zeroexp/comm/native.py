@@ -1,13 +1,14 @@
-"""The backend's own collectives (NCCL; in tests gloo and the fake group): one for each move, whatever the layout.
+"""The backend's own collectives (NCCL; in tests gloo and the fake group): at most one launch for each move.
 
-Where all ranks' parts of the message have one size, a move is the even all-gather or reduce-scatter. Else it is the
-variant for a list of parts, which NCCL launches as one group. The backend decides the order of sums.
+What is asked of the backend follows from the sizes of the ranks' parts alone, see message_layout.py, and is the same
+over every backend. The backend decides the order of sums.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -24,12 +25,19 @@ from zeroexp.comm.base import (
 )
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
+from zeroexp.comm.packing import (
+    begin_alike,
+    pack_gradients,
+    pack_pieces,
+    unpack_sections,
+    views_of,
+)
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 
 class Native:
-    """Every move is one collective of the backend."""
+    """Every move is one launch of the backend."""
 
     staging_bytes = held_shared_bytes = 0
     facts = TRANSPORTS["native"]
@@ -38,9 +46,6 @@ class Native:
         self._world = world
         self._rank = world.rank
         self._size = world.size
-        # gloo gathers parts of one size only, so smaller parts are padded there.
-        self._gathers_uneven = world.backend == "nccl"
-        self._is_fake = world.is_fake
         self._moves = moves
 
     @property
@@ -64,101 +69,118 @@ class Native:
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
         self._moves.record_collective(what)
-        layout = message_layout_of(tuple(part.chunk for part in parts))
-        num_bytes = sum(part.piece.nbytes for part in parts) * (self._size - 1)
-        if len(parts) == 1:
-            return self._gather(layout, parts[0].full, parts[0].piece), num_bytes
-        mine = torch.cat([part.piece for part in parts])
-        message = mine.new_empty(layout.numel)
-        gathered = self._gather(layout, message, mine)
-        return Pending([gathered], lambda: layout.unpack_sections(message, parts)), num_bytes
+        piece = parts[0].piece
+        layout = message_layout_of(tuple(part.chunk for part in parts), piece.itemsize)
+        mine = pack_pieces(layout, self._rank, parts)
+        message = parts[0].full if layout.is_chunk else piece.new_empty(layout.numel)
+        works = self._gather(layout, message, mine)
+        unpack = None if layout.is_chunk else partial(unpack_sections, layout, message, parts)
+        num_bytes = (self._size - 1) * layout.part_numel(self._rank) * piece.itemsize
+        return self._pending(works, unpack), num_bytes
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
-        layout = message_layout_of(tuple(part.chunk for part in parts))
-        message = parts[0].gradients[0].new_empty(layout.numel)
-        layout.pack_gradients(message, [part.gradients for part in parts])
-        own = message.new_empty(layout.numel_by_rank[self._rank])
-        work = self._reduce(layout, own, message)
-
+        dtype = parts[0].message_dtype
+        layout = message_layout_of(tuple(part.chunk for part in parts), dtype.itemsize)
+        message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
+        pack_gradients(layout, message, parts)
+        own, works = self._reduce(layout, message)
         # `hand_out` must not keep the gradients alive: the message holds copies of them.
-        outs = [(part.out, part.accumulate) for part in parts]
+        outs = [(out, part.accumulate) for part in parts for out in part.out]
 
         def hand_out() -> None:
-            sums = iter(layout.spans_of(self._rank, own))
-            added: tuple[list[Tensor], list[Tensor]] = [], []
-            copied: tuple[list[Tensor], list[Tensor]] = [], []
-            for out, accumulate in outs:
-                targets, sources = added if accumulate else copied
-                targets.extend(out)
-                sources.extend(itertools.islice(sums, len(out)))
-            if added[0]:
-                torch._foreach_add_(*added)
-            if copied[0]:
-                torch._foreach_copy_(*copied)
+            sums = views_of(own, layout.spans(self._rank))
+            for adds, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+                targets = [out for out, accumulate in outs if accumulate is adds]
+                sources = [
+                    each for each, (_, adds_to) in zip(sums, outs, strict=True) if adds_to is adds
+                ]
+                if targets:
+                    put(targets, sources)
 
-        return self._pending(work, hand_out), message.nbytes - own.nbytes
+        return self._pending(works, hand_out), message.nbytes - own.nbytes
 
     def all_reduce(
         self, parts: Sequence[ReducePart], what: str, between: Between | None = None
     ) -> Sent:
         self._moves.record_collective(what)
         gradients = [gradient for part in parts for gradient in part.gradients]
-        sizes = [gradient.numel() for gradient in gradients]
-        rest = -sum(sizes) % self._size if between is not None else 0
-        message = torch.cat([*gradients, gradients[0].new_zeros(rest)])
+        ends = list(accumulate((gradient.numel() for gradient in gradients), initial=0))
+        numel = -(-ends[-1] // self._size) * self._size if between is not None else ends[-1]
+        message = gradients[0].new_empty(numel, dtype=parts[0].message_dtype)
+        sums = views_of(message, list(pairwise(ends)))
+        torch._foreach_copy_(sums, gradients)
         num_bytes = 2 * message.nbytes * (self._size - 1) // self._size
 
         def spread() -> None:
-            torch._foreach_copy_(gradients, list(message.split([*sizes, rest]))[:-1])
+            if message.dtype == gradients[0].dtype:
+                torch._foreach_copy_(gradients, sums)
+                return
+            left = iter(sums)
+            for part in parts:
+                part.gradients[:] = islice(left, len(part.gradients))
 
         if between is None:
             work = dist.all_reduce(message, group=self._group, async_op=True)
-            return self._pending(work, spread), num_bytes
+            return self._pending([work], spread), num_bytes
         own = message.new_empty(message.numel() // self._size)
-        reduced = self._pending(_reduce_scatter(own, message, self._group))
+        reduced = self._pending([_reduce_scatter(own, message, self._group)])
         summed = Pending([reduced], lambda: between([own]))
-        gathered = Pending([summed], lambda: self._pending(_all_gather(message, own, self._group)))
+        gathered = Pending(
+            [summed], lambda: self._pending([_all_gather(message, own, self._group)])
+        )
         return Pending([gathered], spread), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)
         group = self._moves.world.process_group
-        return self._pending(dist.all_reduce(value, group=group, async_op=True))
+        return self._pending([dist.all_reduce(value, group=group, async_op=True)])
 
-    def _pending(self, work: Any, then: Callable[[], None] | None = None) -> Pending:
-        return Pending([TimedWork(self._moves.watched(work))], then)
-
-    def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> Pending:
+    def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
-        if layout.is_even:
-            return self._pending(_all_gather(message, mine, self._group))
-        if self._is_fake:
-            self._view_of_own_part(layout, message).copy_(mine)
-            return self._pending(_all_gather(*_nothing(mine), self._group))
-        if self._gathers_uneven:
-            parts = list(message.split(layout.numel_by_rank))
-            return self._pending(dist.all_gather(parts, mine, group=self._group, async_op=True))
-        padded, sent = layout.pad_sections(mine)
-        work = _all_gather(padded, sent, self._group)
-        return self._pending(work, lambda: layout.unpad_sections(padded, message))
+        if layout.in_rows:
+            return [_all_gather(message, mine, self._group)]
+        parts = self._parts_of_owners(layout, message)
+        if self._rank in parts and not begin_alike(parts[self._rank], mine):
+            parts[self._rank].copy_(mine)
+        group = self._group
+        return self._launch(
+            partial(dist.broadcast, part, group_src=owner, group=group, async_op=True)
+            for owner, part in parts.items()
+        )
 
-    def _reduce(self, layout: MessageLayout, own: Tensor, message: Tensor) -> Any:
-        if layout.is_even:
-            return _reduce_scatter(own, message, self._group)
-        if self._is_fake:
-            own.copy_(self._view_of_own_part(layout, message))
-            return _reduce_scatter(*_nothing(own), self._group)
-        parts = list(message.split(layout.numel_by_rank))
-        return dist.reduce_scatter(own, parts, group=self._group, async_op=True)
+    def _reduce(self, layout: MessageLayout, message: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return where this rank's part of the sums will be, and the works."""
+        if layout.in_rows:
+            own = message.new_empty(layout.part_numel(self._rank))
+            return own, [_reduce_scatter(own, message, self._group)]
+        parts, group = self._parts_of_owners(layout, message), self._group
+        works = self._launch(
+            partial(dist.reduce, part, group_dst=owner, group=group, async_op=True)
+            for owner, part in parts.items()
+        )
+        return parts.get(self._rank, message[:0]), works
+
+    def _parts_of_owners(self, layout: MessageLayout, message: Tensor) -> dict[int, Tensor]:
+        places = [layout.part(owner) for owner in layout.owners]
+        return dict(zip(layout.owners, views_of(message, places), strict=True))
+
+    def _launch(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Launch collectives as one; gloo has no such thing."""
+        if self._world.backend == "gloo":
+            return [call() for call in calls]
+        together = dist._coalescing_manager(self._group, self._world.device, async_ops=True)
+        with together as launched:
+            for call in calls:
+                call()
+        return [launched]
+
+    def _pending(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> Pending:
+        return Pending([TimedWork(self._moves.watched(work)) for work in works], then)
 
     @property
     def _group(self) -> dist.ProcessGroup:
         return self._world.process_group
-
-    def _view_of_own_part(self, layout: MessageLayout, message: Tensor) -> Tensor:
-        start = sum(layout.numel_by_rank[: self._rank])
-        return message[start : start + layout.numel_by_rank[self._rank]]
 
 
 def _all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:
@@ -171,8 +193,3 @@ def _reduce_scatter(own: Tensor, message: Tensor, group: dist.ProcessGroup) -> A
     # torch 2.13 renamed it.
     op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return op(own, message, group=group, async_op=True)
-
-
-def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a fake world is given for uneven parts: it moves nothing, and a list for a thousand ranks is slow."""
-    return like.new_empty(0), like.new_empty(0)

@@ -9,6 +9,7 @@ This is a chunk of three members (a: 4, b: 3, c: 3 elements) on 4 ranks, cut eve
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class Chunk:
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     kind: str = ""
+
+    def __hash__(self) -> int:
+        return self._checksum
+
+    @cached_property
+    def _checksum(self) -> int:
+        """Computed once, since every move looks up chunks, and alike in every process, since chunks are pickled."""
+        return zlib.crc32(repr((self.members, self.cuts, self.kind)).encode())
 
     @property
     def unpadded_numel(self) -> int:

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
+from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, Chunk
@@ -201,8 +202,8 @@ class ShardedForm(StatesForm):
         return traffic
 
     def _gather_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
-        """Return the bytes `rank` sends in an all-gather: its section, to every peer."""
-        own = sum(self._section_numel(chunk, rank) for chunk in chunks)
+        """Return the bytes `rank` sends in an all-gather: its part, to every peer."""
+        _, own = self._moved_numel(chunks, rank, itemsize)
         return (self.world_size - 1) * own * itemsize
 
     def _reduction_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
@@ -210,23 +211,21 @@ class ShardedForm(StatesForm):
 
         Each peer gets the terms that it sums; in an all-reduce it also gets the sums of `rank`.
         """
-        own = sum(self._section_numel(chunk, rank) for chunk in chunks)
-        total = sum(self.moved_numel(chunk) for chunk in chunks)
-        if self.reduction is not Move.ALL_REDUCE:
-            return (total - own) * itemsize
-        if self.schedule.facts.is_collective:
+        if self.reduction is Move.ALL_REDUCE and self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much, without padding.
             total = sum(chunk.unpadded_numel for chunk in chunks)
             return 2 * total * itemsize * (self.world_size - 1) // self.world_size
-        return (total - own) * itemsize + self._gather_bytes(chunks, rank, itemsize)
+        total, own = self._moved_numel(chunks, rank, itemsize)
+        handed_out = (self.world_size - 1) * own if self.reduction is Move.ALL_REDUCE else 0
+        return (total - own + handed_out) * itemsize
 
-    def moved_numel(self, chunk: Chunk) -> int:
-        """Return the elements of a chunk that travel; only the backend's collectives send padding."""
-        return chunk.padded_numel if self.schedule.facts.is_collective else chunk.unpadded_numel
-
-    def _section_numel(self, chunk: Chunk, rank: int) -> int:
-        padded = self.schedule.facts.is_collective
-        return _length(chunk.section(rank) if padded else chunk.real_section(rank))
+    def _moved_numel(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
+        """Return the elements of a move of these chunks, and of the part of `rank`; only the backend sends padding."""
+        if self.schedule.facts.is_collective:
+            layout = message_layout_of(tuple(chunks), itemsize)
+            return layout.numel, layout.part_numel(rank)
+        own = sum(_length(chunk.real_section(rank)) for chunk in chunks)
+        return sum(chunk.unpadded_numel for chunk in chunks), own
 
     # -- how often ---------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""Tensors are copied into and out of a message in as few operations as there are, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroexp.comm.base import GatherPart, ReducePart
+from zeroexp.comm.message_layout import MessageLayout
+
+
+def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
+    """Copy the gradients into the message, which casts them to its dtype; what padding holds is no matter."""
+    if layout.is_table and not layout.is_chunk:
+        chunks = [
+            p.gradients[0] if len(p.gradients) == 1 else torch.cat(p.gradients) for p in parts
+        ]
+        table = message.view(layout.num_ranks, -1)
+        torch._chunk_cat(chunks, dim=0, num_chunks=layout.num_ranks, out=table)
+        return
+    sources = [
+        part_of(parts[run.chunk].gradients[run.member], run.start, run.stop)
+        for run in layout.members
+    ]
+    torch._foreach_copy_(views_of(message, [run.place for run in layout.members]), sources)
+
+
+def pack_pieces(layout: MessageLayout, rank: int, parts: Sequence[GatherPart]) -> Tensor:
+    """Return this rank's part of the message: the piece itself, or pieces and padding side by side."""
+    pieces = [part.piece for part in parts]
+    rest = layout.part_numel(rank) - sum(piece.numel() for piece in pieces)
+    if rest:
+        pieces.append(pieces[0].new_empty(rest))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def unpack_sections(layout: MessageLayout, message: Tensor, parts: Sequence[GatherPart]) -> None:
+    """Copy every section of the message to its place in the full chunks."""
+    rows = [part.by_rank for part in parts if part.by_rank is not None]
+    if len(rows) == len(parts):
+        widths = [row.shape[1] for row in rows]
+        torch.split_with_sizes_copy(message.view(layout.num_ranks, -1), widths, dim=1, out=rows)
+        return
+    targets = [part_of(parts[run.chunk].full, run.start, run.stop) for run in layout.sections]
+    torch._foreach_copy_(targets, views_of(message, [run.place for run in layout.sections]))
+
+
+def views_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return views of these elements of a flat tensor, in rising order; one operation makes them all."""
+    lengths: list[int] = []
+    kept: list[int] = []
+    end = 0
+    for start, stop in places:
+        if start > end:
+            lengths.append(start - end)
+        kept.append(len(lengths))
+        lengths.append(stop - start)
+        end = stop
+    parts = flat.split([*lengths, flat.numel() - end])
+    return [parts[index] for index in kept]
+
+
+def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]
+
+
+def begin_alike(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors begin at one place of one storage, which tensors without memory have as well."""
+    same = one.untyped_storage() is other.untyped_storage()
+    return same and one.storage_offset() == other.storage_offset()
