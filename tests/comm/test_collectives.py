@@ -88,7 +88,7 @@ def same(got: Tensor, expected: Tensor, exact: bool) -> None:
 
 def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Chunk, ...]]:
     wire, chunks = Collectives(world, transport=transport), chunks_of(case, world.size)
-    rest = [4 * chunk.padded_numel for chunk in chunks]
+    rest = [4 * chunk.padded_numel for chunk in chunks] * 2  # a gather is checked twice
     wire.connect()
     wire.reserve(rest, slot_bytes([chunks], STAGES["ddp"], world.rank, 4))
     return wire, chunks
@@ -97,22 +97,24 @@ def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Ch
 def check_gather(
     world: World, transport: str, case: str, dtype: torch.dtype, _: torch.dtype
 ) -> int:
-    """Returns the bytes counted."""
+    """Pieces lie in the whole or, as where parameters rest sharded, apart from it. Returns the bytes counted."""
     wire, chunks = make(world, transport, case)
-    parts: list[GatherPart] = []
-    for index, chunk in enumerate(chunks):
-        full = wire.empty(chunk.padded_numel, dtype).fill_(7.0)
-        section, real = chunk.section(world.rank), chunk.real_section(world.rank)
-        piece = full[section]
-        if index % 2:  # apart from the whole, as where parameters rest sharded
-            full, piece = torch.full_like(full, 7.0), full[: section.stop - section.start]
-        piece.zero_()
-        piece[: real.stop - real.start] = flat_of(chunk, 0, dtype)[real]
-        parts.append(GatherPart(chunk, full, piece))
-    wire.all_gather(parts, "publish").wait()
-    for part in parts:
-        same(part.full[: part.chunk.unpadded_numel], flat_of(part.chunk, 0, dtype), exact=True)
-    return counted(wire, "publish")
+    for apart in (False, True):
+        parts: list[GatherPart] = []
+        for chunk in chunks:
+            full = wire.empty(chunk.padded_numel, dtype).fill_(7.0)
+            section, real = chunk.section(world.rank), chunk.real_section(world.rank)
+            piece = full[section]
+            if apart:
+                full, piece = torch.full_like(full, 7.0), full[: section.stop - section.start]
+            piece.zero_()
+            piece[: real.stop - real.start] = flat_of(chunk, 0, dtype)[real]
+            parts.append(GatherPart(chunk, full, piece))
+        wire.all_gather(parts, "publish").wait()
+        for part in parts:
+            same(part.full[: part.chunk.unpadded_numel], flat_of(part.chunk, 0, dtype), exact=True)
+        num_bytes = counted(wire, "publish")
+    return num_bytes
 
 
 def check_reduce_scatter(
@@ -258,7 +260,7 @@ def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int
     return num_bytes, meter.sent_bytes()
 
 
-@pytest.mark.parametrize(("name", "moves"), [("gather", 1), ("scatter", 3), ("all_reduce", 1)])
+@pytest.mark.parametrize(("name", "moves"), [("gather", 2), ("scatter", 3), ("all_reduce", 1)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_counted_bytes_are_those_on_the_wire(ranks, name, moves, world_size):
     """Up to gloo's headers: less than 200 bytes each, one with a message and one when its receiver is ready."""

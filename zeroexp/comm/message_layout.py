@@ -90,17 +90,22 @@ class MessageLayout:
     def sections(self) -> list[Run]:
         """The sections of all ranks, in the order of the message; those that also lie together in a chunk are one."""
         runs: list[Run] = []
+        for run in self._section_of_each_chunk():
+            last = runs[-1] if runs else None
+            if last and (last.chunk, last.stop, last.place[1]) == (run.chunk, run.start, run.at):
+                runs[-1] = Run(run.chunk, last.start, run.stop, last.at)
+            else:
+                runs.append(run)
+        return runs
+
+    def _section_of_each_chunk(self) -> Iterator[Run]:
         for rank in self.owners:
             at = self._starts[rank]
             for index, chunk in enumerate(self.chunks):
                 start, stop = chunk.cuts[rank], chunk.cuts[rank + 1]
-                last = runs[-1] if runs else None
-                if last and (last.chunk, last.stop, last.place[1]) == (index, start, at):
-                    runs[-1] = Run(index, last.start, stop, last.at)
-                elif start < stop:
-                    runs.append(Run(index, start, stop, at))
+                if start < stop:
+                    yield Run(index, start, stop, at)
                 at += stop - start
-        return runs
 
     @cached_property
     def members(self) -> list[Run]:

@@ -30,6 +30,7 @@ from zeroexp.comm.packing import (
     pack_gradients,
     pack_pieces,
     unpack_sections,
+    unpack_sums,
     views_of,
 )
 from zeroexp.process.watchdog.differs import Moves
@@ -85,18 +86,9 @@ class Native:
         message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
         pack_gradients(layout, message, parts)
         own, works = self._reduce(layout, message)
-        # `hand_out` must not keep the gradients alive: the message holds copies of them.
+        # Not the parts, which would keep the gradients alive: the message holds copies of them.
         outs = [(out, part.accumulate) for part in parts for out in part.out]
-
-        def hand_out() -> None:
-            sums = views_of(own, layout.spans(self._rank))
-            for adds, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-                targets = [out for out, accumulate in outs if accumulate is adds]
-                sources = [
-                    each for each, (_, adds_to) in zip(sums, outs, strict=True) if adds_to is adds
-                ]
-                if targets:
-                    put(targets, sources)
+        hand_out = partial(unpack_sums, own, layout.spans(self._rank), outs)
 
         return self._pending(works, hand_out), message.nbytes - own.nbytes
 

@@ -47,6 +47,17 @@ def unpack_sections(layout: MessageLayout, message: Tensor, parts: Sequence[Gath
     torch._foreach_copy_(targets, views_of(message, [run.place for run in layout.sections]))
 
 
+def unpack_sums(
+    own: Tensor, spans: Sequence[tuple[int, int]], outs: Sequence[tuple[Tensor, bool]]
+) -> None:
+    """Copy this rank's sums out of its part of the message, or add them to what lies there where that is True."""
+    sums = list(zip(views_of(own, spans), outs, strict=True))
+    for adds, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+        targets = [out for _, (out, accumulate) in sums if accumulate is adds]
+        if targets:
+            put(targets, [total for total, (_, accumulate) in sums if accumulate is adds])
+
+
 def views_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return views of these elements of a flat tensor, in rising order; one operation makes them all."""
     lengths: list[int] = []
