@@ -234,6 +234,19 @@ def test_a_wait_that_is_over_makes_no_ring(ranks) -> None:
     assert ranks(wait_by_turns) == [expected] * 2
 
 
+def test_a_wait_that_is_over_is_shown_again_by_nobody() -> None:
+    """What rank 0 reads counts where the rank itself has shown the same wait at a later look."""
+
+    def line(look: int, since: int | None) -> dict[str, Any]:
+        return {"look": look} if since is None else {"look": look, "waits": {"since": since}}
+
+    waits = line(3, 7)
+    assert differs._again(waits, line(4, 7))
+    for before, now in ((None, waits), (waits, waits), (waits, line(4, 8)), (waits, line(4, None))):
+        assert not differs._again(before, now)
+    assert not differs._again(line(2, None), waits)
+
+
 # -- waits for collectives --------------------------------------------------------------------------
 
 

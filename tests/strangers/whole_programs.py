@@ -410,3 +410,28 @@ def a_factory_beside_masters_that_returns(lab: Lab, what: str) -> None:
     }
     dtypes = Dtypes(torch.bfloat16, torch.float32, torch.float32)
     lab.train(lab.wrap(model, optimizer=factories[what], dtypes=dtypes))
+
+
+# -- weights that change places ---------------------------------------------------------------------------
+
+
+@variants(["swapped", "converted", "loaded"], BY_STAGE, refused=r"swap", oracle=False)
+def a_weight_that_changes_places_when(lab: Lab, what: str) -> None:
+    """`swap_tensors`, which torch may use for conversions and for loading: the engine holds the other tensor."""
+    t = lab.wrap(Net())
+    lab.train(t, steps=[0])
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if what == "converted":
+            t.model.float()
+        else:
+            with t.gathered(write=True):
+                if what == "loaded":
+                    t.model.load_state_dict(Net(seed=9).state_dict())
+                else:
+                    zeros = nn.Parameter(torch.zeros(t.model.head.weight.shape))
+                    torch.utils.swap_tensors(t.model.head.weight, zeros)
+        lab.train(t, steps=[1])
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was)

@@ -155,7 +155,14 @@ def _set_class(parameter: nn.Parameter, guard: Guard) -> None:
 
 
 def _guard_of(parameter: Any) -> Guard:
-    return vars(parameter)["zeroexp_guard"]
+    guard = vars(parameter).get("zeroexp_guard")
+    if guard is None:
+        raise RuntimeError(
+            "a parameter was exchanged for another tensor by torch.utils.swap_tensors, which conversions and "
+            "load_state_dict() use under torch.__future__.set_swap_module_params_on_conversion(True): copy into "
+            "weights inside `with strategy.gathered(write=True):`"
+        )
+    return guard
 
 
 def _guarded_among(values: Sequence[Any]) -> Iterator[GuardedParameter]:
