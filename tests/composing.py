@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from pytest import MonkeyPatch
 
 from zeroexp.__main__ import BEHAVIOUR, store_schema
+from zeroexp.check.try_points import try_points
+from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import Config, from_mapping
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -50,8 +52,10 @@ def values_of(*words: str) -> dict[str, Any]:
 
 
 def compose_once(patch: MonkeyPatch) -> None:
-    """Hydra composes every line once more to read the mode that conf/ sets, and swallows all errors of that."""
+    """Hydra composes every line once more to read the mode that conf/ sets, and swallows all errors of that. Points
+    are tried here, where everything is imported already, and in no fork of a server."""
     patch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.MULTIRUN)
+    patch.setattr(Sweep, "_try", lambda self, configs: try_points(configs))
 
 
 def options(group: str) -> list[str]:

@@ -19,7 +19,6 @@ from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import __main__ as zeroexp
 from zeroexp.check import rules_batch, rules_of_one_key
 from zeroexp.check.readable import check_inputs
-from zeroexp.check.try_points import try_points
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline.mistakes import explain
 from zeroexp.config.keys import KEYS, ConfigError
@@ -50,10 +49,9 @@ WRONG_VALUES[f"study.name={LONG}"] = "study.name=xxxx", "at most 100"
 
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch):
-    """The last test is a whole process, in which Hydra does all that it does; that of tests/cluster/test_local.py which
-    tries points does so where ranks are forked."""
+    """The last test is a whole process, in which Hydra does all that it does; one of tests/cluster/test_local.py tries
+    points where ranks are forked."""
     compose_once(monkeypatch)
-    monkeypatch.setattr(Sweep, "_try", lambda self, configs: try_points(configs))
 
 
 @pytest.fixture
