@@ -547,12 +547,16 @@ QUESTION = [{"role": "user", "content": "What is a slice?"}]
 ANSWER = [{"role": "assistant", "content": "An object of a part of a sequence."}]
 
 
-def chatting(folder: Path, template: str | None = TEMPLATE) -> str:
-    """A folder of weights whose tokenizer, the shipped one, has a chat template."""
+def give_a_chat_template(folder: Path, template: str | None = TEMPLATE) -> None:
+    """To a folder of weights: the shipped tokenizer, with a template."""
     shutil.copyfile(CORPUS / "tokenizer.json", folder / "tokenizer.json")
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(words))
+
+
+def chatting(folder: Path, template: str | None = TEMPLATE) -> str:
+    give_a_chat_template(folder, template)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     return str(folder)
 
 
