@@ -36,8 +36,9 @@ from zeroexp.calibrate.__main__ import calibrate
 from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
-from zeroexp.plan.peak import rehearse_at_speeds, rehearse_fullest_rank
+from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import Speed, calibrated_speed
 from zeroexp.report.markdown import wrapped
@@ -207,7 +208,7 @@ def measure_peaks(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Peaked]:
         name = name_of(shape, row)
         _tell(name)
         config = _config(shape, row, FEW_STEPS, PEAK_MICROBATCHES)
-        planned = rehearse_fullest_rank(plan_point(config, None, "cpu"))
+        planned = rehearse_point(plan_point(config, None, "cpu")).fullest
         peak = summary_of(config).memory.peak
         if peak is None:
             raise SystemExit("peaks are not counted here; a C++ compiler is needed")
@@ -243,7 +244,7 @@ def time_points(
 
 def _predicted(names: Sequence[tuple[str, tuple[str, str]]]) -> list[Timed]:
     _tell("calibrating")
-    speed = calibrated_speed(calibrate(), "direct")
+    speed = calibrated_speed(calibrate(), Machines("cpu", JobShape(1, NUM_RANKS)))
     _tell("predicting")
     return [
         Timed(name_of(*name), name[0], predict(_config(*name, FEW_STEPS), speed).step_seconds[1])
@@ -268,8 +269,8 @@ def num_steps(step_seconds: float) -> int:
 
 
 def predict(config: Config, speed: Speed) -> RehearsedPeaks:
-    (found,) = rehearse_at_speeds(plan_point(config, None, "cpu"), [speed])
-    return found
+    planned = plan_point(config, None, "cpu")
+    return rehearse_point(planned, ranks=[planned.outcome.fullest_rank], speed=speed)
 
 
 def _config(shape: str, row: tuple[str, str], steps: str, num_microbatches: int = 1) -> Config:

@@ -37,7 +37,7 @@ from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import count_cpu_allocations, limit_cpu_allocations
 from zeroexp.plan.outcome import RankPeak, plan_point
-from zeroexp.plan.peak import rehearse_fullest_rank
+from zeroexp.plan.peak import rehearse_point
 from zeroexp.report.markdown import wrapped
 from zeroexp.run import rank
 
@@ -116,7 +116,7 @@ def judge(name: Sequence[str]) -> Row:
 
 def planned_peak(config: Config) -> RankPeak:
     """Return the rehearsed peak of the fullest rank."""
-    return rehearse_fullest_rank(plan_point(config, None, "cpu"))
+    return rehearse_point(plan_point(config, None, "cpu")).fullest
 
 
 # -- ranks under a limit ---------------------------------------------------------------------------

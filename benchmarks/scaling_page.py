@@ -1,6 +1,6 @@
 """`python -m benchmarks.scaling_page > docs/scaling.md`: large models on many GPUs, predicted, as a page.
 
-Every row is a rehearsal of the real engine at its world size, walked once for each network of plan/speed.py. No GPU is
+Every row is a rehearsal of the real engine at its world size, once for each network. No GPU is
 needed, and nothing here was measured: the page says what is assumed.
 """
 
@@ -14,7 +14,7 @@ from textwrap import wrap
 from zeroexp.__main__ import compose
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, Network
 from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
-from zeroexp.plan.peak import rehearse_at_speeds
+from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.speed import MEMORY_SHARE, PRODUCT_SHARE, prior_speed
 from zeroexp.process import locks, safe_output
@@ -133,9 +133,9 @@ def _row(planned: PlannedPoint) -> str:
 
 def on_networks(planned: PlannedPoint, networks: Sequence[Network]) -> list[RehearsedPeaks]:
     """Rehearse the fullest rank of a planned point on GPUs that each of these networks connects."""
-    shape = planned.machines.shape
-    speeds = [prior_speed(shape.nodes, shape.ranks_per_node, each) for each in networks]
-    return rehearse_at_speeds(planned, speeds)
+    speeds = [prior_speed(planned.machines, network=each) for each in networks]
+    ranks = [planned.outcome.fullest_rank]
+    return [rehearse_point(planned, ranks=ranks, speed=each) for each in speeds]
 
 
 def _told(network: Network) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.test_rank import make_job, run
-from zeroexp.plan.speed import calibrated_gpu_speed, calibration_path, load
+from zeroexp.plan.machines import JobShape, Machines
+from zeroexp.plan.speed import calibrated_speed, calibration_path, load
 from zeroexp.tracking.files import read_records
 
 pytestmark = [
@@ -43,5 +44,6 @@ def test_gpus_are_calibrated_and_a_plan_takes_their_rates(tmp_path):
     assert found is not None and torch.cuda.get_device_name() in found.machine
     assert set(found.products) == {"float32", "bfloat16", "float16"}
     assert ("native" in found.links) == (torch.cuda.device_count() > 1)
-    speed = calibrated_gpu_speed(found, 1, torch.cuda.device_count())
+    machines = Machines("cuda", JobShape(1, torch.cuda.device_count()))
+    speed = calibrated_speed(found, machines)
     assert speed.product_rate(torch.bfloat16, 4096) > speed.product_rate(torch.float32, 4096)

@@ -55,7 +55,7 @@ def test_a_calibrated_operation_takes_its_launch_its_bytes_and_its_products():
         left = torch.empty(100, 100)
         timeline.enter("forward")
         left @ left
-    seconds = timeline.by_speed()["made up"]["forward"]
+    seconds = timeline.phases["forward"]
     # Three matrices of 40,000 bytes, and 2 x 100^3 operations.
     assert seconds.spent == pytest.approx(
         {"launches: forward": 1e-5, "products: bytes": 1.2e-4, "products: products": 2e-3}
@@ -76,7 +76,7 @@ def test_a_product_takes_the_rate_of_its_smallest_dimension_with_its_operands_in
             timeline.enter(str(shapes))
             left @ right
             timeline.enter("")
-    for phase, seconds in timeline.by_speed()["made up"].items():
+    for phase, seconds in timeline.phases.items():
         if phase:
             assert seconds.spent == pytest.approx(
                 {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.composing import composed
-from zeroexp.config.keys import Config
 from zeroexp.plan.changes import with_world
-from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.fewest_ranks import largest
 from zeroexp.plan.outcome import plan_point
-from zeroexp.plan.search import first_that_fits, largest, more_ranks, most_ranks
+from zeroexp.plan.search import first_that_fits, more_ranks, most_ranks
 
 MIB = 2**20
 # Peaks over a number of samples or tokens.
@@ -40,42 +39,30 @@ def test_the_largest_that_fits_is_found(kind, step, most, limit_mib):
     assert tries <= 2 * (most // step).bit_length()
 
 
-def fewest(config: Config, limit_mib: float, *, above: int = 0) -> int | None:
-    config.cluster.device_memory_gib = limit_mib / 1024
-    tried = more_ranks(config, "cpu", start=2 * above or 1)
-    found = first_that_fits(tried, build_on_meta(config), "cpu")
-    return found and found[0].config.world_size
+def fewest(words: str, limit_mib: float, **more: int) -> int | None:
+    point = plan_point(composed("model=tiny", "world_size=2", *words.split()), None, "cpu")
+    point.config.cluster.device_memory_gib = limit_mib / 1024
+    found = first_that_fits(more_ranks(point.config, "cpu", **more), point)
+    return found and found.planned.config.world_size
 
 
-def states_mib(config: Config, world_size: int) -> float:
-    outcome = plan_point(with_world(config, world_size), None, "cpu").outcome
-    return outcome.total.fullest / 2**20
+def states_mib(world_size: int, kind: str | None = None) -> float:
+    config = with_world(composed("model=tiny", "strategy=zero3", "world_size=1"), world_size)
+    outcome = plan_point(config, None, "cpu").outcome
+    return (outcome.by_kind[kind] if kind else outcome.total).fullest / MIB
 
 
-def test_a_point_that_fits_one_rank_needs_no_more():
-    config = composed("model=tiny", "strategy=zero3", "world_size=8")
-    assert fewest(config, 1024) == 1
-    assert fewest(config, 1024, above=2) == 4
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_half_of_the_fewest_ranks_do_not_fit(size):
-    config = composed("model=tiny", "strategy=zero3", "world_size=1")
-    held, half = states_mib(config, size), states_mib(config, size // 2)
-    assert held < half
-    assert fewest(config, held) == size
-
-
-def test_no_number_of_ranks_makes_the_largest_unit_smaller():
-    config = composed("model=tiny", "strategy=ddp", "world_size=1")
-    assert fewest(config, 1) is None
+def test_the_fewest_ranks_are_those_half_of_which_do_not_fit():
+    assert fewest("strategy=zero3", 1024) == 1
+    assert fewest("strategy=zero3", 1024, above=2) == 4
+    for size in (2, 4):
+        held = states_mib(size)
+        assert held < states_mib(size // 2)
+        assert fewest("strategy=zero3", held) == size
+    # No number of ranks makes what every rank holds whole smaller.
+    assert fewest("strategy=ddp", 1) is None
     assert most_ranks("cpu") < most_ranks("cuda")
 
 
 def test_one_rank_lays_out_nothing_for_others():
-    config = composed("model=tiny", "strategy=zero2", "world_size=1")
-    buffers: list[float] = []
-    for size in (1, 2):
-        outcome = plan_point(with_world(config, size), None, "cpu").outcome
-        buffers.append(outcome.by_kind["buffers"].fullest)
-    assert buffers[0] == 0 < buffers[1]
+    assert states_mib(1, "buffers") == 0 < states_mib(2, "buffers")

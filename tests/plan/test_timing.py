@@ -14,19 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.base import Pending
+from zeroexp.config.gpus import GPUS as CATALOGUE
+from zeroexp.config.gpus import LINK_SHARE, NETWORKS
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
 from zeroexp.plan import speed as speeds
 from zeroexp.plan.machines import JobShape, Machines
-from zeroexp.plan.peak import speed_of
 from zeroexp.plan.speed import (
     Calibration,
     Speed,
     calibration_path,
-    cpu_prior_speed,
     load,
     prior_speed,
     save,
+    speed_of,
     this_machine,
 )
 from zeroexp.plan.timing import Seconds, Timeline, step_seconds
@@ -48,7 +49,7 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
     with FakeTensorMode(), timeline:
         timeline.enter("forward")
         left = torch.empty(100, 100)
-        before = timeline.by_speed()["made up"]["forward"].compute
+        before = timeline.phases["forward"].compute
         with meter.issuing("gather", "unit") as move:
             move.num_bytes, move.in_flight = num_bytes, True
             pending = Pending([])
@@ -56,7 +57,7 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
         for _ in range(num_products):
             left @ left
         pending.wait()
-    seconds = timeline.by_speed()["made up"]["forward"]
+    seconds = timeline.phases["forward"]
     return replace(seconds, compute=seconds.compute - before)
 
 
@@ -89,7 +90,7 @@ def test_a_gpu_waits_only_for_what_its_host_has_not_launched_yet(launch_seconds,
             timeline.enter("forward")
             left @ left
             left.t() @ left  # a view is launched as well, and occupies no device
-    found = timeline.by_speed()["made up"]["forward"]
+    found = timeline.phases["forward"]
     assert found.compute == pytest.approx(seconds, abs=1e-3)
 
 
@@ -103,7 +104,7 @@ def test_what_fakes_alone_are_asked_costs_no_launch():
             with watching:
                 timeline.enter("step")
                 module(torch.empty(3, 8)).sum().backward()
-    phases = timeline.by_speed()["made up"]
+    phases = timeline.phases
     assert phases["step"].spent["launches: step"] == real.number > 0
 
 
@@ -115,7 +116,7 @@ def test_what_allocates_or_shows_memory_moves_no_bytes():
         whole.new_empty(50).split([20, 30])
         whole.as_strided((10,), (1,)).unsqueeze(0)
         torch.nn.functional.linear(whole[None], whole.t())  # reshaped in C++
-    spent = timeline.by_speed()["made up"]["forward"].spent
+    spent = timeline.phases["forward"].spent
     assert {*spent} == {"launches: forward", "products: products", "products: bytes"}
 
 
@@ -136,26 +137,37 @@ def test_collectives_that_nobody_tells_widen_the_range():
     assert step_seconds(phases, 2, 0.0, 0.0) == (8.0, 8.0, 15.0)
 
 
-def test_the_prior_of_an_h100_leaves_sparsity_out():
-    speed = prior_speed(1, 8)
-    assert "not calibrated" in speed.label
-    assert speed.product_rate(torch.bfloat16) < 989e12  # NVIDIA's dense figure
+ONE_NODE, TWO_NODES = (Machines("cuda", JobShape(nodes, 8)) for nodes in (1, 2))
+ONE_HOST, TWO_HOSTS = (Machines("cpu", JobShape(nodes, 2)) for nodes in (1, 2))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name):
+    gpu = CATALOGUE[name]
+    for network in NETWORKS.values():
+        inside, between = (prior_speed(each, gpu, network) for each in (ONE_NODE, TWO_NODES))
+        assert "not calibrated" in inside.label
+        assert inside.product_rate(torch.bfloat16) < 1e12 * gpu.tflops["bfloat16"]
+        assert inside.link_bytes_per_second == LINK_SHARE * gpu.link_bytes_per_second
+        slower = min(inside.link_bytes_per_second, network.node_bytes_per_second)
+        assert between.link_bytes_per_second == slower
+        assert between.latency_seconds > inside.latency_seconds
 
 
 def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(speeds, "MOST_KILOHERTZ", str(tmp_path / "khz"))
     monkeypatch.setattr(speeds, "_cpuinfo", lambda key: {"cpu MHz": ["800.0", "1000.0"]}[key])
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    slow = cpu_prior_speed("direct")
+    slow = prior_speed(ONE_HOST)
     assert slow.label.startswith("a core of 1.0 GHz with AVX2, not calibrated: run")
     assert 0.1 * 32e9 < slow.product_rate(torch.float32) < 32e9  # two products of 8 numbers a cycle
     assert slow.product_rate(torch.bfloat16) < slow.product_rate(torch.float32)
     assert slow.product_rate(torch.float32, 1) < slow.product_rate(torch.float32, 64)
-    assert slow.moves_on_wait and not cpu_prior_speed("gloo").moves_on_wait
+    assert slow.moves_on_wait and not prior_speed(TWO_HOSTS).moves_on_wait
     monkeypatch.setattr(speeds, "_cpuinfo", lambda key: [])  # not Linux
-    assert cpu_prior_speed("direct").product_rate(torch.float32) > slow.product_rate(torch.float32)
+    assert prior_speed(ONE_HOST).product_rate(torch.float32) > slow.product_rate(torch.float32)
     (tmp_path / "khz").write_text("3000000\n")
-    assert cpu_prior_speed("direct").label.startswith("a core of 3.0 GHz")
+    assert prior_speed(ONE_HOST).label.startswith("a core of 3.0 GHz")
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
@@ -188,17 +200,15 @@ def test_a_calibration_of_gpus_holds_on_machines_without_any(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     config, named = Config(), Config()
     named.cluster.gpu = "B200"
-    one, two = (Machines("cuda", JobShape(nodes, 8)) for nodes in (1, 2))
-    assert speed_of(config, one) == prior_speed(1, 8)
+    assert speed_of(config, ONE_NODE) == prior_speed(ONE_NODE)
     save(GPUS, calibration_path(Path("outputs"), "cuda"))
-    inside, between, prior = speed_of(config, one), speed_of(config, two), prior_speed(2, 8)
+    inside, between = speed_of(config, ONE_NODE), speed_of(config, TWO_NODES)
     assert inside.label == "calibrated on 8 x Abacus"
     assert inside.product_rate(torch.float32, 4096) == 4e12 and inside.overlaps_launch
     assert (inside.latency_seconds, inside.link_bytes_per_second) == (1e-5, 1e11)
     assert between.label == "calibrated on 8 x Abacus; links of nvlink-infiniband, not calibrated"
     assert between.product_rates == inside.product_rates
-    assert between.link_bytes_per_second == prior.link_bytes_per_second
-    assert speed_of(named, one).label.startswith("NVIDIA B200"), (
-        "a GPU that is named was not measured"
-    )
-    assert speed_of(config, Machines("cpu", JobShape(1, 2))) == cpu_prior_speed("direct")
+    assert between.link_bytes_per_second == prior_speed(TWO_NODES).link_bytes_per_second
+    not_measured = speed_of(named, ONE_NODE)
+    assert not_measured.label.startswith("NVIDIA B200")
+    assert speed_of(config, ONE_HOST) == prior_speed(ONE_HOST)

@@ -82,7 +82,7 @@ def activations(ranks) -> int:
     return ranks(activation_bytes, world_size=1)[0]
 
 
-# The others are rehearsed to the byte: tests/plan/test_rehearse.py, test_absent_neighbours.py.
+# The others are rehearsed to the byte: tests/plan/test_rehearse.py, test_planned_peak.py.
 @pytest.mark.parametrize(
     "stage",
     ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "zero1", "zero2"))],

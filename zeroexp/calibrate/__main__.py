@@ -29,6 +29,7 @@ from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
 from zeroexp.plan.hidden_memory import ProductScratch
+from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.speed import (
     Calibration,
     calibrated_speed,
@@ -72,7 +73,8 @@ def main() -> int:
 def calibrate() -> Calibration:
     """Measure the CPU of this machine."""
     measured = rates()
-    return replace(measured, factors=fit_factors(practise(calibrated_speed(measured, "direct"))))
+    speed = calibrated_speed(measured, Machines("cpu", JobShape(1, NUM_RANKS)))
+    return replace(measured, factors=fit_factors(practise(speed)))
 
 
 def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:

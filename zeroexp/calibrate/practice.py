@@ -16,9 +16,7 @@ from zeroexp.engines.build import build_strategy
 from zeroexp.measure.instruments import Instruments
 from zeroexp.models.module import build_deferred
 from zeroexp.plan.changes import with_stage
-from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.machines import machines_of
-from zeroexp.plan.peak import rehearse_spending
+from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import Speed
 from zeroexp.process.world import World
 from zeroexp.training.loop import train
@@ -92,9 +90,8 @@ def practise(speed: Speed) -> list[tuple[dict[str, float], float]]:
 
 def rehearsed_phases(config: Config, speed: Speed) -> dict[str, dict[str, float]]:
     """Return, by phase, on what rank 0 spends the seconds of a step by the rates."""
-    machines = machines_of(config, "cpu")
-    form = form_of(config, build_on_meta(config), machines.transport)
-    return rehearse_spending(config, machines, form, speed)
+    found = rehearse(config, ranks=[0], reads=False, speed=speed, ranks_per_host=NUM_RANKS)
+    return {phase: seconds.spent for phase, seconds in found.ranks[0].seconds.items()}
 
 
 def measured(config: Config) -> dict[str, float]:

@@ -11,6 +11,8 @@ The peak and the seconds: the real engine as one rank, on tensors without memory
     speed.py, timing.py                       how fast a rank and its links are; the seconds of a rehearsed step
 Answers
     __main__.py, plan_points.py               the command, and the points of its line
-    changes.py, search.py, advise.py          other settings; what fits; the fastest that fits
-    plan_table.py, fit_table.py, explain_plan.py, advice_text.py, text_table.py
+    plan_table.py                             what they hold and send
+    changes.py, search.py                     other settings; changes of a point, planned
+    fewest_ranks.py, advise.py, explain_plan.py    --fit, --advise, --explain
+    advice_text.py, text_table.py             the advice in words; tables and sentences of all answers
 """

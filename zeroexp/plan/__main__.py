@@ -27,24 +27,26 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
-from zeroexp.commandline.mistakes import MISTAKES, explain
+from zeroexp.commandline import mistakes
 from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
-from zeroexp.plan.plan_points import Plans, rehearse_planned
+from zeroexp.plan.advice_text import advice_json, advice_text
+from zeroexp.plan.explain_plan import explain
+from zeroexp.plan.fewest_ranks import fit_lines
+from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import as_csv, as_json, render
 from zeroexp.process import locks, safe_output, signals
 
-ADVISE = "--advise"
+ADVISE, REHEARSE = "--advise", "--rehearse"
 FORMS: dict[str, Callable[[Plans], str]] = {
-    "--json": lambda plans: as_json(plans.entries),
-    "--csv": lambda plans: as_csv(plans.entries),
-    "--fit": lambda plans: _fit(plans),
-    "--explain": lambda plans: _explain(plans),
-    ADVISE: lambda plans: _advise(plans, as_json=False),
-    f"{ADVISE} --json": lambda plans: _advise(plans, as_json=True),
+    "--json": as_json,
+    "--csv": as_csv,
+    "--fit": fit_lines,
+    "--explain": explain,
+    ADVISE: advice_text,
+    f"{ADVISE} --json": advice_json,
 }
-REHEARSE = "--rehearse"
-ALLOWED = ("-m", "--multirun")
+ALLOWED = ("-m", "--multirun", REHEARSE)
 
 
 def main() -> int:
@@ -55,8 +57,8 @@ def main() -> int:
     try:
         print(_answer(arguments))
         return 0
-    except MISTAKES as error:
-        print(f"zeroexp: {explain(error)}", file=sys.stderr)
+    except mistakes.MISTAKES as error:
+        print(f"zeroexp: {mistakes.explain(error)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -71,7 +73,6 @@ def _answer(arguments: Sequence[str]) -> str:
     if "-h" in arguments or "--help" in arguments:
         return str(__doc__).rstrip()
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
-    flags = [flag for flag in flags if flag != REHEARSE]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
     plans = Plans(words, rehearses=REHEARSE in arguments)
@@ -84,38 +85,11 @@ def _answer(arguments: Sequence[str]) -> str:
             raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
         compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
     if not flags:
-        return render(plans.entries, plans.notes)
+        return render(plans)
     told = FORMS[" ".join(sorted(flags))](plans)
     for note in [] if ADVISE in flags else plans.notes:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
-
-
-def _fit(plans: Plans) -> str:
-    # The training loop takes a second to import.
-    from zeroexp.plan.fit_table import fit_lines
-
-    return fit_lines(plans)
-
-
-def _advise(plans: Plans, *, as_json: bool) -> str:
-    from zeroexp.plan.advice_text import advice_json, advice_text
-    from zeroexp.plan.advise import advise
-
-    found = advise(plans)
-    return advice_json(found) if as_json else advice_text(found)
-
-
-def _explain(plans: Plans) -> str:
-    from zeroexp.plan.explain_plan import explain as explain_point
-
-    if len(plans.entries) != 1 or not plans.planned:
-        raise ConfigError(
-            f"--explain: one point, not {len(plans.entries)}; give each word one value"
-        )
-    (each,) = plans.planned
-    planned = each if plans.rehearses else rehearse_planned(each)
-    return explain_point(planned, plans.model_of(each), plans.named, rehearses=plans.rehearses)
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

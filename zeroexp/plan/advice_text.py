@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from zeroexp.config.keys import Config
-from zeroexp.plan.advise import BUDGET_SECONDS, Advice, Candidate
+from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise
+from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, states_at_peak
+from zeroexp.plan.search import Candidate
 from zeroexp.plan.text_table import GIB, MIB, Column, amount, lines_of, unit_of, wrapped
 
 
-def advice_text(found: Sequence[Advice]) -> str:
+def advice_text(plans: Plans) -> str:
     """Return the advice for each number of ranks, one below the other."""
-    return "\n\n".join("\n".join(_lines(each)).rstrip() for each in found)
+    return "\n\n".join(as_text(each) for each in advise(plans))
 
 
-def advice_json(found: Sequence[Advice]) -> str:
+def advice_json(plans: Plans) -> str:
     """Return for each number of ranks what to use (null where nothing fits), and every candidate with its plan."""
-    return json.dumps([_entry(each) for each in found], indent=1)
+    return json.dumps([_entry(each) for each in advise(plans)], indent=1)
+
+
+def as_text(advice: Advice) -> str:
+    return "\n".join(_lines(advice)).rstrip()
 
 
 def _entry(advice: Advice) -> dict[str, object]:

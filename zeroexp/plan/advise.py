@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.models.module import BuiltModel
 from zeroexp.plan.changes import (
     Change,
-    complete_words,
+    longest_sequence,
     recomputation,
     with_batch,
     with_length,
@@ -29,62 +29,19 @@ from zeroexp.plan.changes import (
     with_recomputation,
     with_stage,
 )
-from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
+from zeroexp.plan.outcome import PlannedPoint
+from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import BATCH, Plans
-from zeroexp.plan.search import GIB, longest_sequence, plan_if_defined
+from zeroexp.plan.search import Candidate, planned_changes
+from zeroexp.plan.text_table import GIB
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
-SAMPLES_PER_RANK, MOST_TOKENS = (
-    8,
-    1 << 15,
-)  # of a batch and of sequences that the line does not name
+# Of a batch and of sequences that the line does not name.
+SAMPLES_PER_RANK, MOST_TOKENS = 8, 1 << 15
 BUDGET_SECONDS = 60
 ALIKE = 0.01  # seconds that differ by less are one speed: no estimate is that good
 MICRO, RECOMPUTES = "data.micro_batch_size", "train.activation_checkpointing"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to do the work. It is rehearsed, or not: its model states do not fit, or time was over."""
-
-    words: str
-    planned: PlannedPoint
-
-    @property
-    def stage(self) -> str:
-        return self.planned.outcome.strategy
-
-    @property
-    def micro(self) -> int:
-        return self.planned.config.data.micro_batch_size
-
-    @property
-    def recomputes(self) -> bool:
-        return self.planned.config.train.activation_checkpointing
-
-    @property
-    def rehearsed(self) -> RehearsedPeaks | None:
-        return self.planned.outcome.rehearsed
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a rank may hold: rehearsed, else model states alone."""
-        outcome = self.planned.outcome
-        return outcome.rehearsed.fullest.most_bytes if outcome.rehearsed else self.states_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        return int(self.planned.outcome.total.fullest)
-
-    @property
-    def seconds(self) -> float:
-        """Expected seconds of a step."""
-        assert self.rehearsed is not None
-        return self.rehearsed.step_seconds[1]
-
-    @property
-    def fits(self) -> bool:
-        return self.planned.outcome.fits is not False
+LAYOUT = "strategy.implementation"
 
 
 @dataclass
@@ -92,7 +49,6 @@ class Advice:
     """What was compared for one model on one number of ranks."""
 
     config: Config  # the line's point with what is taken for what it leaves open
-    device: str
     candidates: list[Candidate]
     not_rehearsed: dict[str, None] = field(default_factory=dict[str, None])  # reasons
 
@@ -144,36 +100,25 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
     found: list[Advice] = []
     for points in groups.values():
         until = None if plans.rehearses else now() + BUDGET_SECONDS / len(groups)
-        found.append(_advise_one(points, plans.model_of(points[0]), plans.named, until, now))
+        bases = [each._replace(config=_with_defaults(each, plans.named)) for each in points]
+        candidates = [each for base in bases for each in _candidates(base, plans.named)]
+        if not candidates:
+            size = points[0].config.world_size
+            problem = "no strategy of the line is defined there; name others"
+            raise ConfigError(f"world_size={size}: {problem}")
+        advice = Advice(bases[0].config, candidates)
+        _rehearse_likely_first(advice, until, now)
+        found.append(advice)
     return found
 
 
-def _advise_one(
-    points: Sequence[PlannedPoint],
-    model: BuiltModel,
-    named: Collection[str],
-    until: float | None,
-    now: Callable[[], float],
-) -> Advice:
-    device = points[0].device
-    bases = [_with_defaults(each, model, named) for each in points]
-    candidates = [each for base in bases for each in _candidates(base, model, device, named)]
-    if not candidates:
-        raise ConfigError(
-            f"world_size={points[0].config.world_size}: no strategy of the line is defined there; name others"
-        )
-    advice = Advice(bases[0], device, candidates)
-    _rehearse_likely_first(advice, until, now)
-    return advice
-
-
-def _with_defaults(planned: PlannedPoint, model: BuiltModel, named: Collection[str]) -> Config:
-    """Return the point with what is taken for what its line leaves open, see [Note: defaults]."""
+def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
+    """Return the config with what is taken for what the line leaves open, see [Note: defaults]."""
     config = planned.config
     if planned.device == "cuda":
         if not any(key.startswith("precision") for key in named):
             config = with_precision(config, "bf16_master")
-        if "data.seq_len" not in named and (longest := longest_sequence(model)):
+        if "data.seq_len" not in named and (longest := longest_sequence(planned.model)):
             config = with_length(config, min(longest, MOST_TOKENS))
     if BATCH not in named:
         micro = config.data.micro_batch_size if MICRO in named else 1
@@ -182,18 +127,11 @@ def _with_defaults(planned: PlannedPoint, model: BuiltModel, named: Collection[s
     return config
 
 
-def _candidates(
-    base: Config, model: BuiltModel, device: str, named: Collection[str]
-) -> Iterator[Candidate]:
+def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[Candidate]:
     """Yield the ways to do the work of one point of the line that are defined, by closed forms."""
-    for change in _ways(base, named):
-        planned = plan_if_defined(change.config, model, device)
-        if planned is None:
-            continue
-        words = complete_words(change, base, device, named)
-        if "strategy.implementation" in named:
-            words = f"strategy.implementation={base.strategy.implementation} {words}"
-        yield Candidate(words, planned)
+    layout = f"strategy.implementation={base.config.strategy.implementation} "
+    for words, planned in planned_changes(_ways(base.config, named), base, named):
+        yield Candidate((layout if LAYOUT in named else "") + words, planned)
 
 
 def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
@@ -205,12 +143,10 @@ def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
     halves = [2**i for i in range(each.bit_length()) if each % 2**i == 0]
     micros = (config.data.micro_batch_size,) if MICRO in named else halves
     choices = (config.train.activation_checkpointing,) if RECOMPUTES in named else (False, True)
-    for stage in stages:
-        for recomputes in choices:
-            for micro in micros:
-                words = f"strategy={stage} {MICRO}={micro} {recomputation(recomputes)}"
-                changed = with_batch(with_stage(config, stage), micro)
-                yield Change(words, with_recomputation(changed, recomputes))
+    for stage, recomputes, micro in product(stages, choices, micros):
+        words = f"strategy={stage} {MICRO}={micro} {recomputation(recomputes)}"
+        changed = with_batch(with_stage(config, stage), micro)
+        yield Change(words, with_recomputation(changed, recomputes))
 
 
 def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[], float]) -> None:
@@ -218,9 +154,6 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
 
     It is not over before one is found that fits.
     """
-    # The training loop takes a second to import.
-    from zeroexp.plan.peak import with_rehearsal
-
     left = {at: each for at, each in enumerate(advice.candidates) if each.fits}
     bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from zeroexp.config.keys import ENGINE_SETTINGS, Config, PrecisionConfig, resolve
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Placement
+from zeroexp.models.module import BuiltModel
 
 OF_TORCHS_DDP = ("ddp", "zero1")
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
@@ -70,6 +71,11 @@ def with_length(config: Config, seq_len: int) -> Config:
     config = deepcopy(config)
     config.data.seq_len = seq_len
     return config
+
+
+def longest_sequence(model: BuiltModel) -> int | None:
+    """Return the most positions that the model's config names."""
+    return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
 
 
 def with_recomputation(config: Config, recomputes: bool) -> Config:

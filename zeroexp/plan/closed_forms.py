@@ -271,11 +271,7 @@ class ShardedForm(StatesForm):
     @cached_property
     def _chunks(self) -> list[tuple[Chunk, int]]:
         """The different chunks and how many there are of each."""
-        same: dict[Cut, list[Chunk]] = {}
-        for unit in self.units:
-            for chunk in unit:
-                same.setdefault(_cut_without_names(chunk), []).append(chunk)
-        return [(chunks[0], len(chunks)) for chunks in same.values()]
+        return [(chunk, each.num_units) for each in self.units_by_shape for chunk in each.chunks]
 
     # -- bytes held --------------------------------------------------------------------------------
 

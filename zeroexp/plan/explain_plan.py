@@ -7,50 +7,47 @@ milliseconds, and settings that change nothing else are among them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from textwrap import wrap
+from typing import NamedTuple
 
-from zeroexp.config.keys import Config
-from zeroexp.models.module import BuiltModel
-from zeroexp.plan.changes import activations_and_products, complete_words, states_and_traffic
+from zeroexp.config.keys import ConfigError
+from zeroexp.plan.changes import activations_and_products, states_and_traffic
 from zeroexp.plan.closed_forms import ITEMSIZE
 from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
-from zeroexp.plan.search import plan_if_defined
+from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.search import planned_changes
 from zeroexp.plan.text_table import WIDTH, mib, wrapped
 from zeroexp.sharding.grouping import group_parameters
 
 NUM_LARGEST = 3
 
 
-@dataclass(frozen=True)
-class Lever:
+class Lever(NamedTuple):
     """Another value of one setting, and what it changes of the fullest rank."""
 
     words: str  # what to add to the command line
     num_bytes: float  # more than now, at the peak where it was rehearsed, else of model states; less where negative
     sent_bytes: float
-    seconds: float | None = None  # of a step; None: it was not rehearsed
+    seconds: float | None  # of a step; None: it was not rehearsed
 
 
-def explain(
-    planned: PlannedPoint,
-    model: BuiltModel,
-    named: Collection[str] = (),
-    *,
-    rehearses: bool = False,
-) -> str:
-    """Return the breakdown of one rehearsed point as text.
-
-    named: the keys that its line sets. rehearses: whether levers are rehearsed too.
-    """
+def explain(plans: Plans) -> str:
+    """Return the breakdown of the line's only point as text, rehearsed. Raises ConfigError if there are more."""
+    if len(plans.entries) != 1 or not plans.planned:
+        raise ConfigError(
+            f"--explain: one point, not {len(plans.entries)}; give each word one value"
+        )
+    planned = plans.planned[0] if plans.rehearses else with_rehearsal(plans.planned[0])
     outcome = planned.outcome
+    levers = sorted(_levers(planned, plans), key=lambda lever: lever.num_bytes)
     kinds = {kind: spread.fullest for kind, spread in outcome.by_kind.items() if spread.fullest}
-    levers = compute_levers(planned, model, named, rehearses=rehearses)
     lines = [
-        f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured.",
+        *wrapped(
+            f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured."
+        ),
         "",
         *wrapped(
             f"The fullest rank holds {mib(outcome.total.fullest)} MiB of model states at once; of each kind at most:"
@@ -59,34 +56,28 @@ def explain(
         "",
         *_rehearsed_lines(outcome),
         "",
-        *_unit_lines(planned.config, model),
+        *_unit_lines(planned),
         "",
-        *_lever_lines(levers, outcome, rehearses=rehearses),
+        *_lever_lines(levers, outcome, rehearses=plans.rehearses),
     ]
     return "\n".join(lines)
 
 
-def compute_levers(
-    now: PlannedPoint, model: BuiltModel, named: Collection[str] = (), *, rehearses: bool = False
-) -> list[Lever]:
-    """Return what every other value of a setting changes, largest saving first; undefined ones are left out."""
-    found: list[Lever] = []
-    peak_now = now.outcome.rehearsed if rehearses else None
+def _levers(now: PlannedPoint, plans: Plans) -> Iterator[Lever]:
+    """Yield what every other value of a setting changes; undefined ones are left out."""
+    peak_now = now.outcome.rehearsed if plans.rehearses else None
     changes = states_and_traffic(now.config)
-    for change in chain(changes, activations_and_products(now.config)) if peak_now else changes:
-        other = plan_if_defined(change.config, model, now.device)
-        if other is None:
-            continue
-        words = complete_words(change, now.config, now.device, named)
+    if peak_now:
+        changes = chain(changes, activations_and_products(now.config))
+    for words, other in planned_changes(changes, now, plans.named):
         sent = other.outcome.sent.fullest - now.outcome.sent.fullest
         if peak_now is None:
             held = other.outcome.total.fullest - now.outcome.total.fullest
-            found.append(Lever(words, held, sent))
+            yield Lever(words, held, sent, None)
         elif then := with_rehearsal(other).outcome.rehearsed:
             held = then.fullest.num_bytes - peak_now.fullest.num_bytes
             seconds = then.step_seconds[1] - peak_now.step_seconds[1]
-            found.append(Lever(words, held, sent, seconds))
-    return sorted(found, key=lambda lever: lever.num_bytes)
+            yield Lever(words, held, sent, seconds)
 
 
 def _rehearsed_lines(outcome: Outcome) -> list[str]:
@@ -104,8 +95,9 @@ def _rehearsed_lines(outcome: Outcome) -> list[str]:
     ]
 
 
-def _unit_lines(config: Config, model: BuiltModel) -> list[str]:
+def _unit_lines(planned: PlannedPoint) -> list[str]:
     """Return a line for each unit of another size, and the largest tensors."""
+    config, model = planned.config, planned.model
     itemsize = ITEMSIZE[config.strategy.parameters.dtype]
     alike: dict[int, list[str]] = {}
     for group in group_parameters(model.module, model.blocks, config.strategy.unit or "block"):

@@ -32,11 +32,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroexp.plan.speed import OUTPUTS, calibration_path, load
 from zeroexp.plan.storages import MESSAGES, LocalOperations, Storages
 
 REDUCE, GATHER = "c10d::_reduce_scatter_base_", "c10d::_allgather_base_"
@@ -78,6 +80,14 @@ class ProductScratch:
 
     def __str__(self) -> str:
         return f"bf16 products sum in {self.bytes_per_element or 'no'} bytes more for each element, {self.source}"
+
+
+def product_scratch() -> ProductScratch:
+    """Return what this CPU's calibration measured, or what its instructions say."""
+    found = load(calibration_path(Path(OUTPUTS), "cpu"))
+    if found is None or found.product_scratch is None:
+        return prior_product_scratch()
+    return ProductScratch(found.product_scratch, "measured")
 
 
 def prior_product_scratch() -> ProductScratch:

@@ -104,6 +104,12 @@ class Outcome:
         return "yes" if self.fits and self.rehearsed else "tight"
 
     @property
+    def fullest_rank(self) -> int:
+        """The rank that holds most model states."""
+        per_rank = self.total.per_rank
+        return per_rank.index(max(per_rank))
+
+    @property
     def skew(self) -> float:
         """What the rank that owns most updates, over the mean."""
         return self.owned.fullest / self.owned.mean if self.owned.mean else 1.0
@@ -126,9 +132,10 @@ class PlannedRank:
 
 
 class PlannedPoint(NamedTuple):
-    """One point of a line, a change of one, or a candidate of `--advise`: planned, and rehearsed by peak.py."""
+    """One point of a line, or a change of one: planned, and rehearsed by peak.py."""
 
     config: Config
+    model: BuiltModel  # on the device `meta`
     machines: Machines
     form: ClosedForm
     outcome: Outcome
@@ -145,12 +152,12 @@ def plan_point(
 
     Raises UndefinedCombination for an engine that brings no form.
     """
-    machines = machines_of(config, device)
-    form = form_of(config, model or build_on_meta(config), machines.transport)
-    return PlannedPoint(config, machines, form, outcome_of(name, config, form, machines))
+    machines, model = machines_of(config, device), model or build_on_meta(config)
+    form = form_of(config, model, machines.transport)
+    return PlannedPoint(config, model, machines, form, _outcome_of(name, config, form, machines))
 
 
-def outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:
+def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines) -> Outcome:
     ranks = planned_ranks(form)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])

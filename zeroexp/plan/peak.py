@@ -8,6 +8,8 @@ FSDP2 frees what it gathered in the last one alone, so that one in the middle, w
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
 (stand_ins.py). FSDP2's collectives are gloo's there, which may let go late: the fullest rank is rehearsed once
 more to tell what that adds.
+
+What rehearses is imported when the first point is rehearsed: fake tensors and the training loop take a second.
 """
 
 from __future__ import annotations
@@ -15,154 +17,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zeroexp.config.gpus import GPUS, NETWORKS, USUAL_GPU, USUAL_NETWORK
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.keys import ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
-from zeroexp.plan.hidden_memory import ProductScratch, prior_product_scratch
-from zeroexp.plan.machines import Machines
-from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak, RehearsedPeaks
-from zeroexp.plan.rehearse import PHASES, Rehearsal, RehearsedRank, rehearse
-from zeroexp.plan.speed import (
-    Speed,
-    calibrated_gpu_speed,
-    calibrated_speed,
-    calibration_path,
-    cpu_prior_speed,
-    load,
-    prior_speed,
-)
-from zeroexp.plan.timing import compute_seconds, step_seconds
+from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks
+from zeroexp.plan.speed import Speed, speed_of
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm
 
+if TYPE_CHECKING:
+    from zeroexp.plan.rehearse import Rehearsal, RehearsedRank
+
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
-OUTPUTS = "outputs"  # where runs and calibrations are kept
-
-
-def rehearse_at_speeds(planned: PlannedPoint, speeds: Sequence[Speed]) -> list[RehearsedPeaks]:
-    """Rehearse the rank alone whose closed form is the largest, and tell its seconds at each speed."""
-    config, machines, form, outcome = planned
-    return _rehearse_ranks(config, machines, form, [_fullest_rank(outcome)], speeds)
 
 
 def with_rehearsal(planned: PlannedPoint) -> PlannedPoint:
-    """Return the point with its rehearsal, or with the reason why there is none.
-
-    Seconds are those of the device's calibration, where there is one; else a prior's.
-    """
-    config, machines, form, outcome = planned
-    ranks, speed = _telling_ranks(form, outcome), speed_of(config, machines)
+    """Return the point with its rehearsal, or with the reason why there is none."""
+    outcome = planned.outcome
     try:
-        (found,) = _rehearse_ranks(config, machines, form, ranks, [speed])
+        return planned._replace(outcome=replace(outcome, rehearsed=rehearse_point(planned)))
     except ConfigError as error:
         return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
-    return planned._replace(outcome=replace(outcome, rehearsed=found))
 
 
-def speed_of(config: Config, machines: Machines) -> Speed:
-    """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
-    found = load(calibration_path(Path(OUTPUTS), machines.device))
-    if machines.device == "cuda":
-        shape = machines.shape.nodes, machines.shape.ranks_per_node
-        cluster = config.cluster
-        network = NETWORKS[cluster.network or USUAL_NETWORK]
-        if found and cluster.gpu is None:
-            return calibrated_gpu_speed(found, *shape, network)
-        return prior_speed(*shape, network, GPUS[cluster.gpu or USUAL_GPU])
-    return (
-        calibrated_speed(found, machines.transport)
-        if found
-        else cpu_prior_speed(machines.transport)
+def rehearse_point(
+    planned: PlannedPoint, *, ranks: Sequence[int] = (), speed: Speed | None = None
+) -> RehearsedPeaks:
+    """Return the peaks of the ranks that tell of the fullest, and the seconds of the slowest of them.
+
+    ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
+    """
+    from zeroexp.plan.hidden_memory import product_scratch
+    from zeroexp.plan.timing import compute_seconds, step_seconds
+
+    config, machines, form = planned.config, planned.machines, planned.form
+    speed = speed or speed_of(config, machines)
+    found = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed)
+    peaks = [_rank_peak(each) for each in found.ranks]
+    if machines.device == "cpu" and isinstance(form, FsdpForm):
+        fullest = max(peaks, key=lambda peak: peak.num_bytes)
+        (late,) = _rehearse(planned, [fullest.rank], late=True).ranks
+        added = late.peak_bytes - fullest.num_bytes
+        peaks = [replace(peak, late_bytes=added) for peak in peaks]
+    untold = 0.0
+    if isinstance(form, DdpForm):
+        sent = sum(form.traffic(found.ranks[0].rank).bytes_by_kind.values())
+        untold = sent / speed.link_bytes_per_second
+    data = config.data
+    num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
+    microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
+    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in found.ranks]
+    slowest = max(range(len(times)), key=lambda index: times[index][1])
+    narrow = config.precision.autocast or config.precision.compute == "bfloat16"
+    return RehearsedPeaks(
+        peaks,
+        found.device,
+        found.depths,
+        step_seconds=times[slowest],
+        compute_seconds=compute_seconds(found.ranks[slowest].seconds, microbatches),
+        speed=speed.label,
+        product_scratch=str(product_scratch()) if narrow and machines.device == "cpu" else "",
     )
 
 
-def product_scratch_of(machines: Machines) -> ProductScratch | None:
-    """Return what a CPU's calibration measured, or what its instructions say; None for GPUs."""
-    if machines.device != "cpu":
-        return None
-    found = load(calibration_path(Path(OUTPUTS), "cpu"))
-    if found is None or found.product_scratch is None:
-        return prior_product_scratch()
-    return ProductScratch(found.product_scratch, "measured")
-
-
-def rehearse_fullest_rank(planned: PlannedPoint) -> RankPeak:
-    """Rehearse the ranks that tell of the peak, and return the fullest."""
-    config, machines, form, outcome = planned
-    (found,) = _rehearse_ranks(config, machines, form, _telling_ranks(form, outcome), [])
-    return found.fullest
-
-
-def _telling_ranks(form: ClosedForm, outcome: Outcome) -> list[int]:
+def _telling_ranks(planned: PlannedPoint) -> list[int]:
     """Return the first rank, the last, and the one whose closed form is the largest; of those that are alike one.
 
     The third is not always the fullest: closed forms know what rests, beside which other ranks may hold more.
     """
-    ranks = sorted({0, _fullest_rank(outcome), outcome.world_size - 1}, reverse=True)
-    return sorted({form.equivalence_key(rank): rank for rank in ranks}.values())
-
-
-def _fullest_rank(outcome: Outcome) -> int:
-    per_rank = outcome.total.per_rank
-    return per_rank.index(max(per_rank))
-
-
-def rehearse_spending(
-    config: Config, machines: Machines, form: ClosedForm, speed: Speed
-) -> dict[str, dict[str, float]]:
-    """Return, by phase, on what rank 0 spends the seconds of a step of a few microbatches."""
-    found = _rehearse(config, machines, form, [0], [speed])
-    phases = found.ranks[0].seconds[speed.label]
-    return {phase: seconds.spent for phase, seconds in phases.items()}
-
-
-def _rehearse_ranks(
-    config: Config,
-    machines: Machines,
-    form: ClosedForm,
-    ranks: list[int],
-    speeds: Sequence[Speed],
-) -> list[RehearsedPeaks]:
-    """Return what is rehearsed at each speed, or once without seconds where there is none."""
-    found = _rehearse(config, machines, form, ranks, speeds)
-    peaks = [_rank_peak(rank) for rank in found.ranks]
-    if machines.device == "cpu" and isinstance(form, FsdpForm):
-        fullest = max(peaks, key=lambda peak: peak.num_bytes)
-        (late,) = _rehearse(config, machines, form, [fullest.rank], [], late=True).ranks
-        added = late.peak_bytes - fullest.num_bytes
-        peaks = [replace(peak, late_bytes=added) for peak in peaks]
-    narrow = config.precision.autocast or config.precision.compute == "bfloat16"
-    scratch = str(product_scratch_of(machines) or "") if narrow else ""
-    without = RehearsedPeaks(peaks, found.device, found.depths, product_scratch=scratch)
-    data = config.data
-    num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
-    microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
-    timed: list[RehearsedPeaks] = []
-    for speed in speeds:
-        untold = 0.0
-        if isinstance(form, DdpForm):
-            sent = sum(form.traffic(ranks[0]).bytes_by_kind.values())
-            untold = sent / speed.link_bytes_per_second
-        phases = [each.seconds[speed.label] for each in found.ranks]
-        times = [step_seconds(each, microbatches, untold, speed.unsure) for each in phases]
-        slowest = max(range(len(times)), key=lambda index: times[index][1])
-        computes = compute_seconds(phases[slowest], microbatches)
-        more = {"step_seconds": times[slowest], "compute_seconds": computes, "speed": speed.label}
-        timed.append(replace(without, **more))
-    return timed or [without]
+    outcome = planned.outcome
+    ranks = sorted({0, outcome.fullest_rank, outcome.world_size - 1}, reverse=True)
+    return sorted({planned.form.equivalence_key(rank): rank for rank in ranks}.values())
 
 
 def _rehearse(
-    config: Config,
-    machines: Machines,
-    form: ClosedForm,
-    ranks: list[int],
-    speeds: Sequence[Speed],
-    *,
-    late: bool = False,
+    planned: PlannedPoint, ranks: Sequence[int], *, speed: Speed | None = None, late: bool = False
 ) -> Rehearsal:
+    from zeroexp.plan.rehearse import rehearse
+
+    config, machines = planned.config, planned.machines
     on_host = machines.device == "cpu"
     if on_host:
         config = deepcopy(config)
@@ -171,11 +105,10 @@ def _rehearse(
         config,
         ranks=ranks,
         reads=False,
-        speeds=speeds,
+        speed=speed,
         ranks_per_host=machines.shape.ranks_per_node if on_host else None,
-        most_microbatches=_most_microbatches(form),
+        most_microbatches=_most_microbatches(planned.form),
         late=late,
-        product_scratch=product_scratch_of(machines),
     )
 
 
@@ -195,6 +128,6 @@ def _rank_peak(found: RehearsedRank) -> RankPeak:
         phase=found.peak_phase,
         num_bytes=peak.num_bytes,
         by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
-        by_phase={phase: found.peaks[phase].num_bytes for phase in PHASES},
+        by_phase={name: peak.num_bytes for name, peak in found.peaks.items() if name != "build"},
         largest=peak.largest,
     )

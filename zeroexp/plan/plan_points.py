@@ -18,6 +18,7 @@ from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.machines import device_of
 from zeroexp.plan.outcome import PlannedPoint, plan_point
+from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.search import remedies
 
 on_paper = partial(check, on_paper=True)
@@ -98,22 +99,17 @@ class Plans:
             return point
         config = point.config
         device = auto if config.cluster.device == "auto" else config.cluster.device
-        model = self._model(config)
         try:
-            planned = plan_point(config, model, device, point.name)
+            planned = plan_point(config, self._model(config), device, point.name)
         except UndefinedCombination as error:
             return replace(point, refusal=str(error))
         if self.rehearses:
-            planned = rehearse_planned(planned)
+            planned = with_rehearsal(planned)
         outcome = planned.outcome
         if outcome.fits is False and outcome.rehearsed is None:
-            words = remedies(config, model, device, self.named)
+            words = remedies(planned, self.named)
             planned = planned._replace(outcome=replace(outcome, remedies=words))
         return planned
-
-    def model_of(self, planned: PlannedPoint) -> BuiltModel:
-        """Return the point's model, on the device `meta`."""
-        return self._model(planned.config)
 
     def _model(self, config: Config) -> BuiltModel:
         """Return the point's model; points of one model share it."""
@@ -136,11 +132,3 @@ def _tried(point: Point) -> Point:
     except UndefinedCombination as error:
         return replace(point, refusal=str(error))
     return point
-
-
-def rehearse_planned(planned: PlannedPoint) -> PlannedPoint:
-    """Return a planned point with its rehearsal, or with the reason why there is none."""
-    # The training loop takes a second to import.
-    from zeroexp.plan.peak import with_rehearsal
-
-    return with_rehearsal(planned)

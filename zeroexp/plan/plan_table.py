@@ -12,6 +12,7 @@ from zeroexp.check.sweep_points import Point
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import KINDS
 from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
+from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.text_table import Column, amount, lines_of, unit_of, wrapped
 
 KIND_NAMES = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
@@ -32,9 +33,9 @@ REHEARSED = {
 MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
 
 
-def render(entries: Sequence[PlannedPoint | Point], notes: Sequence[str]) -> str:
+def render(plans: Plans) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
-    outcomes = [each.outcome for each in entries if isinstance(each, PlannedPoint)]
+    outcomes = [each.outcome for each in plans.planned]
     unit, size = unit_of([o.total.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
     point = point_columns(outcomes)
     models = ", ".join(dict.fromkeys(o.model for o in outcomes))
@@ -49,14 +50,14 @@ def render(entries: Sequence[PlannedPoint | Point], notes: Sequence[str]) -> str
         *lines_of([*point, *_traffic_columns(outcomes, size)], outcomes, len(point)),
         "",
         *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
-        *wrapped(*_foot(entries, outcomes), *notes),
+        *wrapped(*_foot(plans.entries, outcomes), *plans.notes),
     ]
     return "\n".join(lines).rstrip()
 
 
-def as_json(entries: Sequence[PlannedPoint | Point]) -> str:
+def as_json(plans: Plans) -> str:
     """Return every point with every rank's bytes, or with the reason why it is skipped."""
-    return json.dumps([json_entry(each) for each in entries], indent=1)
+    return json.dumps([json_entry(each) for each in plans.entries], indent=1)
 
 
 def json_entry(each: PlannedPoint | Point) -> dict[str, object]:
@@ -67,9 +68,9 @@ def json_entry(each: PlannedPoint | Point) -> dict[str, object]:
     return {**asdict(outcome), **_batch(each.config), **more}
 
 
-def as_csv(entries: Sequence[PlannedPoint | Point]) -> str:
+def as_csv(plans: Plans) -> str:
     """Return one line for each point; bytes are those of the fullest rank, and `mean` where that is said."""
-    rows = [_row(each) for each in entries]
+    rows = [_row(each) for each in plans.entries]
     text = io.StringIO()
     names = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, list(names), lineterminator="\n")

@@ -51,8 +51,7 @@ from zeroexp.plan.hidden_memory import (
     GlooCopies,
     GradientSums,
     KernelScratch,
-    ProductScratch,
-    prior_product_scratch,
+    product_scratch,
 )
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
@@ -79,8 +78,8 @@ class RehearsedRank:
     # Moment -> kind -> model states, as a run's record has them.
     held_bytes: dict[str, dict[str, int]]
     traffic: Traffic  # of one step
-    # The label of a speed -> phase -> what is estimated.
-    seconds: dict[str, dict[str, Seconds]] = field(default_factory=dict[str, dict[str, Seconds]])
+    # By phase, what is estimated; nothing without a speed.
+    seconds: dict[str, Seconds] = field(default_factory=dict[str, Seconds])
     # Phase -> half -> its peak, see [Note: halves] in storages.py.
     halves: dict[str, dict[str, Peak]] = field(
         default_factory=dict[str, dict[str, Peak]], compare=False
@@ -117,18 +116,17 @@ class Settings:
     """How ranks are rehearsed.
 
     reads: whether the third step runs, in which memory is read at the named moments; without it the ranks have no
-    `held_bytes`, and a third of the time is saved. speeds: of the machines whose seconds are estimated. ranks_per_host:
-    how many CPU ranks follow one another on a host, where they read each other's memory; hosts send messages; None: all
-    ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late: gloo lets go of what it
-    copied as late as it may. product_scratch: of the CPU, where its calibration knows it.
+    `held_bytes`, and a third of the time is saved. speed: of the machines whose seconds are estimated; None estimates
+    none. ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts
+    send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late:
+    gloo lets go of what it copied as late as it may.
     """
 
     reads: bool = True
-    speeds: Sequence[Speed] = ()
+    speed: Speed | None = None
     ranks_per_host: int | None = None
     most_microbatches: int | None = None
     late: bool = False
-    product_scratch: ProductScratch | None = None
 
 
 def rehearse(
@@ -210,7 +208,7 @@ def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> Re
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))
-    timeline = Timeline(*how.speeds)
+    timeline = Timeline(how.speed)
     with (
         _needs_of_values_told(config.model.family),
         fake_world(rank, config.world_size, device) as world,
@@ -253,7 +251,7 @@ def _on_host(storages: Storages, how: Settings) -> Generator[None]:
         return
     with (
         GlooCopies(storages, late=how.late),
-        KernelScratch(how.product_scratch or prior_product_scratch()),
+        KernelScratch(product_scratch()),
         absent_neighbours(storages, how.ranks_per_host),
     ):
         yield
@@ -294,7 +292,7 @@ class _Watched:
 
     def __init__(self, strategy: Strategy, storages: Storages, timeline: Timeline) -> None:
         self._strategy, self._storages, self._timeline = strategy, storages, timeline
-        self.seconds: dict[str, dict[str, Seconds]] = {}
+        self.seconds: dict[str, Seconds] = {}
         self._num_microbatches = 0  # of this step
         self._step = 0
         self.halves: dict[str, dict[str, Peak]] = {}
@@ -319,7 +317,7 @@ class _Watched:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
         if not self.halves:
             self.halves = self._storages.peaks_of_halves()
-            self.seconds = self._timeline.by_speed()
+            self.seconds = self._timeline.phases
 
     def backward(self, loss: Tensor) -> None:
         self._storages.begin_phase("backward")

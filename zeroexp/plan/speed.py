@@ -30,8 +30,10 @@ from zeroexp.config.gpus import (
     Gpu,
     Network,
 )
-from zeroexp.config.keys import ConfigError
+from zeroexp.config.keys import Config, ConfigError
+from zeroexp.plan.machines import JobShape, Machines
 
+OUTPUTS = "outputs"  # where runs and calibrations are kept
 NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
@@ -61,9 +63,7 @@ class Speed:
     latency_seconds: float  # of one move
     link_bytes_per_second: float  # of what this rank sends
     moves_on_wait: bool = False  # moves do their work in the wait, so that nothing overlaps
-    products_read_memory: bool = (
-        False  # the rates of products are those of operands that lie in memory
-    )
+    products_read_memory: bool = False  # rates of products are those of operands from memory
     overlaps_launch: bool = False  # the host of a GPU launches ahead of it
     unsure: float = UNSURE
     # What a second by these tables takes in a real step, by what it is spent on (timing.py); None: whichever of an
@@ -167,46 +167,59 @@ def load(path: Path) -> Calibration | None:
     return found
 
 
-def calibrated_speed(found: Calibration, transport: str) -> Speed:
-    """Return this machine's speed for ranks on its CPU."""
-    latency, rate = found.links.get(transport) or found.links["gloo"]
-    return Speed(
+def speed_of(config: Config, machines: Machines) -> Speed:
+    """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
+    found = load(calibration_path(Path(OUTPUTS), machines.device))
+    gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
+    if found and gpu is None:
+        return calibrated_speed(found, machines, network)
+    return prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
+
+
+def calibrated_speed(
+    found: Calibration, machines: Machines, network: Network = NETWORKS[USUAL_NETWORK]
+) -> Speed:
+    """Return the prior with what was measured in its place; links between nodes of GPUs were not."""
+    speed = replace(
+        prior_speed(machines, network=network),
         label=f"calibrated on {found.machine}",
         product_rates=found.product_rates,
         products_read_memory=True,
         bytes_per_second=found.bytes_per_second,
         launch_seconds=found.launch_seconds,
-        latency_seconds=latency,
-        link_bytes_per_second=rate,
-        moves_on_wait=transport == "direct",
-        unsure=UNSURE_CALIBRATED,
+        unsure=UNSURE_CALIBRATED if machines.device == "cpu" else UNSURE,
         factors=found.factors or None,
     )
-
-
-def calibrated_gpu_speed(
-    found: Calibration, num_nodes: int, ranks_per_node: int, network: Network | None = None
-) -> Speed:
-    """Return the speed of such GPUs; links that were not measured are those of the prior."""
-    network = network or NETWORKS[USUAL_NETWORK]
-    speed = replace(
-        prior_speed(num_nodes, ranks_per_node, network),
-        label=f"calibrated on {found.machine}",
-        product_rates=found.product_rates,
-        products_read_memory=True,
-        bytes_per_second=found.bytes_per_second,
-        launch_seconds=found.launch_seconds,
-    )
-    if num_nodes == 1 and found.links:
-        latency, rate = found.links["native"]
-        return replace(speed, latency_seconds=latency, link_bytes_per_second=rate)
-    if num_nodes * ranks_per_node == 1:
+    link = found.links.get(machines.transport) or found.links.get("gloo")
+    if link and (machines.device == "cpu" or machines.shape.nodes == 1):
+        return replace(speed, latency_seconds=link[0], link_bytes_per_second=link[1])
+    if machines.shape == JobShape(1, 1):
         return speed
     return replace(speed, label=f"{speed.label}; links of {network.name}, {NOT_CALIBRATED}")
 
 
-def cpu_prior_speed(transport: str) -> Speed:
-    """Return what one core of this machine for each rank would do, by its instructions and its clock."""
+def prior_speed(
+    machines: Machines,
+    gpu: Gpu = GPUS[USUAL_GPU],
+    network: Network = NETWORKS[USUAL_NETWORK],
+) -> Speed:
+    """Return what a core of this machine for each rank would do, or a cluster of such GPUs by their data sheets."""
+    if machines.device == "cpu":
+        return _cpu_prior(machines.transport)
+    nodes, rate = machines.shape.nodes, LINK_SHARE * gpu.link_bytes_per_second
+    return Speed(
+        label=f"{gpu.name}, {network.name}, {NOT_CALIBRATED}",
+        product_rates={name: {1: 1e12 * each * PRODUCT_SHARE} for name, each in gpu.tflops.items()},
+        bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE,
+        launch_seconds=LAUNCH_SECONDS,
+        latency_seconds=network.latency_seconds + network.hop_seconds * (nodes - 1),
+        link_bytes_per_second=min(rate, network.node_bytes_per_second) if nodes > 1 else rate,
+        overlaps_launch=True,
+    )
+
+
+def _cpu_prior(transport: str) -> Speed:
+    """Return what a core would do, by its instructions and its clock."""
     instructions, hertz = torch.backends.cpu.get_cpu_capability(), _clock()
     peak = hertz * FLOPS_PER_CYCLE.get(instructions, OTHER_FLOPS_PER_CYCLE)
     latency, rate = CPU_LINKS.get(transport, CPU_LINKS["gloo"])
@@ -230,24 +243,3 @@ def _clock() -> float:
         return 1e3 * float(Path(MOST_KILOHERTZ).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return max((1e6 * float(each) for each in _cpuinfo("cpu MHz")), default=USUAL_HERTZ)
-
-
-def prior_speed(
-    num_nodes: int,
-    ranks_per_node: int,
-    network: Network | None = None,
-    gpu: Gpu | None = None,
-) -> Speed:
-    """Return what a cluster of such GPUs would do by their data sheets."""
-    network, gpu = network or NETWORKS[USUAL_NETWORK], gpu or GPUS[USUAL_GPU]
-    inside = LINK_SHARE * gpu.link_bytes_per_second
-    rate = min(inside, network.node_bytes_per_second) if num_nodes > 1 else inside
-    return Speed(
-        label=f"{gpu.name}, {network.name}, {NOT_CALIBRATED}",
-        product_rates={name: {1: 1e12 * each * PRODUCT_SHARE} for name, each in gpu.tflops.items()},
-        bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE,
-        launch_seconds=LAUNCH_SECONDS,
-        latency_seconds=network.latency_seconds + network.hop_seconds * (num_nodes - 1),
-        link_bytes_per_second=rate,
-        overlaps_launch=True,
-    )

@@ -15,6 +15,7 @@ their collectives count as links that overlap compute, and the range reaches to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -70,14 +71,20 @@ class Seconds:
 
 
 class Timeline(LocalOperations):
-    """Follows one rank's compute and links at each of several speeds; without any it follows nothing."""
+    """Follows one rank's compute and links at one speed; without any it follows nothing."""
 
-    def __init__(self, *speeds: Speed) -> None:
+    def __init__(self, speed: Speed | None) -> None:
         super().__init__()
-        self._walks = [_Walk(speed) for speed in speeds]
+        self._speed = speed
+        self.phases: dict[str, Seconds] = {}
+        self._now = self._free = 0.0  # of compute; when the links are free
+        self._launched = 0.0  # when the host of a GPU has launched the last operation
+        self._arrives: dict[int, float] = {}  # move -> when it arrives
+        self._name, self._phase = "build", Seconds()
 
     def __enter__(self) -> Timeline:
-        meter.observe = self._moved if self._walks else None
+        if self._speed:
+            meter.observe = partial(self._moved, self._speed)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -88,46 +95,19 @@ class Timeline(LocalOperations):
         if func is DEVICE and isinstance(args[0], FakeTensor):  # thousands of times in a backward
             return args[0].fake_device
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # a question that only fakes answer here, and no operation
-            return result
-        for walk in self._walks:
-            walk.compute(func, args, kwargs, result)
+        # What only fakes answer here is a question, and no operation.
+        if self._speed and func.namespace != "prim":
+            self._compute(self._speed, func, args, kwargs, result)
         return result
-
-    def enter(self, phase: str) -> None:
-        for walk in self._walks:
-            walk.enter(phase)
-
-    def forget(self) -> None:
-        """Drop what was counted so far; moves in flight stay."""
-        for walk in self._walks:
-            walk.phases = {}
-
-    def by_speed(self) -> dict[str, dict[str, Seconds]]:
-        """Return the seconds of each phase at each speed, by the label of the speed."""
-        return {walk.speed.label: walk.phases for walk in self._walks}
-
-    def _moved(self, move: TimedMove) -> None:
-        for walk in self._walks:
-            walk.moved(move)
-
-
-class _Walk:
-    """Time passes at one speed."""
-
-    def __init__(self, speed: Speed) -> None:
-        self.speed = speed
-        self.phases: dict[str, Seconds] = {}
-        self._now = self._free = 0.0  # of compute; when the links are free
-        self._launched = 0.0  # when the host of a GPU has launched the last operation
-        self._arrives: dict[int, float] = {}  # move -> when it arrives
-        self._name, self._phase = "build", Seconds()
 
     def enter(self, phase: str) -> None:
         self._name, self._phase = phase, self.phases.setdefault(phase, Seconds())
 
-    def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        speed = self.speed
+    def forget(self) -> None:
+        """Drop what was counted so far; moves in flight stay."""
+        self.phases = {}
+
+    def _compute(self, speed: Speed, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.namespace == "c10d":
             if meter.is_issuing:  # told as a move
                 return
@@ -151,11 +131,11 @@ class _Walk:
         self._now += seconds
         self._phase.compute += seconds
 
-    def moved(self, move: TimedMove) -> None:
+    def _moved(self, speed: Speed, move: TimedMove) -> None:
         """Put a move on the links when it has been issued, and stand still when it is waited for."""
         if move.num_bytes == 0:
             return
-        kind, speed = VERBS.get(move.verb, move.verb), self.speed
+        kind = VERBS.get(move.verb, move.verb)
         sent = move.num_bytes / speed.link_bytes_per_second
         spent = {f"{kind}: moves": speed.latency_seconds, f"{kind}: sent": sent}
         takes = speed.seconds_of(spent)

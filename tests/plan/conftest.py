@@ -1,0 +1,55 @@
+"""`planned` calls the command, `plans_of` plans a line without it; `counted` skips where no allocations are counted."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.composing import compose_once, values_of
+from zeroexp.measure.memory import count_cpu_allocations
+from zeroexp.plan import __main__ as plan
+from zeroexp.plan.plan_points import Plans
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path, capsys) -> Callable[[str], tuple[int, str, str]]:
+    """Calls the command in an empty folder: (exit code, output, errors)."""
+    compose_once(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def call(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zeroexp.plan", *line.split()])
+        code = plan.main()
+        told = capsys.readouterr()
+        assert list(tmp_path.iterdir()) == [], "a plan leaves no file"
+        return code, told.out, told.err
+
+    return call
+
+
+@pytest.fixture
+def plans_of(monkeypatch, tmp_path) -> Callable[[str], Plans]:
+    """Plans a line, in which lists are swept: what Hydra composes of it takes most of a command's time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def plan_line(line: str) -> Plans:
+        words = [word for word in line.split() if word != plan.REHEARSE]
+        plans = Plans(words, rehearses=plan.REHEARSE in line)
+        pairs = (word.partition("=") for word in words)
+        swept = ([f"{key}={value}" for value in values.split(",")] for key, _, values in pairs)
+        points = list(itertools.product(*swept))
+        plans.run([([w for w in p if w not in words], values_of(*p), {}) for p in points])
+        return plans
+
+    return plan_line
+
+
+@pytest.fixture
+def counted() -> None:
+    if reason := count_cpu_allocations():
+        pytest.skip(reason)

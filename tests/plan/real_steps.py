@@ -1,0 +1,134 @@
+"""Steps with real tensors, with which rehearsals and closed forms are compared: what a rank holds and sends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from tests.composing import composed
+from zeroexp.checkpoint.save import Saver
+from zeroexp.comm import shared_memory
+from zeroexp.comm.collectives import held_shared_bytes
+from zeroexp.config.keys import Config
+from zeroexp.data import Microbatch
+from zeroexp.engines.build import build_strategy
+from zeroexp.measure.instruments import Instruments
+from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.record import Traffic
+from zeroexp.models.checkpointing import checkpoint_as_configured
+from zeroexp.models.module import build_model
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
+from zeroexp.plan.stand_ins import NoData
+from zeroexp.process.world import World, barrier, fake_world, joined_process_group
+from zeroexp.training.loop import Data, train
+
+CPU = torch.device("cpu")
+NUM_RANKS = 4
+MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=16")
+LLAMA = ("model=tiny", "data=synthetic", "data.seq_len=64")
+STAGES = ("ddp", "zero1_allreduce", "zero1", "zero2", "zero3")
+LAYOUTS = ("parameter", "tensor", "buffer")
+RNG_STATE_BYTES = 5056  # activation checkpointing keeps the CPU generator's state for each block
+ELEMENT_BYTES = 64  # of a tensor of one element, by which real ranks and torch's engines differ
+
+
+def config_of(*words: str) -> Config:
+    # Two microbatches of one sample for each rank.
+    batch = (f"world_size={NUM_RANKS}", f"data.global_batch_size={2 * NUM_RANKS}")
+    return composed(*batch, "data.micro_batch_size=1", *words)
+
+
+def quick_or_slow(quick: list, more: list) -> list:
+    slow, every = pytest.mark.slow, dict.fromkeys([*quick, *more])
+    return [pytest.param(*each, marks=() if each in quick else slow) for each in every]
+
+
+class Zeros(NoData):
+    def microbatch(self) -> Microbatch:
+        made = super().microbatch()
+        inputs = {name: torch.zeros_like(tensor) for name, tensor in made.inputs.items()}
+        return Microbatch(inputs, torch.zeros_like(made.labels))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The three steps of a rehearsal, done by one rank. Bytes are its own."""
+
+    rank: int
+    held_bytes: dict[str, dict[str, int]]
+    traffic: Traffic
+    peak_bytes: int  # of the undisturbed step
+
+
+def real_steps(world: World, config: Config, run: Path | None = None) -> Steps:
+    """Train on this rank; run: the folder into which checkpoints are saved."""
+    gc.collect()
+    before = _allocated() + held_shared_bytes()
+    model = build_model(config.model, seed=0, device="cpu", vocab_size=config.data.vocab_size)
+    checkpoint_as_configured(model.module, model.blocks, config.train)
+    strategy = build_strategy(config, model, world)
+    instruments, data = Instruments(config.train, world, Path()), cast(Data, Zeros(config))
+    saver, records = run and Saver(run, strategy, config, world), []
+    for record in train(strategy, data, config=config, world=world, instruments=instruments):
+        records.append(record)
+        if saver and saver.is_due(record.step + 1):
+            # What ranks tell each other of a save would else be counted with a step now and then.
+            saver.save_now(record.step + 1)
+    if saver:
+        saver.close()
+    undisturbed, held = records[UNDISTURBED_STEP], records[-1].memory_bytes or {}
+    return Steps(world.rank, held, undisturbed.traffic, (undisturbed.peak_bytes or before) - before)
+
+
+def _allocated() -> int:
+    count_cpu_allocations()
+    return AllocationMeter(CPU).peak_bytes() or 0
+
+
+def in_a_fake_world(config: Config, rank: int) -> Steps:
+    with fake_world(rank, config.world_size) as world:
+        return real_steps(world, prepared(config, None))
+
+
+def alone(config: Config) -> Steps:
+    """As the only rank of a real group, whose reducer is the real one."""
+    with joined_process_group() as world:
+        return real_steps(world, prepared(config, None))
+
+
+def among_peers(
+    world: World, config: Config, ranks_per_host: int = NUM_RANKS, run: Path | None = None
+) -> Steps:
+    """Among real peers, of hosts that have names of their own."""
+    with host_of(world, ranks_per_host):
+        steps = real_steps(world, prepared(config, None), run)
+        barrier()  # no rank closes its connections while another still reads
+    return steps
+
+
+@contextmanager
+def host_of(world: World, ranks_per_host: int) -> Generator[None]:
+    host = world.rank // ranks_per_host
+    same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (str(host), 0)
+    try:
+        yield
+    finally:
+        shared_memory.host_identity = same_host  # these processes run other tests too
+
+
+def agree(found: RehearsedRank | Steps, expected: ShardedForm) -> None:
+    """Compare the bytes of every named moment, and the bytes and calls of one step, by kind."""
+    for moment, held in found.held_bytes.items():
+        assert held == expected.held_bytes(moment, found.rank), moment
+    of_form = expected.traffic(found.rank)
+    sent, calls = dict(found.traffic.bytes_by_kind), dict(found.traffic.calls_by_kind)
+    del sent["loss"], calls["loss"]
+    assert (sent, calls) == (of_form.bytes_by_kind, of_form.calls_by_kind)
