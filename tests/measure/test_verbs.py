@@ -11,6 +11,7 @@ from torch import nn
 from tests.measure.test_clock import Seconds
 from zeroexp.comm.base import Pending
 from zeroexp.cut.stage import STAGES
+from zeroexp.measure import verb_seconds
 from zeroexp.measure.record import VerbSeconds
 from zeroexp.measure.verb_seconds import meter, sum_up_moves, timed_as_verb
 from zeroexp.process import world as worlds
@@ -69,6 +70,28 @@ def test_moves_are_kept_where_somebody_records_them_alone(seconds):
         start(seconds, "gather").wait()
     start(seconds, "reduce").wait()
     assert [move.verb for move in moves] == ["gather"]
+
+
+def test_events_of_a_gpu_are_asked_for_by_a_recorder_alone(seconds, monkeypatch):
+    """A move keeps the clock that it began with, whoever records when it ends."""
+    asked: list[str] = []
+    real = verb_seconds.mark_now
+
+    def mark(device: torch.device) -> float:
+        asked.append(device.type)
+        return real(torch.device("cpu"))
+
+    monkeypatch.setattr(verb_seconds, "mark_now", mark)
+    before = start(seconds, "gather")
+    with meter.recording(torch.device("cuda")) as moves:
+        before.wait()
+        pending = start(seconds, "reduce")
+        pending.wait()
+        left = start(seconds, "publish")
+    left.wait()
+    start(seconds, "gather").wait()
+    assert [move.verb for move in moves] == ["gather", "reduce"]
+    assert asked == ["cpu"] * 5 + ["cuda"] * 10 + ["cpu"] * 5
 
 
 def test_what_moves_on_wait_overlaps_nothing(seconds, moves):

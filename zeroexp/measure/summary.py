@@ -135,16 +135,18 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def _times(rank: int, steps: Sequence[StepRecord], records: Sequence[StepRecord]) -> RankTimes:
     """Return the means over the measured `steps`; a verb or phase that a step lacks counts as nothing there.
 
-    records: all steps, of which traced ones show what torch names itself.
+    Of verbs they are over the steps that timed any: on a GPU not all do. records: all steps, of which traced ones show
+    what torch names itself.
     """
     seen = [record.backend for record in records if record.backend]
-    verbs = dict.fromkeys(verb for step in steps for verb in step.verbs)
+    timed = [step for step in steps if step.verbs] or steps
+    verbs = dict.fromkeys(verb for step in timed for verb in step.verbs)
     return RankTimes(
         rank=rank,
         step_seconds=fmean(step.step_seconds for step in steps),
         phase_seconds=_mean_by_kind([step.phase_seconds for step in steps]),
-        verbs={verb: _mean_verb([step.verbs.get(verb) for step in steps]) for verb in verbs},
-        waited_seconds=_mean_by_kind([step.waited_seconds for step in steps]),
+        verbs={verb: _mean_verb([step.verbs.get(verb) for step in timed]) for verb in verbs},
+        waited_seconds=_mean_by_kind([step.waited_seconds for step in timed]),
         backend=seen[-1] if seen else {},
     )
 

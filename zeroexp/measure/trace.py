@@ -33,7 +33,7 @@ from zeroexp.measure.causes import (
 )
 from zeroexp.measure.memory import local_tensor
 from zeroexp.measure.record import Peak, VerbSeconds
-from zeroexp.measure.verb_seconds import TimedMove, meter
+from zeroexp.measure.verb_seconds import TimedMove
 
 BACKEND = ("c10d::", "gloo:", "nccl:", "FSDP::")
 OUTSIDE = "(outside of blocks)"
@@ -210,14 +210,10 @@ def tracing_step(
 ) -> Generator[StepTrace]:
     """Watch what happens inside. On a GPU the times are those of the host, which runs ahead of the device."""
     trace = StepTrace()
-    before, meter.device = meter.device, torch.device("cpu")
-    try:
-        with trace.hooking(model, blocks), logging_allocations(device) as trace.log:
-            yield trace
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-    finally:
-        meter.device = before
+    with trace.hooking(model, blocks), logging_allocations(device) as trace.log:
+        yield trace
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def spans_of(move: TimedMove) -> dict[str, tuple[float, float]]:

@@ -5,12 +5,12 @@
     wait                                    ====####      exposed (====: nothing to do but wait), then working (####)
 
 Working is packing, copying and summing in the rank's own thread. A gather over shared memory moves nothing before it is
-waited for, so nothing of it overlaps. On a GPU the marks are events in the stream: exposed is how long the stream
-stands still for the move, and work that the host does to issue it is not counted.
+waited for, so nothing of it overlaps. Where `recording` names a GPU the marks are events in the stream: exposed is how
+long the stream stands still for the move, and work that the host does to issue it is not counted.
 
 One meter serves the whole process, because engine, transports and training loop send messages and none of them knows
-the others. It costs a few readings of the clock for each move and is always on; those that have ended are
-kept only inside `recording`.
+the others. It costs a few readings of the clock for each move and is always on; moves that have ended are kept only
+inside `recording`, and nobody else pays for events.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from zeroexp.measure.clock import Mark, mark_now, seconds_between
 from zeroexp.measure.record import ALL_RANKS, VerbSeconds
 
+HOST = torch.device("cpu")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -36,6 +37,7 @@ class TimedMove:
 
     verb: str
     what: str
+    device: torch.device  # whose clock makes all of its marks
     began_at: Mark
     issued: Mark | None = None
     waited: Mark | None = None  # somebody began to wait for it
@@ -51,19 +53,19 @@ class TimedMove:
 
     @property
     def exposed_seconds(self) -> float:
-        if isinstance(self.began_at, float) or self.waited is None or self.arrived is None:
+        if self.device.type == "cpu" or self.waited is None or self.arrived is None:
             return sum(seconds for _, _, seconds in self.blocked)
         return seconds_between(self.waited, self.arrived)
 
     @property
     def working_seconds(self) -> float:
-        if isinstance(self.began_at, float):
-            issuing, finishing = (
-                _between(self.began_at, self.issued),
-                _between(self.waited, self.ended_at),
-            )
-            return max(0.0, issuing + finishing - self.exposed_seconds)
-        return _between(self.arrived, self.ended_at)
+        if self.device.type != "cpu":
+            return _between(self.arrived, self.ended_at)
+        issuing, finishing = (
+            _between(self.began_at, self.issued),
+            _between(self.waited, self.ended_at),
+        )
+        return max(0.0, issuing + finishing - self.exposed_seconds)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -74,7 +76,7 @@ class VerbMeter:
     """Times the moves of this process, and keeps those that end inside `recording`."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self._device = HOST  # of moves that begin now
         # What a profiler is to show around each verb; it is given the verb and its object.
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         # Told of each move when it has been issued, and again when it is about to be waited for.
@@ -88,14 +90,14 @@ class VerbMeter:
         if self._now is not None and self._now.issued is None:
             yield self._now
             return
-        move = TimedMove(verb, what, mark_now(self.device))
+        move = TimedMove(verb, what, self._device, mark_now(self._device))
         before, self._now = self._now, move
         try:
             with self._profiler_range(move, "issue"):
                 yield move
         finally:
             self._now = before
-            move.issued = mark_now(self.device)
+            move.issued = mark_now(move.device)
         if self.observe is not None:
             self.observe(move)
         if not move.in_flight:
@@ -114,7 +116,7 @@ class VerbMeter:
     @contextmanager
     def waiting(self, move: TimedMove) -> Generator[None]:
         """Time the wait for a move that was issued."""
-        move.waited = mark_now(self.device)
+        move.waited = mark_now(move.device)
         if self.observe is not None:
             self.observe(move)
         before, self._now = self._now, move
@@ -123,12 +125,12 @@ class VerbMeter:
                 yield
         finally:
             self._now = before
-            move.ended_at = mark_now(self.device)
+            move.ended_at = mark_now(move.device)
         self._keep(move)
 
     def arrived(self, move: TimedMove) -> None:
         """Note that the backend's part of the move is done; on a GPU the stream stood still until then."""
-        move.arrived = mark_now(self.device)
+        move.arrived = mark_now(move.device)
 
     def blocked(self, peer: int | None, since: float) -> None:
         """Note that this thread waited from `since` (time.perf_counter) until now, for `peer` or for all ranks."""
@@ -136,14 +138,15 @@ class VerbMeter:
             self._now.blocked.append((peer, since, time.perf_counter() - since))
 
     @contextmanager
-    def recording(self) -> Generator[list[TimedMove]]:
-        """Yield a list that fills with the moves that end inside."""
+    def recording(self, device: torch.device = HOST) -> Generator[list[TimedMove]]:
+        """Yield a list that fills with the moves that end inside; those that begin inside are timed on `device`."""
         ended: list[TimedMove] = []
-        before, self._ended = self._ended, ended
+        before = self._ended, self._device
+        self._ended, self._device = ended, device
         try:
             yield ended
         finally:
-            self._ended = before
+            self._ended, self._device = before
 
     def _keep(self, move: TimedMove) -> None:
         if self._ended is not None:

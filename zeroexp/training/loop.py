@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +42,8 @@ from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
 from zeroexp.training.validate import ValidationData, validation_loss
+
+GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
 
 class Data(ValidationData, Protocol):
@@ -69,7 +72,6 @@ def train(
     unread: deque[_Step] = deque()
     run = _Run(strategy, data, config, world, stop, instruments, start_step)
     take_traffic()  # what building and loading sent counts in no step
-    meter.device = world.timed_device
     for index in range(start_step, run.num_steps):
         step = run.take_step(index)
         if index in run.validated:  # [Note: validation]
@@ -118,7 +120,7 @@ class _Run:
         """Train one step, and let the instruments write what they saw of it."""
         reads, instruments = index == self._reading_step, self._instruments
         watching = instruments.watching(index, self._strategy, reading=reads)
-        with watching as trace, meter.recording() as moves:
+        with watching as trace, self._timing_moves(index, trace) as moves:
             step = _Step(self._world, index, reading_memory=reads, trace=trace)
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
@@ -128,6 +130,15 @@ class _Run:
         if step.traced:
             barrier()  # no rank waits in its next step for another one that still writes what it saw
         return step
+
+    def _timing_moves(
+        self, index: int, trace: StepTrace | None
+    ) -> AbstractContextManager[list[TimedMove]]:
+        """Time the moves of a step; on a GPU, where each mark is an event that the host records, of every tenth one."""
+        if trace is not None or self._world.timed_device.type == "cpu":
+            return meter.recording()
+        is_timed = (index - self._config.train.warmup_steps) % GPU_TIMES_EVERY == 0
+        return meter.recording(self._world.timed_device) if is_timed else nullcontext([])
 
     def _accumulate_gradients(self, step: _Step) -> int:
         """Run forward and backward of this rank's microbatches, and return their number of tokens."""
