@@ -11,6 +11,7 @@
     promise.py  whether what a plan says of memory comes true under a limit
     accuracy.py how far bytes, peaks and seconds of a plan are from those of runs (real_runs.py)
     breakdown.py     where the milliseconds of a step go
+    growth.py        what a step costs the host as layers, parameters and ranks grow; planted growth is found
     startup.py       from the command to the first step
     checkpoints.py   saving and loading instead of steps, by ranks of checkpoint_ranks.py, in the ways of savers.py
 

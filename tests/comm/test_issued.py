@@ -6,28 +6,23 @@ ones between real ranks. Other operations are counted where torch dispatches the
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.growth import Dispatched, fsdp2, ours, take_step
 from tests.comm.asked import LISTS, asking
 from zeroexp.comm.collectives import take_traffic
-from zeroexp.cut.stage import STAGES
-from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.strategy import Strategy
 from zeroexp.process.world import World, fake_world
 from zeroexp.sharding.dtypes import Dtypes
 from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
 
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units
 FAMILIES = ["parameter", "tensor", "buffer"]
-FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 NUM_TENSORS = 6  # of a block
 # Launches of nine units: reductions, gathers, and one sum of the norm. In forward and backward of ZeRO-3 the root is
 # gathered once, and the others twice.
@@ -38,21 +33,6 @@ ISSUED = {
     "zero2": 9 + 9 + 1,
     "zero3": 9 + 9 + 8 + 1,
 }
-
-
-class Dispatched(TorchDispatchMode):
-    """Counts the operations that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-    def num_collectives(self) -> int:
-        return sum(num for name, num in self.counts.items() if name.startswith("c10d."))
 
 
 def make_model() -> nn.Sequential:
@@ -68,11 +48,7 @@ def make_model() -> nn.Sequential:
 
 
 def a_step(strategy: Strategy, compute: torch.dtype = torch.float32) -> None:
-    with strategy.microbatch(last=True):
-        outputs = strategy.model(torch.ones(2, WIDTH, dtype=compute))
-        strategy.backward(outputs.float().square().mean())
-    strategy.step()
-    strategy.zero_grad()
+    take_step(strategy, torch.ones(2, WIDTH, dtype=compute))
 
 
 def dispatched_in_a_step(strategy: Strategy, compute: torch.dtype) -> Dispatched:
@@ -83,29 +59,8 @@ def dispatched_in_a_step(strategy: Strategy, compute: torch.dtype) -> Dispatched
     return dispatched
 
 
-def common(model: nn.Module, world: World) -> dict[str, Any]:
-    return {
-        "blocks": BLOCKS,
-        "param_groups": [{"params": list(model.parameters())}],
-        "optimizer_factory": lambda groups: torch.optim.AdamW(groups, foreach=True),
-        "max_grad_norm": 1.0,
-        "world": world,
-    }
-
-
-def fsdp2(stage: str, world: World, dtypes: Dtypes) -> Strategy:
-    keeps = {"reshard_after_forward": stage == "zero3"}
-    model = make_model()
-    return TorchFSDP2(model, dtypes=dtypes, **keeps, **common(model, world))
-
-
-def ours(
-    stage: str, family: str, world: World, dtypes: Dtypes = FLOAT32, **options: Any
-) -> Sharded:
-    model = make_model().to(dtypes.compute)
-    chosen = Options(family=family, **{"transport": "native", **options})
-    settings = common(model, world)
-    return Sharded(model, stage=STAGES[stage], options=chosen, dtypes=dtypes, **settings)
+def engine_of_nine_units(stage: str, family: str, world: World, **options: Any) -> Sharded:
+    return ours(stage, family, make_model(), world, **options)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +72,7 @@ def test_each_move_is_one_launch_whose_bytes_are_counted(stage, world_size):
     for family in FAMILIES:
         rank = world_size // 2
         with fake_world(rank, world_size) as world:
-            strategy = ours(stage, family, world)
+            strategy = engine_of_nine_units(stage, family, world)
             for _ in range(2):
                 a_step(strategy)
             take_traffic()
@@ -141,9 +96,11 @@ def test_each_move_is_one_launch_whose_bytes_are_counted(stage, world_size):
 def test_the_host_launches_no_more_than_with_fsdp2(stage, world_size, compute):
     dtypes = Dtypes(compute, torch.float32, torch.float32)
     with fake_world(0, world_size) as world:
-        theirs = dispatched_in_a_step(fsdp2(stage, world, dtypes), compute)
+        theirs = dispatched_in_a_step(fsdp2(stage, make_model(), world, dtypes), compute)
         for family in FAMILIES:
-            mine = dispatched_in_a_step(ours(stage, family, world, dtypes), compute)
+            mine = dispatched_in_a_step(
+                ours(stage, family, make_model().to(compute), world, dtypes), compute
+            )
             # Each tensor is cast apart where it is published.
             most = 1.2 if (family, compute) == ("tensor", torch.bfloat16) else 1.0
             assert mine.counts.total() <= most * theirs.counts.total(), family

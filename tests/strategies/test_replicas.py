@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.comm.test_issued import a_step
-from tests.comm.test_issued import ours as engine_of_nine_units
+from tests.comm.test_issued import a_step, engine_of_nine_units
 from tests.oracle import (
     Recipe,
     Rules,
