@@ -180,7 +180,9 @@ def test_a_config_that_is_cut_anywhere_is_refused_and_one_of_an_older_version_re
 def test_unknown_key_in_a_run_config_is_refused():
     values = asdict(Config())
     values["train"]["stepz"] = 3
-    with pytest.raises(ConfigError, match=r"train\.stepz=3: unknown key; use one of .*steps"):
+    with pytest.raises(
+        ConfigError, match=r"train\.stepz=3: unknown key; did you mean steps\? use one of .*"
+    ):
         from_mapping(Config, values)
 
 

@@ -152,7 +152,7 @@ def test_what_a_rank_raises_is_in_failure_and_log(local, tmp_path):
     job = make_job(tmp_path / "run", optimizer__name="adagrad")
     outcome = run(local, job)
     assert outcome.status == "failed" and outcome.cause is not None
-    assert outcome.cause["exception"] == "ConfigError"
+    assert outcome.cause["exception"] == "UnknownWord"
     assert "optimizer.name=adagrad" in outcome.cause["message"]
     assert "Traceback" in outcome.cause["traceback"]
     log = Path(outcome.cause["log"]).read_text(encoding="utf-8")

@@ -25,6 +25,9 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from zeroexp.config.did_you_mean import suggest_word
+from zeroexp.config.errors import ConfigError
+
 Value = TypeVar("Value")
 NAME = re.compile(r"[A-Za-z]\w*")
 PLAIN = (type(None), bool, int, float, str)
@@ -32,8 +35,14 @@ PLAIN = (type(None), bool, int, float, str)
 MODULES_OF_OTHERS: set[str] = set()
 
 
-class RegistryError(ValueError):
-    """A word that is registered wrongly, twice, or by a package that can not be imported: one line for the user."""
+class RegistryError(ConfigError):
+    """A word that is registered wrongly, twice, or by a package that can not be imported."""
+
+
+class UnknownWord(RegistryError, KeyError):
+    """A word that nobody has registered."""
+
+    __str__ = ValueError.__str__  # KeyError quotes its message
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
@@ -81,9 +90,11 @@ class Registry(Mapping[str, Value], Generic[Value]):
         del self._values[name], self._who[name]
 
     def __getitem__(self, name: str) -> Value:
-        """Return the word's value, importing it if need be. Raises KeyError for an unknown word, and RegistryError."""
+        """Return the word's value, importing it if need be. Raises RegistryError, UnknownWord for an unknown word."""
         if name not in self:
-            raise KeyError(name)
+            words = [word for other in self._sharing() for word in other]
+            remedy = suggest_word(self.key, name, words)
+            raise UnknownWord(f"{self.key}={name}: unknown word; {remedy}")
         claims = [claim for other in self._sharing() for claim in other._claims(name)]
         entries = _entry_points(self.group).get(name, [])
         if name in self._values and (not entries or self._load(entries[0]) is self._values[name]):

@@ -6,8 +6,8 @@ rules_strategy.py, rules_data.py, rules_batch.py, without_effect.py
                        rules about several keys, whose breach skips the point (UndefinedCombination)
 sweep_points.py        the points of a sweep, each checked by these rules
 readable.py            can the points read their files, and find their names on the hub?
-try_model.py, try_data.py, try_strategy.py
-                       the model is built without memory, the data are packed, code of others runs once
+try_points.py          in one process, before a rank starts: try_model.py builds the model without memory,
+                       try_data.py packs the data, try_strategy.py runs code of others once
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from zeroexp.check import (
     rules_strategy,
     without_effect,
 )
-from zeroexp.config.keys import Config
+from zeroexp.check.refusal import require
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 
 
 def require_values(config: Config) -> None:
     """Raise ConfigError for a missing value, before anything reads the config."""
-    rules_of_one_key.check_all_given(config)
+    require(config, [rules_of_one_key.check_all_given], ConfigError)
 
 
 def check(config: Config, *, on_paper: bool = False) -> None:
@@ -32,13 +33,12 @@ def check(config: Config, *, on_paper: bool = False) -> None:
 
     on_paper: nothing runs, so this machine does not have to be able to.
     """
-    machine = () if on_paper else rules_batch.RULES_OF_MACHINE
+    require(config, rules_of_one_key.RULES, ConfigError)
     several = (
         *rules_strategy.RULES,
         *rules_data.RULES,
         *rules_batch.RULES,
         *without_effect.RULES,
-        *machine,
+        *(() if on_paper else rules_batch.RULES_OF_MACHINE),
     )
-    for rule in (*rules_of_one_key.RULES, *several):
-        rule(config)
+    require(config, several, UndefinedCombination)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from zeroexp.check.refusal import refuse_key
-from zeroexp.config.keys import Config, DataConfig
+from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.paths import data_files, is_hub_id
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -50,7 +49,8 @@ def _require_readable(key: str, value: str, look: Callable[[], None]) -> None:
         look()
     except OSError as error:
         remedy = "make it readable, or choose another"
-        refuse_key(key, value, f"can not be read ({error.strerror}: {error.filename})", remedy)
+        problem = f"can not be read ({error.strerror}: {error.filename})"
+        raise ConfigError(f"{key}={value}: {problem}; {remedy}") from error
 
 
 @cache
@@ -75,9 +75,8 @@ def _check_on_hub(name: str) -> None:
 
     if not find_weights.dataset_exists(name) and not find_weights.is_online():
         problem = "no such file or folder, not in a cache, and the hub can not be reached"
-        refuse_key(
-            "data.path", name, problem, "use one that exists, or fetch it first with a network"
-        )
+        remedy = "use one that exists, or fetch it first with a network"
+        raise ConfigError(f"data.path={name}: {problem}; {remedy}")
 
 
 @cache
@@ -88,13 +87,14 @@ def _check_weights(weights: str, here: bool, like_here: bool) -> None:
         files = [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
         if not files:
             problem = f"no file in it ends in {' or '.join(name[1:] for name in WEIGHTS)}"
-            refuse_key("model.weights", weights, problem, "use a folder that holds a model")
+            remedy = "use a folder that holds a model"
+            raise ConfigError(f"model.weights={weights}: {problem}; {remedy}")
         for file in files:
             file.open("rb").close()
     elif weights[0] in "./~":
         if here:
             remedy = "use one that exists, a hub id, or null"
-            refuse_key("model.weights", weights, "no such folder", remedy)
+            raise ConfigError(f"model.weights={weights}: no such folder; {remedy}")
     elif like_here:
         from zeroexp.models import find_weights
 

@@ -1,11 +1,26 @@
-"""Refuse a point in one line, key=value: what is wrong; what to do."""
+"""Refuse a config in one line, key=value: what is wrong; what to do."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
-from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
+from zeroexp.config.did_you_mean import suggest_key
+from zeroexp.config.keys import KEYS, Config, ConfigError
 from zeroexp.process.reachable import without_password
+
+# A key, or key=value where the config holds more than what is wrong; what is wrong; what to do.
+Refusal = tuple[str, str, str]
+# Yields what it refuses of a config; what comes after the first refusal need not make sense.
+Rule = Callable[[Config], Iterator[Refusal]]
+
+
+def require(config: Config, rules: Iterable[Rule], error: type[ConfigError]) -> None:
+    """Raise the error with the line of the first refusal of any rule."""
+    for rule in rules:
+        for key, problem, remedy in rule(config):
+            named = key if "=" in key else f"{key}={as_typed(value_of(config, key))}"
+            raise error(f"{named}: {problem}; {remedy}")
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -17,18 +32,8 @@ def value_of(config: Config, key: str) -> Any:
         elif hasattr(value, part):
             value = getattr(value, part)
         else:
-            raise ConfigError(f"{key}: no such key; `zeroexp --cfg job` shows them all")
+            raise ConfigError(f"{key}: no such key; {suggest_key(key, KEYS)}")
     return getattr(value, "name", value)
-
-
-def refuse_key(key: str, value: object, problem: str, remedy: str) -> NoReturn:
-    """Refuse a key that is wrong by itself: this ends a whole sweep before anything runs."""
-    raise ConfigError(f"{key}={as_typed(value)}: {problem}; {remedy}")
-
-
-def refuse_combination(config: Config, key: str, problem: str, remedy: str) -> NoReturn:
-    """Refuse keys that are valid alone but mean nothing together: a sweep skips the point."""
-    raise UndefinedCombination(f"{key}={as_typed(value_of(config, key))}: {problem}; {remedy}")
 
 
 def as_typed(value: object) -> str:

@@ -5,32 +5,33 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 
-from zeroexp.check.refusal import refuse_combination
+from zeroexp.check.refusal import Refusal
 from zeroexp.config.keys import Config, resolve
 
 MOST_RANKS_HERE = 1024
 
 
-def check_batch(config: Config) -> None:
+def check_batch(config: Config) -> Iterator[Refusal]:
     """Require that accumulation = global / (micro x world) is a whole number of microbatches."""
     micro, world = config.data.micro_batch_size, config.world_size
     below, rest = divmod(config.data.global_batch_size, micro * world)
     if rest:
         near = [str(count * micro * world) for count in (below, below + 1) if count]
         problem = f"not divisible by data.micro_batch_size={micro} x world_size={world}"
-        refuse_combination(config, "data.global_batch_size", problem, f"use {' or '.join(near)}")
+        yield "data.global_batch_size", problem, f"use {' or '.join(near)}"
 
 
-def check_device(config: Config) -> None:
+def check_device(config: Config) -> Iterator[Refusal]:
+    key, device = "cluster.device", config.cluster.device
     if config.cluster.kind == "slurm":
-        if config.cluster.device == "auto":
-            problem = "Slurm must be told what to ask for"
-            refuse_combination(config, "cluster.device", problem, "use cluster.device=cuda or cpu")
-    elif config.cluster.device == "cuda" and num_gpus() < config.world_size:
+        if device == "auto":
+            yield key, "Slurm must be told what to ask for", "use cluster.device=cuda or cpu"
+    elif device == "cuda" and num_gpus() < config.world_size:
         problem = f"{num_gpus()} GPUs here for world_size={config.world_size}"
-        refuse_combination(config, "cluster.device", problem, "use cluster.device=auto or cpu")
+        yield key, problem, "use cluster.device=auto or cpu"
 
 
 @cache
@@ -52,46 +53,45 @@ def num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def check_ranks_fit_machine(config: Config) -> None:
+def check_ranks_fit_machine(config: Config) -> Iterator[Refusal]:
     if config.cluster.kind == "local" and config.world_size > MOST_RANKS_HERE:
-        problem = "more ranks than one machine starts"
         remedy = f"use at most {MOST_RANKS_HERE}, cluster=slurm, or zeroexp plan"
-        refuse_combination(config, "world_size", problem, remedy)
+        yield "world_size", "more ranks than one machine starts", remedy
 
 
-def check_warmup(config: Config) -> None:
+def check_warmup(config: Config) -> Iterator[Refusal]:
     steps = config.train.warmup_steps + config.train.steps
     if config.optimizer.warmup_steps > steps:
         problem = f"the run is over after {steps} steps, before the learning rate is at its top"
-        refuse_combination(config, "optimizer.warmup_steps", problem, f"use at most {steps}")
+        yield "optimizer.warmup_steps", problem, f"use at most {steps}"
 
 
-def check_requeue(config: Config) -> None:
+def check_requeue(config: Config) -> Iterator[Refusal]:
     """Allow a requeue in Slurm only if the run saves checkpoints and has the time to save."""
     cluster, key = config.cluster, "cluster.requeue"
     if cluster.requeue and cluster.kind != "slurm":
-        refuse_combination(config, key, "no effect on this machine", "leave it null")
+        yield key, "no effect on this machine", "leave it null"
     if cluster.requeue and config.checkpoint.every is None:
         problem = "nothing is saved that a job could go on from"
-        refuse_combination(config, key, problem, "set checkpoint.every, or leave it null")
+        yield key, problem, "set checkpoint.every, or leave it null"
     limit = math.ceil(cluster.timeout_s / 60) * 60
     if resolve(config).cluster.requeue and cluster.slurm.save_s >= limit:
         problem = f"no earlier than the start of a job of cluster.timeout_s={cluster.timeout_s}"
-        refuse_combination(config, "cluster.slurm.save_s", problem, f"use at most {limit // 2}")
+        yield "cluster.slurm.save_s", problem, f"use at most {limit // 2}"
 
 
-def check_reserved_memory(config: Config) -> None:
+def check_reserved_memory(config: Config) -> Iterator[Refusal]:
     limit, reserved = config.cluster.device_memory_gib, config.cluster.reserved_gib
     if limit is not None and reserved is not None and reserved >= limit:
         problem = f"leaves nothing of cluster.device_memory_gib={limit:g}"
-        refuse_combination(config, "cluster.reserved_gib", problem, "use less than that")
+        yield "cluster.reserved_gib", problem, "use less than that"
 
 
-def check_named_gpu(config: Config) -> None:
+def check_named_gpu(config: Config) -> Iterator[Refusal]:
     for key in ("gpu", "network"):
         if getattr(config.cluster, key) is not None and config.cluster.kind != "slurm":
             problem = "a plan takes it, and a run on this machine has the GPUs that are here"
-            refuse_combination(config, f"cluster.{key}", problem, "leave it out")
+            yield f"cluster.{key}", problem, "leave it out"
 
 
 RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory)

@@ -2,96 +2,84 @@
 
 from __future__ import annotations
 
-from zeroexp.check.refusal import refuse_combination
+from collections.abc import Iterator
+
+from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_sources import DATA
-from zeroexp.config.families import MODELS, shape_of
-from zeroexp.config.families import vocabulary as words_of
+from zeroexp.config.families import MODELS, shape_of, vocabulary
 from zeroexp.config.keys import Config
 from zeroexp.config.vocabulary import SHIPPED_WORDS
 
 
-def check_task(config: Config) -> None:
+def check_task(config: Config) -> Iterator[Refusal]:
     """Require data that can train the model's task."""
     model, data = config.model, config.data
     tasks, given = MODELS[model.family].tasks, DATA[data.kind].tasks
     if model.task not in tasks:
         problem = f"model.family={model.family} can not be trained for it"
-        remedy = f"use model.task={' or '.join(tasks)}, or another model"
-        refuse_combination(config, "model.task", problem, remedy)
+        yield "model.task", problem, f"use model.task={' or '.join(tasks)}, or another model"
     if tasks == ("regression",) and data.task != "regression":
         problem = f"takes vectors, data={data.name} gives tokens"
-        refuse_combination(config, "model", problem, "use data=vectors, or a language model")
+        yield "model", problem, "use data=vectors, or a language model"
     if data.task not in given:
-        problem = f"data.kind={data.kind} has no such task"
-        refuse_combination(config, "data.task", problem, f"use {' or '.join(given)}")
+        yield "data.task", f"data.kind={data.kind} has no such task", f"use {' or '.join(given)}"
     if model.task != data.task:
         problem = f"model={model.name} is made for {model.task}"
-        remedy = f"use data.task={model.task} or another model"
-        refuse_combination(config, "data.task", problem, remedy)
+        yield "data.task", problem, f"use data.task={model.task} or another model"
 
 
-def check_labels(config: Config) -> None:
-    task = config.model.task
-    if task == "classification" and config.model.num_labels is None:
-        remedy = "use model.num_labels=5"
-        refuse_combination(config, "model.num_labels", "the head needs it", remedy)
-    if task == "classification" and config.model.num_labels == 1:
-        problem = "of one class the loss is 0, whatever the head says"
-        refuse_combination(config, "model.num_labels", problem, "use 2 or more")
-    named = config.data.labels
-    if named is not None and task == "classification" and len(named) != config.model.num_labels:
-        problem = f"names {len(named)} classes for model.num_labels={config.model.num_labels}"
-        refuse_combination(config, "data.labels", problem, f"set model.num_labels={len(named)}")
+def check_labels(config: Config) -> Iterator[Refusal]:
+    key, num_labels, named = "model.num_labels", config.model.num_labels, config.data.labels
+    if config.model.task != "classification":
+        return
+    if num_labels is None:
+        yield key, "the head needs it", "use model.num_labels=5"
+    if num_labels == 1:
+        yield key, "of one class the loss is 0, whatever the head says", "use 2 or more"
+    if named is not None and len(named) != num_labels:
+        problem = f"names {len(named)} classes for model.num_labels={num_labels}"
+        yield "data.labels", problem, f"set model.num_labels={len(named)}"
 
 
-def check_sequence_length(config: Config) -> None:
-    model = config.model
-    shape = shape_of(model)
+def check_sequence_length(config: Config) -> Iterator[Refusal]:
+    shape = shape_of(config.model)
     for key in ("max_position_embeddings", "n_positions", "max_positions"):
         limit = shape.get(key)
         if isinstance(limit, int) and config.data.seq_len > limit:
-            problem = f"model={model.name} has {limit} positions"
-            refuse_combination(config, "data.seq_len", problem, f"use at most {limit}")
+            problem = f"model={config.model.name} has {limit} positions"
+            yield "data.seq_len", problem, f"use at most {limit}"
 
 
-def check_vocabulary(config: Config) -> None:
-    vocabulary, asked, data = words_of(config.model), config.data.vocab_size, config.data
+def check_vocabulary(config: Config) -> Iterator[Refusal]:
+    key, known, data = "data.vocab_size", vocabulary(config.model), config.data
     tokenizes = DATA[data.kind].tokenizes
-    if asked is not None and tokenizes and asked != SHIPPED_WORDS:
+    if data.vocab_size is not None and tokenizes and data.vocab_size != SHIPPED_WORDS:
         problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
-        refuse_combination(config, "data.vocab_size", problem, f"use {SHIPPED_WORDS}, or null")
-    if data.kind == "synthetic" and data.task == "causal" and vocabulary is None and asked is None:
-        problem, remedy = "the model names no vocabulary", f"set data.vocab_size={SHIPPED_WORDS}"
-        refuse_combination(config, "data.vocab_size", problem, remedy)
-    words = asked or (SHIPPED_WORDS if tokenizes else None)
-    if (
-        words
-        and isinstance(vocabulary, int)
-        and config.model.weights is None
-        and words > vocabulary
-    ):
-        problem = f"model={config.model.name} knows {vocabulary} words of the data's {words}"
-        remedy = "use a model with a larger vocabulary"
-        refuse_combination(config, "data.vocab_size", problem, remedy)
+        yield key, problem, f"use {SHIPPED_WORDS}, or null"
+    words = data.vocab_size or (SHIPPED_WORDS if tokenizes else None)
+    if data.kind == "synthetic" and data.task == "causal" and known is None and words is None:
+        yield key, "the model names no vocabulary", f"set data.vocab_size={SHIPPED_WORDS}"
+    limit = known if config.model.weights is None else None
+    if words and isinstance(limit, int) and words > limit:
+        problem = f"model={config.model.name} knows {known} words of the data's {words}"
+        yield key, problem, "use a model with a larger vocabulary"
 
 
-def check_source(config: Config) -> None:
+def check_source(config: Config) -> Iterator[Refusal]:
     if DATA[config.data.kind].is_table and config.data.path is None:
-        problem, remedy = "names nothing to read", "name a file, a folder or an id on the hub"
-        refuse_combination(config, "data.path", problem, remedy)
+        yield "data.path", "names nothing to read", "name a file, a folder or an id on the hub"
 
 
-def check_validation(config: Config) -> None:
+def check_validation(config: Config) -> Iterator[Refusal]:
     """Require something to validate on where validations are asked for, and another split than the training's."""
     data = config.data
     if data.validation_split is not None and data.validation_split == (data.split or "train"):
-        problem, remedy = "is what is trained on", "use another split, or data.validation_samples"
-        refuse_combination(config, "data.validation_split", problem, remedy)
+        remedy = "use another split, or data.validation_samples"
+        yield "data.validation_split", "is what is trained on", remedy
     nothing = data.validation_split is None and data.validation_samples is None
     if config.train.validate_every is not None and nothing:
-        problem = "there is nothing to validate on"
         remedy = "set data.validation_samples=64, or data.validation_split for data=hf"
-        refuse_combination(config, "train.validate_every", problem, remedy)
+        yield "train.validate_every", "there is nothing to validate on", remedy
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""Rules about one key at a time. Breaking one is a ConfigError.
+"""Rules about one key at a time. Breaking one ends a sweep.
 
 Words and bounds stand beside the keys themselves, in config/keys.py.
 """
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from zeroexp.check.refusal import refuse_key, value_of
+from zeroexp.check.refusal import Refusal, as_typed, value_of
 from zeroexp.config.did_you_mean import suggest_nearest, suggest_word
-from zeroexp.config.keys import AUTO, KEYS, Config, ConfigError
+from zeroexp.config.keys import AUTO, KEYS, Config
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.process.ports import parse_port_range
-from zeroexp.registry import RegistryError
 
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
@@ -39,18 +38,18 @@ SLURM_FEATURES = re.compile(r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}")  # man sbatch
 SBATCH_OPTION = re.compile(r"[a-zA-Z][\w-]*")
 
 
-def check_all_given(config: Config) -> None:
+def check_all_given(config: Config) -> Iterator[Refusal]:
     """Require that no value is missing and no number is nan or infinite, because comparisons would accept those.
 
     A published model may hold any: Mamba's time steps have infinity as their limit.
     """
     for key, value in _values(asdict(config)):
         if value == "???":
-            refuse_key(key, value, "no value", "give it one")
+            yield key, "no value", "give it one"
         published = key.startswith("model.published.")
         if isinstance(value, float) and not math.isfinite(value) and not published:
             remedy = "use a finite one, or null where that is allowed"
-            refuse_key(key, value, "no finite number", remedy)
+            yield f"{key}={value}", "no finite number", remedy
 
 
 def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
@@ -64,27 +63,28 @@ def _values(tree: Any, parent: str = "") -> Iterator[tuple[str, Any]]:
         yield parent, tree
 
 
-def check_names(config: Config) -> None:
+def check_names(config: Config) -> Iterator[Refusal]:
     """Require valid names for folders and for objects in MLflow."""
     groups = ("model", "data", "strategy", "cluster", "precision", "optimizer", "tracking", "study")
     for key in (*(f"{group}.name" for group in groups), "tracking.experiment"):
         if (value := value_of(config, key)) is not None and not NAME.fullmatch(value):
             remedy = "use letters, digits, spaces and . _ + -, at most 100 in all"
-            refuse_key(key, value if len(value) <= 100 else f"{value[:20]}...", "no name", remedy)
+            shown = value if len(value) <= 100 else f"{value[:20]}..."
+            yield f"{key}={shown}", "no name", remedy
     if not config.outputs:
-        refuse_key("outputs", "", "no folder", "use outputs=outputs")
+        yield "outputs", "no folder", "use outputs=outputs"
     if config.outputs.startswith("~") or "$" in config.outputs:
         problem = "would be a folder of that name here: no shell has replaced its ~ or $"
-        refuse_key("outputs", config.outputs, problem, "use outputs=$HOME/...")
+        yield f"outputs={config.outputs}", problem, "use outputs=$HOME/..."
 
 
-def check_lists_of_words(config: Config) -> None:
+def check_lists_of_words(config: Config) -> Iterator[Refusal]:
     """Require plain lists, since OmegaConf takes a list in a list for a word."""
     for key, item in KEYS.items():
         if str(item.type).startswith(("list[str]", "list[Any]")):
             value = value_of(config, key)
             if any(each is None or isinstance(each, list | dict) for each in value or ()):
-                refuse_key(key, value, "no list of words", "use one such as [a,b]")
+                yield f"{key}={value}", "no list of words", "use one such as [a,b]"
 
 
 def words_of_keys() -> dict[str, list[str]]:
@@ -103,77 +103,71 @@ def words_of_keys() -> dict[str, list[str]]:
     }
 
 
-def check_words(config: Config) -> None:
+def check_words(config: Config) -> Iterator[Refusal]:
     words_of = words_of_keys()
     # The dtypes of a strategy follow those of the precision, which the user wrote.
     for key in sorted(words_of, key=lambda key: key.startswith("strategy.")):
         value, words = value_of(config, key), words_of[key]
         if value not in words and (value is not None or KEYS[key].default is not None):
-            remedy = suggest_word(key, value, words) or suggest_nearest(value, words)
-            refuse_key(key, value, "unknown word", remedy)
-    try:
-        for key, registries in REGISTRIES.items():
-            for registry in registries:
-                registry.get(value_of(config, key))
-    except RegistryError as error:
-        raise ConfigError(str(error)) from error
+            yield key, "unknown word", suggest_word(key, value, words)
+    for key, registries in REGISTRIES.items():
+        for registry in registries:
+            registry.get(value_of(config, key))
 
 
-def check_bounds(config: Config) -> None:
+def check_bounds(config: Config) -> Iterator[Refusal]:
     for key, item in KEYS.items():
         value, bounds = value_of(config, key), item.metadata
         if value is None:
             continue
         if (least := bounds.get("least")) is not None and value < least:
-            refuse_key(key, value, "too small", f"use at least {least}")
+            yield key, "too small", f"use at least {least}"
         if (above := bounds.get("above")) is not None and value <= above:
-            refuse_key(key, value, "too small", f"use more than {above}")
+            yield key, "too small", f"use more than {above}"
         if (most := bounds.get("most")) is not None and value > most:
-            refuse_key(key, value, "too large", f"use at most {most}")
+            yield key, "too large", f"use at most {most}"
 
 
-def check_shapes(config: Config) -> None:
+def check_shapes(config: Config) -> Iterator[Refusal]:
     for name in ("hf_config", "mlp", "moe", "settings"):
         for key, value in _values(getattr(config.model, name), f"model.{name}"):
             most: int = MOST_OF_SHAPE.get(key.rpartition(".")[2], MOST_OF_ANY)
             if isinstance(value, int) and not -most <= value <= most:
-                refuse_key(key, value, "too large", f"use at most {most}")
+                yield f"{key}={value}", "too large", f"use at most {most}"
     depth, experts = config.model.moe.get("depth"), config.model.moe.get("num_experts")
     if isinstance(depth, int) and isinstance(experts, int) and depth * experts > MOST_MODULES:
-        problem, remedy = f"too many with model.moe.depth={depth}", MOST_MODULES // depth
-        refuse_key("model.moe.num_experts", experts, problem, f"use at most {remedy}")
+        problem = f"too many with model.moe.depth={depth}"
+        yield "model.moe.num_experts", problem, f"use at most {MOST_MODULES // depth}"
 
 
-def check_betas(config: Config) -> None:
+def check_betas(config: Config) -> Iterator[Refusal]:
     values = config.optimizer.betas
     if len(values) != 2 or not all(0 <= beta < 1 for beta in values):
-        refuse_key("optimizer.betas", values, "not two numbers in [0, 1)", "use [0.9, 0.95]")
+        yield "optimizer.betas", "not two numbers in [0, 1)", "use [0.9, 0.95]"
 
 
-def check_world_sizes(config: Config) -> None:
-    if not config.cluster.world_sizes:
-        refuse_key("cluster.world_sizes", "[]", "empty", "use [1, 2]")
-    for key in ("world_size", "cluster.world_sizes"):
-        value = value_of(config, key)
-        for size in value if key == "cluster.world_sizes" else [value]:
-            if type(size) is not int or size < 1:
-                remedy = "use 1 or more (world_size also: all)"
-                refuse_key(key, size, "not a number of ranks", remedy)
-            if size > MOST_RANKS:
-                refuse_key(key, size, "too large", f"use at most {MOST_RANKS}")
+def check_world_sizes(config: Config) -> Iterator[Refusal]:
+    sizes = config.cluster.world_sizes
+    if not sizes:
+        yield "cluster.world_sizes", "empty", "use [1, 2]"
+    named = [("world_size", config.world_size), *(("cluster.world_sizes", size) for size in sizes)]
+    for key, size in named:
+        if type(size) is not int or size < 1:
+            remedy = "use 1 or more (world_size also: all)"
+            yield f"{key}={size}", "not a number of ranks", remedy
+        if size > MOST_RANKS:
+            yield f"{key}={size}", "too large", f"use at most {MOST_RANKS}"
 
 
-def check_bucket(config: Config) -> None:
-    size = config.strategy.bucket_mb
-    if size in (None, AUTO):
-        return
-    least, most = BUCKET_MB
-    if isinstance(size, bool) or not isinstance(size, int | float) or not least <= size <= most:
+def check_bucket(config: Config) -> Iterator[Refusal]:
+    size, (least, most) = config.strategy.bucket_mb, BUCKET_MB
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if size not in (None, AUTO) and not (is_number and least <= size <= most):
         remedy = f"use {least} to {most}, auto (measured once per cluster), or null"
-        refuse_key("strategy.bucket_mb", size, "not a size in MiB", remedy)
+        yield "strategy.bucket_mb", "not a size in MiB", remedy
 
 
-def check_watched_steps(config: Config) -> None:
+def check_watched_steps(config: Config) -> Iterator[Refusal]:
     """Require that steps and ranks to watch exist."""
     num_steps = config.train.warmup_steps + config.train.steps
     counts = {f"train.{key}": (num_steps, "step") for key in WATCHED}
@@ -182,51 +176,54 @@ def check_watched_steps(config: Config) -> None:
     for key, (count, what) in counts.items():
         for each in value_of(config, key):
             if type(each) is not int or not 0 <= each < count:
-                remedy = f"use numbers from 0 to {count - 1}"
-                refuse_key(key, each, f"no {what} of this run", remedy)
+                yield (
+                    f"{key}={each}",
+                    f"no {what} of this run",
+                    f"use numbers from 0 to {count - 1}",
+                )
 
 
-def check_range_of_ports(config: Config) -> None:
-    if (ports := config.cluster.slurm.ports) is None:
-        return
+def check_range_of_ports(config: Config) -> Iterator[Refusal]:
     try:
-        parse_port_range(ports)
+        parse_port_range(config.cluster.slurm.ports or "1-65535")
     except ValueError:
         remedy = "use two of 1 to 65535, as 60001-63000"
-        refuse_key("cluster.slurm.ports", ports, "no range of ports", remedy)
+        yield "cluster.slurm.ports", "no range of ports", remedy
 
 
-def check_slurm_names(config: Config) -> None:
+def check_slurm_names(config: Config) -> Iterator[Refusal]:
     """Require names that Slurm could have: it would refuse others after the submission, or read another word."""
     for name in ("partition", "account", "qos", "constraint"):
         key = f"cluster.slurm.{name}"
         pattern = SLURM_FEATURES if name == "constraint" else SLURM_NAME
         if (value := value_of(config, key)) is not None and not pattern.fullmatch(value):
-            refuse_key(key, value[:100], "no name that Slurm could have", "use the site's, or null")
+            problem = "no name that Slurm could have"
+            yield f"{key}={value[:100]}", problem, "use the site's, or null"
 
 
-def check_sbatch_options(config: Config) -> None:
+def check_sbatch_options(config: Config) -> Iterator[Refusal]:
     for name, value in config.cluster.slurm.sbatch.items():
         key = f"cluster.slurm.sbatch.{name}"
         if not SBATCH_OPTION.fullmatch(str(name)) or isinstance(value, dict | list):
             remedy = "use +cluster.slurm.sbatch.reservation=mine"
-            refuse_key(key, value, "no option of sbatch with one value", remedy)
+            yield f"{key}={as_typed(value)}", "no option of sbatch with one value", remedy
         if "\n" in str(value):
-            refuse_key(key, repr(value), "more than one line", "use one line")
+            yield f"{key}={value!r}", "more than one line", "use one line"
 
 
-def check_study(config: Config) -> None:
+def check_study(config: Config) -> Iterator[Refusal]:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
-    for row in config.study.include:
-        for key in row:
-            value_of(config, key)
+    for key in (key for row in config.study.include for key in row):
+        value_of(config, key)
     for word in config.study.must_equal:
         group = word.partition(".")[0]
-        if group not in RUN_FACTS and not hasattr(config, group):
-            remedy = suggest_nearest(word, [*RUN_FACTS, *(field.name for field in fields(config))])
-            refuse_key("study.must_equal", word, "no key and no fact of a run", remedy)
-        if group not in RUN_FACTS:
-            value_of(config, word)
+        if group in RUN_FACTS:
+            continue
+        if not hasattr(config, group):
+            names = [*RUN_FACTS, *(field.name for field in fields(config))]
+            problem = "no key and no fact of a run"
+            yield f"study.must_equal={word}", problem, suggest_nearest(word, names)
+        value_of(config, word)
 
 
 RULES = (

@@ -49,6 +49,19 @@ def points_of(
     return [_point(overrides, one, check) for one in _world_sizes(config) if _in_study(one)]
 
 
+def require_points(points: Sequence[Point], study: str | None) -> None:
+    """Raise ConfigError if the study has left out every point."""
+    if not points:
+        remedy = "leave what it compares to the study, or extend study.include"
+        raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+
+
+def require_defined(points: Sequence[Point]) -> None:
+    """Raise ConfigError, the reason of the first, if every point is skipped."""
+    if all(point.refusal for point in points):
+        raise ConfigError(points[0].refusal)
+
+
 def _world_sizes(config: Config) -> Iterator[Config]:
     if config.world_size != "all" or not config.cluster.world_sizes:
         yield config

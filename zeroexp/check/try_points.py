@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from zeroexp.check.try_data import check_data
 from zeroexp.check.try_model import check_model
-from zeroexp.check.try_strategy import check_strategy
-from zeroexp.config import plugins
-from zeroexp.config.keys import Config, UndefinedCombination
+from zeroexp.check.try_strategy import refused_strategy
+from zeroexp.config.keys import Config
 
 
 def try_points(configs: Sequence[Config]) -> list[str | None]:
@@ -19,10 +18,4 @@ def try_points(configs: Sequence[Config]) -> list[str | None]:
 def _try_point(config: Config) -> str | None:
     check_model(config)
     check_data(config)
-    if not plugins.has_code_of_others(config):
-        return None
-    try:
-        check_strategy(config)
-    except UndefinedCombination as error:
-        return str(error)
-    return None
+    return refused_strategy(config)

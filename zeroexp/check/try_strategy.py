@@ -13,6 +13,15 @@ from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.sharding.grouping import group_parameters, specs_of
 
 
+def refused_strategy(config: Config) -> str | None:
+    """Return why a sweep skips the point, or None. Raises ConfigError for code of others that is wrong by itself."""
+    try:
+        check_strategy(config)
+    except UndefinedCombination as error:
+        return str(error)
+    return None
+
+
 def check_strategy(config: Config) -> None:
     """Raise ConfigError for code of others that returns the wrong thing.
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from zeroexp.check.refusal import refuse_combination, value_of
+from zeroexp.check.refusal import Refusal, value_of
 from zeroexp.config import plugins
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.keys import ENGINE_SETTINGS, KEYS, Config, SlurmConfig, default_of
+from zeroexp.config.keys import (
+    ENGINE_SETTINGS,
+    KEYS,
+    TORCH_DDP,
+    Config,
+    SlurmConfig,
+    default_of,
+)
 from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.cut.layout import LAYOUTS
 
@@ -24,14 +31,15 @@ OF_SLURM = (
 Idle = tuple[str, str, str | None]
 
 
-def check_effects(config: Config) -> None:
+def check_effects(config: Config) -> Iterator[Refusal]:
     for rows in (_of_model_and_data, _of_native_engines, _of_our_engine, _of_a_run):
         for key, why, remedy in rows(config):
             if value_of(config, key) == default_of(KEYS[key]):
                 continue
             if remedy is None:
-                refuse_combination(config, key, f"no effect, {why}", "leave it null")
-            refuse_combination(config, key, f"no effect with {why}", f"{remedy}, or leave it out")
+                yield key, f"no effect, {why}", "leave it null"
+            else:
+                yield key, f"no effect with {why}", f"{remedy}, or leave it out"
 
 
 def _of_model_and_data(config: Config) -> Iterator[Idle]:
@@ -58,7 +66,7 @@ def _of_model_and_data(config: Config) -> Iterator[Idle]:
 def _of_native_engines(config: Config) -> Iterator[Idle]:
     strategy, name = config.strategy, config.strategy.implementation
     keys = ENGINES[name].keys if name in ENGINES else ()
-    is_torch, is_ddp = name == "torch", strategy.name in ("ddp", "zero1")
+    is_torch, is_ddp = name == "torch", strategy.name in TORCH_DDP
     if "gradient_as_bucket_view" not in keys or (is_torch and not is_ddp):
         why = "only torch's DistributedDataParallel has it (ddp, zero1)"
         yield "strategy.gradient_as_bucket_view", why, None
@@ -117,7 +125,7 @@ def _of_a_run(config: Config) -> Iterator[Idle]:
             yield f"cluster.{key}", "ranks run on this machine", "use cluster=slurm"
 
 
-def check_model_shape(config: Config) -> None:
+def check_model_shape(config: Config) -> Iterator[Refusal]:
     """Allow keys of a model's shape only where its family reads them."""
     family = config.model.family
     read = MODELS[family].shape
@@ -125,13 +133,7 @@ def check_model_shape(config: Config) -> None:
         if name != read and (given := getattr(config.model, name)):
             problem = f"no effect, model.family={family} reads model.{read}"
             remedy = f"set model.{read}.*, or choose another model"
-            refuse_combination(config, f"model.{name}.{next(iter(given))}", problem, remedy)
+            yield f"model.{name}.{next(iter(given))}", problem, remedy
 
 
-def check_settings_of_plugins(config: Config) -> None:
-    """Allow settings of a plugin's word only with that word."""
-    for key, problem, remedy in plugins.unknown_settings(config):
-        refuse_combination(config, key, problem, remedy)
-
-
-RULES = (check_settings_of_plugins, check_model_shape, check_effects)
+RULES = (plugins.check_settings, check_model_shape, check_effects)

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.check.readable import check_inputs
-from zeroexp.check.sweep_points import Composed, Point, points_of
+from zeroexp.check.sweep_points import (
+    Composed,
+    Point,
+    points_of,
+    require_defined,
+    require_points,
+)
 from zeroexp.checkpoint.folders import pin
 from zeroexp.cluster.environment import describe_environment
 from zeroexp.cluster.fits_memory import plan_slurm_points
@@ -168,9 +174,7 @@ class Sweep:
 
     def _refuse(self, points: Sequence[Point], study: str | None) -> None:
         """Check the sweep as a whole; `zeroexp.check` has checked each point by itself."""
-        if not points:
-            remedy = "leave what it compares to the study, or extend study.include"
-            raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+        require_points(points, study)
         self._refuse_all_skipped(points)
         for outputs in {point.config.outputs for point in points}:
             require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
@@ -204,8 +208,8 @@ class Sweep:
         return try_points(configs)
 
     def _refuse_all_skipped(self, points: Sequence[Point]) -> None:
-        if not self._jobs and all(point.refusal for point in points):
-            raise ConfigError(points[0].refusal)
+        if not self._jobs:
+            require_defined(points)
 
     def _admit(self, point: Point, repeat: int) -> Job:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""

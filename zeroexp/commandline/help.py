@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from zeroexp.check.rules_of_one_key import words_of_keys
 from zeroexp.config import keys as schemas
 from zeroexp.config import plugins
-from zeroexp.config.did_you_mean import did_you_mean
+from zeroexp.config.did_you_mean import suggest_key
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
 
 SCREEN = """\
@@ -57,8 +57,8 @@ def about(key: str, conf: Path) -> str:
         lines = [f"  a setting of {word}; default: {value}" for word, value in owners]
         return "\n".join([key, *lines])
     if key not in KEYS:
-        near = did_you_mean(key, [*KEYS, *_groups(conf)], most=3)
-        raise ConfigError(f"--help {key}: no such key; {near or '`--cfg job` shows them all'}")
+        remedy = suggest_key(key, [*KEYS, *_groups(conf)])
+        raise ConfigError(f"--help {key}: no such key; {remedy}")
     default, bounds = default_of(KEYS[key]), KEYS[key].metadata
     lines = [f"{key}: {KEYS[key].type}", *_comment(key)]
     if words := words_of_keys().get(key):

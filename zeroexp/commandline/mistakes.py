@@ -8,18 +8,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.config.did_you_mean import (
-    did_you_mean,
-    suggest_key,
-    suggest_nearest,
-    suggest_word,
-)
+from zeroexp.config.did_you_mean import suggest_key, suggest_word
 from zeroexp.config.keys import ConfigError, fields_of
 from zeroexp.config.plugins import WITH_SETTINGS, names_added_to
 from zeroexp.process.reachable import without_password
-from zeroexp.registry import RegistryError
 
-MISTAKES = (ConfigError, RegistryError, HydraException, OmegaConfBaseException, YAMLError)
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Other projects define the keys below these, so a user may add keys that our schema does not know.
 FREE = ("model.hf_config.", "model.mlp.", "model.moe.", "cluster.slurm.sbatch.")
@@ -57,7 +51,7 @@ def _explain(error: Exception) -> str:
         return f"{error.override}: {reason}; write key=value, lists as key=[1,2]"
     text = str(error)
     # Our own text must not be parsed as Hydra's.
-    if isinstance(error, (ConfigError, RegistryError)):
+    if isinstance(error, ConfigError):
         return text
     if match := re.search(r"use \+(\S+?)=(.*)", text):
         return _unknown_key(match[1], match[2])
@@ -70,8 +64,7 @@ def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = [name for name in error.options or () if not name.startswith("_")]
     options += [name for name in names_added_to(group) if name not in options]
-    remedy = suggest_word(group, option, options) or suggest_nearest(option, options)
-    return f"{group}={option}: unknown option; {remedy}"
+    return f"{group}={option}: unknown option; {suggest_word(group, option, options)}"
 
 
 def _unknown_key(key: str, value: str) -> str:
@@ -79,11 +72,7 @@ def _unknown_key(key: str, value: str) -> str:
         # Two pluses work beside a word that has it and one that lacks it.
         plus = "++" if ".settings." in key else "+"
         return f"{key}={value}: not there so far; use {plus}{key}={value} to add it"
-    if remedy := suggest_key(key):
-        return f"{key}={value}: unknown key; {remedy}"
-    near = did_you_mean(key, (name for name, _ in fields_of()), most=3)
-    remedy = " ".join(filter(None, (near, "`zeroexp --cfg job` shows them all")))
-    return f"{key}={value}: unknown key; {remedy}"
+    return f"{key}={value}: unknown key; {suggest_key(key, (name for name, _ in fields_of()))}"
 
 
 def _wrong_value(key: str, text: str, cause: BaseException) -> str:

@@ -105,17 +105,20 @@ def suggest_nearest(given: object, names: Iterable[str]) -> str:
     return f"{did_you_mean(given, names)} use one of {', '.join(names)}".lstrip()
 
 
-def suggest_word(key: str, word: object, options: Iterable[str]) -> str | None:
-    """Return what to use for this value of a key; None if it is unknown everywhere."""
-    plain = _plain(str(word))
+def suggest_word(key: str, word: object, options: Iterable[str]) -> str:
+    """Return what to use for this value of a key: ours for a word of another project, else the nearest."""
+    plain, options = _plain(str(word)), list(options)
     for option in options:
         if _plain(option) == plain:
             return f"use {option}"
-    return WORDS.get((key.removesuffix(".name"), plain))
+    return WORDS.get((key.removesuffix(".name"), plain)) or suggest_nearest(word, options)
 
 
-def suggest_key(key: str) -> str | None:
-    return KEYS.get(_plain(key.rpartition(".")[2]))
+def suggest_key(key: str, names: Iterable[str]) -> str:
+    """Return what to use for a key that does not exist: ours for one of another project, else the nearest."""
+    if remedy := KEYS.get(_plain(key.rpartition(".")[2])):
+        return remedy
+    return f"{did_you_mean(key, names, most=3)} `zeroexp --cfg job` shows them all".lstrip()
 
 
 def _plain(word: str) -> str:

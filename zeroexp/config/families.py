@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.config.keys import ModelConfig
 from zeroexp.registry import Later, Registry
 
 if TYPE_CHECKING:
@@ -78,16 +78,9 @@ MODELS = Registry(
 )
 
 
-def family_of(model: ModelConfig) -> ModelFamily:
-    """Return the family that the config names. Raises ConfigError if there is none of that name."""
-    if model.family not in MODELS:
-        raise ConfigError(f"model.family={model.family}: use {', '.join(MODELS)}")
-    return MODELS[model.family]
-
-
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of the model's shape: the published ones, and over them what the run sets."""
-    return {**model.published, **getattr(model, family_of(model).shape)}
+    return {**model.published, **getattr(model, MODELS[model.family].shape)}
 
 
 def vocabulary(model: ModelConfig) -> int | None:

@@ -14,6 +14,9 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
+from zeroexp.config.did_you_mean import suggest_nearest
+from zeroexp.config.errors import ConfigError, DamagedFile
+from zeroexp.config.errors import UndefinedCombination as UndefinedCombination
 from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Placement, reduce_each
@@ -23,26 +26,14 @@ Schema = TypeVar("Schema")
 AUTO = "auto"
 
 
-class ConfigError(ValueError):
-    """A user's mistake. Its one line names key, value and remedy, and the user sees no traceback."""
-
-
-class DamagedFile(ConfigError):
-    """A file of a run that no writer of ours left so: a power cut leaves empty files, and zeros in others."""
-
-    def __init__(self, path: Path, what: str, remedy: str = "restore or remove it") -> None:
-        super().__init__(f"{path}: damaged, as by a power cut ({what}); {remedy}")
-        self.line = f"{path}: damaged, as by a power cut ({what})"
-
-
-class UndefinedCombination(ConfigError):
-    """A point whose values are each valid but mean nothing together; a sweep skips it."""
-
-
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 DTYPES = ("float32", "bfloat16")
 TASKS = ("causal", "classification", "regression")
+TORCH_DDP = (
+    "ddp",
+    "zero1",
+)  # torch builds these on DistributedDataParallel, and all others on FSDP2
 
 
 def word(*words: str) -> Any:
@@ -94,11 +85,6 @@ class ModelConfig:
     blocks: list[str] | None = None  # lists of modules, or modules, that move together; None: found
     published: dict[str, Any] = field(default_factory=dict[str, Any])  # config.json of `path`
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's family
-
-
-def hf_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of transformers' config: the published ones, and over them what the run sets."""
-    return {**model.published, **model.hf_config}
 
 
 @dataclass
@@ -348,7 +334,7 @@ def resolve(config: Config) -> Config:
         for key, default in _engine_defaults(strategy).items():
             if getattr(strategy, key) is None:
                 setattr(strategy, key, default)
-    on_ddp = strategy.implementation == "torch" and strategy.name in ("ddp", "zero1")
+    on_ddp = strategy.implementation == "torch" and strategy.name in TORCH_DDP
     if on_ddp and strategy.gradient_as_bucket_view is None:
         strategy.gradient_as_bucket_view = True
     return config
@@ -421,10 +407,10 @@ def read_whole(path: Path) -> str:
 def from_mapping(schema: type[Schema], values: Mapping[str, Any], parent: str = "") -> Schema:
     """Turn plain nested mappings into dataclasses. Keys are checked; the writer guarantees the types of values."""
     hints = get_type_hints(schema)
-    names = {item.name for item in fields(schema)}  # pyright: ignore[reportArgumentType]
-    if unknown := sorted(set(values) - names):
-        key, words = unknown[0], ", ".join(sorted(names))
-        raise ConfigError(f"{parent}{key}={values[key]}: unknown key; use one of {words}")
+    names = sorted(item.name for item in fields(schema))  # pyright: ignore[reportArgumentType]
+    for key in sorted(values.keys() - names):
+        remedy = suggest_nearest(key, names)
+        raise ConfigError(f"{parent}{key}={values[key]}: unknown key; {remedy}")
     arguments = dict(values)
     for key, value in values.items():
         if is_dataclass(hints[key]):

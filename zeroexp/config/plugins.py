@@ -62,10 +62,10 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
         MODULES_OF_OTHERS.add(name)
         try:
             _refuse_namesake(importlib.import_module(name), folder)
-        except ConfigError:
-            raise
         except RegistryError as error:
             raise ConfigError(f"plugins=[{name}]: {error}") from error
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"plugins=[{name}]: {_describe_failure(name, error, folder)}"
@@ -157,8 +157,8 @@ def with_settings(config: Config) -> Config:
     return replace(config, **changed)
 
 
-def unknown_settings(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, problem, remedy) of every setting that its word does not have."""
+def check_settings(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, problem, remedy) of every setting that its word does not have: a rule of `zeroexp.check`."""
     for group, key in WITH_SETTINGS.items():
         section = getattr(config, group)
         word = getattr(section, key)
@@ -173,10 +173,7 @@ def unknown_settings(config: Config) -> Iterator[tuple[str, str, str]]:
 def _settings_of(key: str, word: str) -> Mapping[str, Any]:
     for registry in REGISTRIES[key]:
         if word in registry:
-            try:
-                return getattr(registry[word], "settings", {})
-            except RegistryError as error:
-                raise ConfigError(str(error)) from error
+            return getattr(registry[word], "settings", {})
     return {}
 
 
@@ -190,16 +187,6 @@ def settings_of_others() -> Iterator[tuple[str, str, Any]]:
                 settings = _settings_of(f"{group}.{key}", word)
             for name, default in settings.items():
                 yield f"{group}.settings.{name}", f"{group}.{key}={word}", default
-
-
-def has_code_of_others(config: Config) -> bool:
-    """Tell whether a word of the config is neither ours nor unknown."""
-    for key, registries in REGISTRIES.items():
-        section, name = key.split(".")
-        word = getattr(getattr(config, section), name)
-        if any(word in registry and word not in registry.own for registry in registries):
-            return True
-    return False
 
 
 def names_added_to(group: str) -> list[str]:

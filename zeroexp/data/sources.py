@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig, hf_keys
+from zeroexp.config.families import shape_of
+from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.config.paths import cache_root, data_files, is_hub_id
 from zeroexp.config.vocabulary import SHIPPED_WORDS
 
@@ -46,10 +47,10 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
 
     `data.vocab_size=2048` selects the shipped one for any weights. Raises ConfigError.
     """
-    padding = hf_keys(model).get("pad_token_id") or 0
+    padding = shape_of(model).get("pad_token_id") or 0
     if config.vocab_size is None and model.weights is not None:
         choice = _tokenizer_of_weights(model.weights, padding)
-        if config.task == "classification" and hf_keys(model).get("pad_token_id") is None:
+        if config.task == "classification" and shape_of(model).get("pad_token_id") is None:
             _refuse_a_word_as_padding(choice)
         return choice
     if config.vocab_size not in (None, SHIPPED_WORDS):

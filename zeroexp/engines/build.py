@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.keys import AUTO, Config, ConfigError, StrategyConfig, resolve
+from zeroexp.config.keys import AUTO, TORCH_DDP, Config, ConfigError, StrategyConfig, resolve
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
@@ -45,7 +45,7 @@ def build_torch_strategy(
     config: Config, model: BuiltModel, world: World, common: dict[str, Any]
 ) -> Strategy:
     """Build DistributedDataParallel, with ZeroRedundancyOptimizer for zero1, or FSDP2."""
-    make = _ddp if config.strategy.name in ("ddp", "zero1") else _fsdp2
+    make = _ddp if config.strategy.name in TORCH_DDP else _fsdp2
     return make(config, model, world, common)
 
 

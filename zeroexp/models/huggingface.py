@@ -22,8 +22,8 @@ from transformers.integrations import moe
 from transformers.utils import logging
 
 from zeroexp.config.did_you_mean import did_you_mean
-from zeroexp.config.families import MODELS, vocabulary
-from zeroexp.config.keys import ConfigError, ModelConfig, hf_keys
+from zeroexp.config.families import MODELS, shape_of, vocabulary
+from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values
 from zeroexp.models import find_weights, huggingface_weights_check
 from zeroexp.models.deferred import Drawn
@@ -85,10 +85,10 @@ def architecture(config: ModelConfig) -> str:
     """Return what transformers calls the model: its `model_type`."""
     if config.family != "hf":
         return config.family
-    if "model_type" not in hf_keys(config):
+    if "model_type" not in shape_of(config):
         remedy = "set it to a folder with config.json, or to a hub id"
         raise ConfigError(f"model.path=null: model={config.name} needs a model; {remedy}")
-    return str(hf_keys(config)["model_type"])
+    return str(shape_of(config)["model_type"])
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _shape(config: ModelConfig, vocab_size: int | None) -> PreTrainedConfig:
         remedy = did_you_mean(kind, CONFIG_MAPPING) or "use one that it has"
         raise ConfigError(f"model_type={kind}: transformers has no such architecture; {remedy}")
     check_keys(config, kind)
-    keys = {key: value for key, value in hf_keys(config).items() if key not in OURS}
+    keys = {key: value for key, value in shape_of(config).items() if key not in OURS}
     if "num_hidden_layers" in config.hf_config and "layer_types" not in config.hf_config:
         keys.pop("layer_types", None)  # the published list is of the published length
     if vocab_size is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zeroexp.config.families import MODELS, family_of, vocabulary
+from zeroexp.config.families import MODELS, vocabulary
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values, fill_in
 from zeroexp.models.blocks import chosen_blocks, find_blocks
@@ -126,7 +126,8 @@ def allow_fake_tensors(config: ModelConfig) -> Iterator[None]:
 
 
 def _build(config: ModelConfig, vocab_size: int | None) -> BuiltModel:
-    module, named = family_of(config).build(config, vocab_size), MODELS[config.family].blocks
+    family = MODELS[config.family]
+    module, named = family.build(config, vocab_size), family.blocks
     chosen = config.blocks if named is None else [named]
     blocks = find_blocks(module) if chosen is None else chosen_blocks(module, chosen)
     return BuiltModel(module, blocks)

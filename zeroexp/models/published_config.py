@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zeroexp.config.keys import Config, ConfigError, ModelConfig, hf_keys
+from zeroexp.config.families import shape_of
+from zeroexp.config.keys import Config, ConfigError, ModelConfig
 
 FAMILY = "hf"
 INITS = (None, "weights", "random")
@@ -34,7 +35,7 @@ def _with_padding(model: ModelConfig) -> ModelConfig:
 
     A head would take such a word at the end of a text for padding, and read the token before it.
     """
-    keys = hf_keys(model)
+    keys = shape_of(model)
     if model.task != "classification" or _is_word(keys.get("pad_token_id")):
         return model
     end = keys.get("eos_token_id")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from zeroexp.config.did_you_mean import suggest_nearest
 from zeroexp.config.keys import ConfigError
 
 Shape = TypeVar("Shape")
@@ -15,7 +16,7 @@ def whole_numbers(shape: type[Shape], given: dict[str, Any], key: str) -> Shape:
     names = [field.name for field in fields(shape)]  # pyright: ignore[reportArgumentType]
     for word in given:
         if word not in names:
-            raise ConfigError(f"{key}.{word}: no such key; use {', '.join(names)}")
+            raise ConfigError(f"{key}.{word}: no such key; {suggest_nearest(word, names)}")
     for word in names:
         if word not in given:
             raise ConfigError(f"{key}.{word} is missing: set it, for example {key}.{word}=64")

@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 from typing import NamedTuple
 
-from zeroexp.config.keys import ENGINE_SETTINGS, Config, PrecisionConfig, resolve
+from zeroexp.config.keys import ENGINE_SETTINGS, TORCH_DDP, Config, PrecisionConfig, resolve
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Placement
 from zeroexp.models.module import BuiltModel
 
-OF_TORCHS_DDP = ("ddp", "zero1")
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
 PRECISIONS = {
     "fp32": ("float32", "float32", "float32"),
@@ -43,7 +42,7 @@ def with_stage(config: Config, stage: str) -> Config:
         strategy.owners = None
     if row.gradients is Placement.PARTIAL and strategy.reduce_each == "microbatch":
         strategy.reduce_each = None
-    if stage not in OF_TORCHS_DDP:
+    if stage not in TORCH_DDP:
         strategy.gradient_as_bucket_view = None
     elif strategy.implementation == "torch":
         strategy.unit = None

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config.engines import ENGINES
-from zeroexp.config.keys import AUTO, Config, UndefinedCombination, resolve
+from zeroexp.config.keys import AUTO, TORCH_DDP, Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
 from zeroexp.config.vocabulary import words_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
@@ -45,9 +45,7 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
     if name in LAYOUTS:
         return _sharded_form(config, model, transport)
     if name == "torch":
-        return (_ddp_form if config.strategy.name in ("ddp", "zero1") else _fsdp_form)(
-            config, model
-        )
+        return (_ddp_form if config.strategy.name in TORCH_DDP else _fsdp_form)(config, model)
     form = ENGINES[name].form
     if form is None:
         problem = "this engine brings no closed form, so that it can not be planned"

@@ -10,9 +10,15 @@ from typing import Any
 
 from zeroexp.check import check
 from zeroexp.check.rules_batch import num_gpus
-from zeroexp.check.sweep_points import Composed, Point, points_of
+from zeroexp.check.sweep_points import (
+    Composed,
+    Point,
+    points_of,
+    require_defined,
+    require_points,
+)
 from zeroexp.check.try_model import check_model
-from zeroexp.check.try_strategy import check_strategy
+from zeroexp.check.try_strategy import refused_strategy
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.models.module import BuiltModel
 from zeroexp.plan.form_of_config import build_on_meta
@@ -50,18 +56,16 @@ class Plans:
         for words, *_ in batch:
             self.named |= _keys_of(words)
         points = [p for words, values, _ in batch for p in self._points(words, values)]
-        if not points:
-            study = batch[0][1]["study"]["name"]
-            remedy = "leave what it compares to the study, or extend study.include"
-            raise ConfigError(f"study={study}: none of its points is in this sweep; {remedy}")
+        require_points(points, batch[0][1]["study"]["name"])
+        require_defined(points)
         defined = [point.config for point in points if not point.refusal]
-        if not defined:
-            raise ConfigError(str(points[0].refusal))
         for config in defined:
             check_model(replace(config, model=replace(config.model, weights=None)))
-        points = [_tried(point) for point in points]
-        if all(point.refusal for point in points):
-            raise ConfigError(str(points[0].refusal))
+        points = [
+            point if point.refusal else replace(point, refusal=refused_strategy(point.config))
+            for point in points
+        ]
+        require_defined(points)
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
         self.entries += [self._plan(point, auto) for point in points]
         return [None for _ in batch]
@@ -122,13 +126,3 @@ class Plans:
 
 def _keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+").partition("=")[0] for word in words}
-
-
-def _tried(point: Point) -> Point:
-    """Return the point, skipped if code of others can not carry it out."""
-    try:
-        if not point.refusal:
-            check_strategy(point.config)
-    except UndefinedCombination as error:
-        return replace(point, refusal=str(error))
-    return point
