@@ -55,19 +55,19 @@ def check_precision_of_engines(config: Config) -> Iterator[Refusal]:
     name, dtypes = strategy.implementation, {mode.compute, mode.reduce, mode.master}
     if name in ENGINES and not ENGINES[name].mixes_dtypes:
         wrong = mode.autocast or dtypes != {"float32"}
-        reason = f"strategy.implementation={name} computes in fp32 alone", "use precision=fp32"
+        problem, remedy = f"strategy.implementation={name} computes in fp32 alone", "fp32"
     elif name != "torch":
-        wrong = mode.autocast
-        reason = "our engine has no autocast", "use precision=bf16_master, its peer"
+        wrong, problem = mode.autocast, "our engine has no autocast"
+        remedy = "bf16_master, its peer"
     elif not _is_fsdp2(strategy):
         wrong, problem = len(dtypes) > 1, f"torch's {strategy.name} keeps no master weights"
-        reason = problem, "use precision=autocast, its peer"
+        remedy = "autocast, its peer"
     else:
         wrong = mode.autocast or mode.master != "float32"
         problem = f"torch's {strategy.name} (FSDP2) has fp32 shards and casts when it gathers"
-        reason = problem, "use precision=bf16_master or fp32"
+        remedy = "bf16_master or fp32"
     if wrong:
-        yield "precision", *reason
+        yield "precision", problem, f"use precision={remedy}"
 
 
 def check_dtypes_of_engines(config: Config) -> Iterator[Refusal]:
