@@ -82,7 +82,7 @@ def watch(arguments: argparse.Namespace) -> int:
         follow_all(jobs, uploads)
     runs = read_runs(job.folder for job in jobs)
     points = points_of(runs)
-    print_table([point.pooled_summary for point in points])
+    print_table(points)
     if not unfinished(jobs) and any(run.summary for run in runs):
         from zeroexp.report import page  # plotly and scipy take a second to import
 

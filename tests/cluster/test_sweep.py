@@ -235,7 +235,7 @@ def test_a_sweep_ends_with_a_page_of_all_its_points(matrix):
     folder, done = matrix
     assert "Report: outputs/mine/report.html" in done.stdout
     page = (folder / "outputs/mine/report.html").read_text()
-    assert "zero1_allreduce · buffer · ranks 2" in page and "zero3 · torch · ranks 1" in page
+    assert "zero1_allreduce-buffer-n2" in page and "zero3-torch-n1" in page
 
 
 def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_study(tmp_path):
@@ -253,7 +253,7 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     ]
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
-    assert re.search(r"zero3 · buffer +\d\.\d\d \[\d\.\d\d, \d+\.\d\d\]: ", done.stdout)
+    assert re.search(r"zero3-buffer-n1 +\d\.\d\d \[\d\.\d\d, \d+\.\d\d\]: ", done.stdout)
     loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
     assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
 

@@ -1,4 +1,4 @@
-"""`zeroexp report`: which sweep it shows, and what it says where there is none."""
+"""`zeroexp report`: which sweep it shows, what it writes, and what it says where there is nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.report.made import edit, repeats
 from tests.run_folders import write_run
 from zeroexp.report.__main__ import BROKEN, REFUSED, main
 from zeroexp.report.markdown import BEGIN, END
@@ -37,118 +37,91 @@ sys.exit(code)
 LIBRARIES = ("torch", "numpy", "pandas", "matplotlib", "mlflow", "scipy.special", "scipy.stats")
 
 
-@pytest.mark.parametrize(
-    ("num_runs", "needed"),
-    [(1, []), (3, ["numpy", "scipy.special"])],
-    ids=["one run of each point", "three repeats"],
-)
+@pytest.mark.parametrize(("num_runs", "needed"), [(1, []), (3, ["numpy", "scipy.special"])])
 def test_a_page_imports_what_its_folders_need(
     tmp_path: Path, num_runs: int, needed: list[str]
 ) -> None:
-    for strategy, number in product(("ddp", "zero3"), range(num_runs)):
-        folder = write_run(tmp_path / f"sweep/{strategy}-{number}", strategy)
-        summary = json.loads((folder / "summary.json").read_text())
-        summary["step_seconds_median"] *= 1 + 0.01 * number
-        (folder / "summary.json").write_text(json.dumps(summary))
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c", IMPORTED.format(libraries=LIBRARIES)),
-            *(str(tmp_path / "sweep"), "--html", str(tmp_path / "page.html")),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    repeats(tmp_path / "sweep", dict.fromkeys(("ddp", "zero3"), [0.2, 0.202, 0.203][:num_runs]))
+    words = (str(tmp_path / "sweep"), "--html", str(tmp_path / "page.html"))
+    command = [sys.executable, "-c", IMPORTED.format(libraries=LIBRARIES), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stderr == f"{needed}\n"
-    assert "zero3 · buffer" in (tmp_path / "page.html").read_text()
+    assert "zero3" in (tmp_path / "page.html").read_text()
 
 
-def report(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["zeroexp.report", *words])
-    return main()
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """Give words to the command; its exit code, what it printed, and its errors."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["zeroexp.report", *words])
+        code = main()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
 
 
-def test_without_a_folder_the_newest_sweep_is_shown(outputs, monkeypatch, capsys):
-    assert report(monkeypatch) == 0
-    text = capsys.readouterr().out
-    assert "outputs/newer" in text
-    assert "zero3" in text
-    assert "zero2" in text
-    assert "ddp" not in text
-
-
-def test_named_sweeps_are_shown_in_turn(outputs, monkeypatch, capsys):
-    assert report(monkeypatch, "outputs/newer", "outputs/older") == 0
-    text = capsys.readouterr().out
+def test_it_shows_the_newest_sweep_or_those_that_are_named(outputs, report):
+    code, text, _ = report()
+    assert code == 0 and "outputs/newer" in text and "zero2" in text and "ddp" not in text
+    _, text, _ = report("outputs/newer", "outputs/older")
     assert text.index("outputs/newer") < text.index("outputs/older")
+    write_run(outputs / "newest/a", "zero3", "buffer")
+    _, text, _ = report("outputs/newer", "outputs/newest")
+    assert "0 of 1 points moved (after over before):" in text and "only before: newer/b" not in text
+    assert "only before: b" in text
 
 
-def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert report(monkeypatch) == REFUSED
-    assert report(monkeypatch, "elsewhere") == REFUSED
-    said = capsys.readouterr().err
-    assert "zeroexp" in said
-    assert "elsewhere: no run in there" in said
-
-
-def test_the_newest_sweep_goes_into_a_picture_and_a_page(outputs, monkeypatch, capsys):
+def test_it_writes_figures_pages_and_texts(outputs, report):
     page = Path("README.md")
     page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
-    assert report(monkeypatch, "--figure", "memory.svg", "--write", str(page)) == 0
-    assert "zero2 · tensor" in Path("memory.svg").read_text(encoding="utf-8")
-    assert "| zero2 | tensor |" in page.read_text(encoding="utf-8")
-    assert "outputs/newer" in capsys.readouterr().out
+    words = ("--figure", "memory.svg", "--csv", "c.csv", "--html", "page.html")
+    code, text, _ = report("--write", str(page), *words, "--columns", "strategy,total_bytes")
+    assert code == 0 and "outputs/newer" in text
+    assert ">a<" in Path("memory.svg").read_text(encoding="utf-8")
+    assert "| zero2 | tensor | zero2 | 240.0 |" in page.read_text(encoding="utf-8")
+    assert Path("c.csv").read_text(encoding="utf-8").splitlines()[0] == "strategy,total_bytes"
+    assert '<td class="left">b</td>' in Path("page.html").read_text(encoding="utf-8")
+    _, text, _ = report("outputs/newer", "--json", "-")
+    assert [point["point"] for point in json.loads(text)["points"]] == ["a", "b"], "nothing else"
 
 
-def test_of_two_sweeps_it_says_which_points_moved(outputs, monkeypatch, capsys):
-    write_run(outputs / "newest/a", "zero3", "buffer")
-    assert report(monkeypatch, "outputs/newer", "outputs/newest") == 0
-    text = capsys.readouterr().out
-    assert "0 of 1 points moved (after over before):" in text
-    assert "only before: zero2 · tensor" in text
-
-
-def test_texts_for_other_programs_stand_alone_on_standard_output(outputs, monkeypatch, capsys):
-    assert report(monkeypatch, "outputs/newer", "--json", "-") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [point["point"] for point in told["points"]] == ["zero3 · buffer", "zero2 · tensor"]
-    assert report(monkeypatch, "outputs/newer", "--csv", "c.csv", "--html", "page.html") == 0
-    assert Path("c.csv").read_text(encoding="utf-8").startswith("point,sweep,")
-    assert "zero2 · tensor" in Path("page.html").read_text(encoding="utf-8")
-    assert report(monkeypatch, "outputs/newer", "--latex", "nowhere/x.tex") == REFUSED
-    assert "--latex nowhere/x.tex: No such file" in capsys.readouterr().err
-
-
-def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, monkeypatch, capsys):
+def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report):
     (outputs / "newer/a/summary.json").write_text("{")
-    assert report(monkeypatch, "outputs/newer") == 0
-    assert "outputs/newer/a: left out" in capsys.readouterr().err
+    code, _, errors = report("outputs/newer")
+    assert code == 0 and "outputs/newer/a: left out" in errors
     for name in ("c", "d"):
         write_run(outputs / "newer" / name, "zero1")
-    records = outputs / "newer/d/records.jsonl"
-    records.write_text(records.read_text().replace('"loss": 7.0,', '"loss": 7.5,'))
-    assert report(monkeypatch, "outputs/newer") == BROKEN
-    assert "losses of c and d part at step 0: 7.0 and 7.5" in capsys.readouterr().err
+    edit(outputs / "newer/d/records.jsonl", '"loss": 7.0,', '"loss": 7.5,')
+    code, _, errors = report("outputs/newer")
+    assert code == BROKEN and "losses of c and d part at step 0: 7.0 and 7.5" in errors
 
 
-def test_standard_output_takes_one_text_and_no_page(outputs, monkeypatch, capsys):
-    assert report(monkeypatch, "outputs/newer", "--json", "-", "--csv", "-") == REFUSED
-    assert capsys.readouterr().err == (
-        "zeroexp: --csv and --json: - takes one of them; name files for the rest\n"
-    )
-    assert report(monkeypatch, "outputs/newer", "--html", "-") == REFUSED
-    assert "a page is a file" in capsys.readouterr().err and not Path("-").exists()
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["elsewhere"], "elsewhere: no run in there; give outputs/<sweep>"),
+        (["--json=-", "--csv=-"], "--csv and --json: - takes one of them; name files for the rest"),
+        (["--html=-"], "--html -: a page is a file; name one, as --html report.html"),
+        (["--figure=m.svg", "outputs/older"], "--figure: it shows one sweep, not 2; name one"),
+        (["--write=R.md", "outputs/older"], "--write: it shows one sweep, not 2; name one"),
+        (["--figure=m.png"], "--figure m.png: use a name that ends in .svg or .pdf"),
+        (["--figure=m.svg", "--chart=x"], "--chart x: no such chart; use one of memory, causes, "),
+        (["--columns=x", "--csv=c"], "--columns x: no such column; use some of point, strategy, "),
+        (
+            ["--latex=nowhere/x.tex"],
+            "--latex nowhere/x.tex: No such file or directory; use a file in a folder that you may write to, or -",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(outputs, report, words, error):
+    folders = [] if words == ["elsewhere"] else ["outputs/newer"]
+    code, _, errors = report(*words, *folders)
+    assert code == REFUSED and errors.startswith(f"zeroexp: {error}") and errors.count("\n") == 1
+    assert not Path("-").exists()
 
 
-@pytest.mark.parametrize("option", ["--figure=memory.svg", "--write=README.md"])
-def test_a_picture_or_a_page_of_two_sweeps_is_refused(outputs, monkeypatch, capsys, option):
-    assert report(monkeypatch, "outputs/newer", "outputs/older", option) == REFUSED
-    assert capsys.readouterr().err == (
-        f"zeroexp: {option.partition('=')[0]}: it shows one sweep, not 2; name one\n"
-    )
-
-
-def test_a_wrong_name_of_a_picture_is_one_line(outputs, monkeypatch, capsys):
-    assert report(monkeypatch, "--figure", "memory.png") == REFUSED
-    assert capsys.readouterr().err.startswith("zeroexp: --figure memory.png: ")
+def test_where_nothing_is_it_says_what_to_do(tmp_path, monkeypatch, report):
+    monkeypatch.chdir(tmp_path)
+    assert report() == (REFUSED, "", "zeroexp: outputs/ holds no sweep; run one first: zeroexp\n")

@@ -50,8 +50,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of six points, two of which ran with more ranks, in frames."""
     folder = tmp_path_factory.mktemp("page")
     for strategy, size in product(("ddp", "zero2", "zero3"), (1, 2)):
-        write_run(folder / "sweep" / f"{strategy}-{size}", strategy, "buffer", size)
-    write_trace(folder / "sweep/zero3-2", rank=0, step=9, began_at=100.0)
+        write_run(folder / "sweep" / f"{strategy}-n{size}", strategy, "buffer", size)
+    write_trace(folder / "sweep/zero3-n2", rank=0, step=9, began_at=100.0)
     runs, problems = read_runs([folder / "sweep"])
     page.save(points_of(runs), problems, folder / "report.html")
     frames = "".join(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.made import points
 from tests.run_folders import write_run
 from tests.traces import write_trace
-from zeroexp.report.measured_points import points_of
 from zeroexp.report.page.step_timeline import read_traces, timeline_charts
-from zeroexp.report.reading import read_runs
+from zeroexp.report.palette import CAUSE_COLOURS, SPAN_COLOURS, SPARE
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> None:
-    (chart,) = timeline_charts(points_of(read_runs([run])[0]))
-    assert (chart.name, chart.title) == ("timeline", "One step: zero3 · buffer")
-    assert chart.caption.startswith("zero3 · buffer, step 9, traced")
+    (chart,) = timeline_charts(points(run))
+    assert (chart.name, chart.title) == ("timeline", "One step: a")
+    assert chart.caption.startswith("a, step 9, traced")
     bars = {(t["yaxis"], t["name"]): t for t in chart.data if t["type"] == "bar"}
     assert set(bars) == {(axis, name) for axis in ("y", "y3") for name in ("forward", "gather")}
     gather = bars["y", "gather"]
@@ -38,30 +38,25 @@ def test_ranks_of_the_last_traced_step_stand_one_under_another(run: Path) -> Non
 
 
 def test_memory_rises_with_the_gather_and_falls_behind_it(run: Path) -> None:
-    (chart,) = timeline_charts(points_of(read_runs([run])[0]))
+    (chart,) = timeline_charts(points(run))
     pools = [t for t in chart.data if t["type"] == "scatter" and t["name"] == "held: pools"]
     assert [(t["yaxis"], t["stackgroup"]) for t in pools] == [("y2", "rank 0"), ("y4", "rank 1")]
     assert (pools[0]["x"], pools[0]["y"]) == ([0, 1, 6], [0, 8, 0])
     first, second = chart.layout["yaxis"]["domain"], chart.layout["yaxis3"]["domain"]
     assert first[1] == 1 and second[1] < chart.layout["yaxis2"]["domain"][0]
-
-
-def test_a_torn_trace_costs_that_rank_alone(run: Path) -> None:
     (run / "trace.0.9.json").write_text('{"traceEvents": [')
-    assert [(one.rank, one.step) for one in read_traces(run)] == [(1, 9)]
+    assert [(one.rank, one.step) for one in read_traces(run)] == [(1, 9)], "torn"
+
+
+def test_no_colour_of_a_timeline_stands_for_two_things() -> None:
+    colours = [*SPAN_COLOURS.values(), *CAUSE_COLOURS.values(), *SPARE]
+    assert len({*colours}) == len(colours)
 
 
 def test_the_engine_that_gathers_and_frees_is_shown_first(tmp_path: Path) -> None:
+    assert timeline_charts(points(write_run(tmp_path / "none/a")))[0].data == []
     for strategy, implementation in (("ddp", "torch"), ("zero2", "buffer"), ("zero3", "buffer")):
-        folder = write_run(tmp_path / "sweep" / f"{strategy}", strategy, implementation)
+        folder = write_run(tmp_path / "sweep" / strategy, strategy, implementation)
         write_trace(folder, rank=0, step=9, began_at=1.0)
-    drawn = timeline_charts(points_of(read_runs([tmp_path / "sweep"])[0]))
-    assert [chart.title.split(": ")[1] for chart in drawn] == [
-        *("zero3 · buffer", "zero2 · buffer", "ddp · torch")
-    ]
-
-
-def test_without_a_trace_the_page_says_how_to_get_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "sweep/a")
-    (chart,) = timeline_charts(points_of(read_runs([tmp_path / "sweep"])[0]))
-    assert chart.data == [] and "train.trace_steps=[5]" in chart.caption
+    titles = [chart.title for chart in timeline_charts(points(tmp_path / "sweep"))]
+    assert titles == [f"One step: {strategy}" for strategy in ("zero3", "zero2", "ddp")]

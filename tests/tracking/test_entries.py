@@ -132,7 +132,7 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
     assert params["optimizer.betas"] == "[0.9, 0.95]"
     assert labels.run_tags(run, "failed") == {
         "sweep": "sweep",
-        "strategy": "zero3/buffer",
+        "strategy": "zero3-buffer",
         "status": "failed",
         "reason": "rank 1: boom",
         "git_commit": "0123abc",

@@ -89,7 +89,7 @@ def test_a_run_has_its_params_metrics_tags_times_and_files(
     assert latest["world_size"] == 2.0
     assert latest["memory/total_mib"] == 192.0
     assert tag(outputs, run_id, "sweep") == sweep.name
-    assert tag(outputs, run_id, "strategy") == "zero3/buffer"
+    assert tag(outputs, run_id, "strategy") == "zero3-buffer"
     assert tag(outputs, run_id, "status") == "done"
     ((name, state, began, ended, place),) = ask(
         outputs,

@@ -41,10 +41,10 @@ from zeroexp.config.keys import (
     save,
 )
 from zeroexp.process.writable import require_writable
-from zeroexp.report.loss_curves import judge_losses
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
+from zeroexp.report.statistics import judge_losses
 from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
@@ -153,7 +153,7 @@ class Sweep:
             return int(self._num_damaged > 0)
         runs = read_runs(job.folder for job in self._jobs)
         points = runs_as_points(runs)
-        print_table([point.pooled_summary for point in points])
+        print_table(points)
         holds = self._verdict()
         if any(run.summary for run in runs):
             holds = self._print_conclusions(points) and holds

@@ -21,10 +21,19 @@ from pathlib import Path
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
 from zeroexp.report import exports, markdown
+from zeroexp.report.columns import (
+    FOR_READERS,
+    POINT,
+    Column,
+    all_columns,
+    chosen_columns,
+    printed_columns,
+)
 from zeroexp.report.compare import Conclusions, conclude, describe_moved, points_that_moved
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.report.reading import read_runs
 from zeroexp.report.results_table import print_lines, print_table
+from zeroexp.report.tables import Table
 
 FINE, BROKEN, REFUSED = 0, 1, 2
 STANDARD_OUTPUT = "-"
@@ -85,7 +94,7 @@ def _refuse_crowded_output(arguments: argparse.Namespace) -> None:
 def _show_tables(folders: Sequence[Path], sweeps: Sequence[Sequence[Point]]) -> None:
     for folder, points in zip(folders, sweeps, strict=True):
         print(f"{folder}\n")
-        print_table([point.pooled_summary for point in points])
+        print_table(points)
         print()
 
 
@@ -100,26 +109,38 @@ def _write(
     problems: Sequence[str],
     conclusions: Conclusions,
 ) -> None:
-    pooled = [point.pooled_summary for point in points]
     if arguments.html:
         from zeroexp.report import page  # with plotly, which takes its time to import
 
         page.save(points, problems, arguments.html, conclusions)
     if arguments.figure:
-        from zeroexp.report import figure  # so does matplotlib
+        from zeroexp.report import figure, page  # so does matplotlib
 
-        figure.save_figure(points, arguments.figure)
+        figure.save_figure(page.chart_of(arguments.chart, points, conclusions), arguments.figure)
+    printed, exported = _columns(arguments.columns, points, conclusions)
     if arguments.write:
-        markdown.replace_in(arguments.write, markdown.render(pooled))
+        markdown.replace_in(arguments.write, markdown.render(points, printed))
     texts = {
-        "markdown": lambda: markdown.render(pooled),
-        "csv": lambda: exports.as_csv(points),
-        "json": lambda: exports.as_json(points, conclusions, problems=list(problems)),
-        "latex": lambda: exports.as_latex(points),
+        "markdown": lambda: markdown.render(points, printed),
+        "csv": lambda: exports.as_csv(points, exported),
+        "json": lambda: exports.as_json(points, exported, conclusions, problems=list(problems)),
+        "latex": lambda: Table.of(points, [POINT, *printed]).as_latex(),
     }
     for option, text in texts.items():
         if where := getattr(arguments, option):
             _put(option, where, text())
+
+
+def _columns(
+    chosen: str | None, points: Sequence[Point], conclusions: Conclusions
+) -> tuple[Sequence[Column], Sequence[Column]]:
+    """Return the columns of printed texts and those of CSV and JSON: the same where --columns names some."""
+    every = all_columns(points, conclusions)
+    if chosen:
+        columns = chosen_columns(every, chosen.split(","))
+        return columns, columns
+    exported = [column for column in every if column.key not in FOR_READERS]
+    return printed_columns(points, conclusions), exported
 
 
 def _put(option: str, where: str, text: str) -> None:
@@ -151,9 +172,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reference", metavar="POINT", help="what others are compared with")
     for option in TEXTS:
         parser.add_argument(f"--{option}", metavar="FILE", help="the results as text; - prints it")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE.svg", help="draw what each point holds after backward"
-    )
+    parser.add_argument("--columns", metavar="NAME,...", help="of these texts, as CSV names them")
+    parser.add_argument("--figure", type=Path, metavar="FILE.svg|pdf", help="draw a chart")
+    parser.add_argument("--chart", default="memory", metavar="NAME", help="which; memory")
     parser.add_argument(
         "--write", type=Path, metavar="PAGE.md", help="put the table between that page's markers"
     )

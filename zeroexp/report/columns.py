@@ -1,122 +1,208 @@
-"""The columns of a sweep's results: every table takes its own from these, with their units and digits."""
+"""The columns of a sweep's results: every table and export takes its own from these, with keys, units and digits."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
+from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary, Spread
-from zeroexp.report.settings import ABSENT, Column, point_columns
-from zeroexp.tracking.run import Run
+from zeroexp.report.compare import Conclusions
+from zeroexp.report.measured_points import Point, distinguishing_keys
+from zeroexp.report.statistics import Comparison, step_time_interval, why_unsteady
+from zeroexp.report.theory import table_bytes, table_traffic
 
 MIB = 2**20
 SKEW = 1.02  # smaller differences between ranks are not shown
+ABSENT = "–"
+LONGEST = 24  # characters of a setting; the end of a path says more than its beginning
+RARE = ("master", "buffers", "build")  # memory that most runs do not hold, or know
+FOR_READERS = ("interval", "outcome")  # programs have their parts
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The columns that these runs need; a group is one of the fullest rank and, where ranks differ, one of the mean."""
+class Column:
+    """A number or a word of each point; one without a name is for programs alone."""
 
-    point: list[Column]
-    losses: list[Column]
-    times: list[
-        Column
-    ]  # step, its 95th percentile, tokens/s, and the utilisation where some run knows it
-    memory: list[list[Column]]
-    planned: list[Column]
-    traffic: list[list[Column]]
-    status: Column
+    key: str  # in CSV, JSON and --columns, with the unit of `value`
+    value: Callable[[Point], Any]  # None where it is unknown
+    name: str = ""
+    unit: str = ""  # of value × scale
+    form: str = ""  # of numbers; words have none
+    scale: float = 1
+    part: str = ""  # point | losses | times | memory | plan | traffic | verdict | status
+    is_mean: bool = False  # over ranks, beside the fullest rank's
+    is_shown: Callable[[Sequence[Point]], bool] = bool  # whether a table for readers needs it
 
     @property
-    def fullest(self) -> list[Column]:
-        """Bytes of the fullest rank alone."""
-        return [group[0] for group in [*self.memory, *self.traffic] if group]
+    def is_left(self) -> bool:
+        """Words are aligned left, numbers right."""
+        return not self.form
+
+    def text(self, point: Point) -> str:
+        value = self.value(point)
+        if value is None:
+            return ABSENT
+        return format(value * self.scale, self.form) if self.form else str(value)
+
+    def differs(self, points: Sequence[Point]) -> bool:
+        return len({self.text(point) for point in points}) > 1
 
 
-def columns_of(runs: Sequence[Run]) -> Columns:
-    summaries = [run.summary for run in runs if run.summary]
+def columns_of(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
+    """Return the columns that have something to say of these points, in the order of a wide table."""
+    return [c for c in all_columns(points, conclusions) if c.name and c.is_shown(points)]
 
-    def of_bytes(
-        name: str, read: Callable[[RunSummary], Spread | None], **rules: bool
-    ) -> list[Column]:
-        return _bytes_columns(summaries, name, read, **rules)
 
-    def of_kind(name: str, kind: str, **rules: bool) -> list[Column]:
-        return of_bytes(name, lambda s: s.memory.by_kind[kind], **rules)
+def printed_columns(points: Sequence[Point], conclusions: Conclusions) -> list[Column]:
+    """Return what a printed page has room for: bytes of the fullest rank, the median step, its verdict, losses."""
+    columns = columns_of(points, conclusions)
 
-    return Columns(
-        point=point_columns(runs),
-        losses=[LOSS, *([VALIDATION] if any(map(VALIDATION.is_known, runs)) else [])],
-        times=[STEP, STEP_P95, TOKENS, *_utilisation_column(runs)],
-        memory=[
-            of_kind("params", "parameters"),
-            of_kind("grads", "gradients"),
-            of_kind("optimizer", "optimizer"),
-            of_kind("master", "master", rare=True),
-            of_kind("buffers", "buffers", rare=True),
-            of_bytes("total", lambda s: s.memory.total, always_mean=True),
-            of_bytes("peak", lambda s: s.memory.peak),
-            of_bytes("build", lambda s: s.memory.build_peak, rare=True),
-        ],
-        planned=[PLANNED] if any(map(PLANNED.is_known, runs)) else [],
-        traffic=[
-            of_bytes("sent/step", lambda s: s.sent_bytes_per_step),
-            *([of_bytes("by TCP", lambda s: s.wire_bytes_per_step)] if shares_memory(runs) else []),
-        ],
-        status=STATUS,
+    def of(*parts: str) -> list[Column]:
+        return [column for column in columns if column.part in parts and not column.is_mean]
+
+    step, _, tokens, *_ = of("times")
+    return [*of("memory", "traffic"), step, *of("verdict"), tokens, *of("losses")]
+
+
+def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Column]:
+    """Return the columns of these keys. Raises ConfigError for a key that none has."""
+    by_key = {column.key: column for column in columns}
+    for key in keys:
+        if key not in by_key:
+            raise ConfigError(f"--columns {key}: no such column; use some of {', '.join(by_key)}")
+    return [by_key[key] for key in keys]
+
+
+def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
+    """Return every column, for programs and for who chooses."""
+    peaks = peak_flops_by_name(points)
+    losses, validation, *times = (
+        _number(k, attrgetter(path), *looks) for k, path, *looks in NUMBERS
     )
+    mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
+    plan = _number("planned_bytes", lambda s: s.plan.get("total"), "planned", *MEBIBYTES, "plan")
+    *memory, sent, wire = map(_spread, SPREADS)
+    return [
+        *[POINT, *point_columns(points), losses, _if_any(validation), *times, _if_any(mfu)],
+        *[*chain(*memory), _if_any(plan), *sent, *wire],
+        *(_comparison_columns(conclusions) if conclusions else []),
+        *_columns_for_programs(points, peaks),
+        STATUS,
+    ]
 
 
-def printed_columns(runs: Sequence[Run]) -> list[Column]:
-    """Return the results that a printed page has room for: bytes of the fullest rank, the median step, losses."""
-    columns = columns_of(runs)
-    return [*columns.fullest, STEP, TOKENS, *columns.losses]
+# ---- what tells points apart
 
 
-def number_column(
-    name: str, unit: str, read: Callable[[RunSummary], float | None], form: str
-) -> Column:
-    def text(run: Run) -> str:
-        value = read(run.summary) if run.summary else None
-        return ABSENT if value is None else format(value, form)
+def point_columns(points: Sequence[Point]) -> list[Column]:
+    """Return strategy, implementation, the settings that tell points with equal ones apart, and ranks."""
+    keys = distinguishing_keys([point.run for point in points])
 
-    return Column(name, unit, text)
+    def setting(key: str) -> Column:
+        def value(point: Point) -> str | None:
+            word = point.run.config.get(key)
+            return None if word is None else setting_text(word)
 
+        return Column(key, value, column_name(key, keys), part="point")
 
-def _bytes_columns(
-    summaries: Sequence[RunSummary],
-    name: str,
-    spread: Callable[[RunSummary], Spread | None],
-    *,
-    rare: bool = False,  # True: no column if all values are zero
-    always_mean: bool = False,
-) -> list[Column]:
-    """Return a column of the fullest rank, and one of the mean over ranks if the ranks of some run differ."""
-
-    def column(name: str, part: Callable[[Spread], float]) -> Column:
-        def mebibytes(summary: RunSummary) -> float | None:
-            ranks = spread(summary)
-            return None if ranks is None else part(ranks) / MIB
-
-        return number_column(name, "MiB", mebibytes, ",.1f")
-
-    all_ranks = [ranks for summary in summaries if (ranks := spread(summary))]
-    if rare and not any(ranks.fullest for ranks in all_ranks):
-        return []
-    columns = [column(name, lambda ranks: ranks.fullest)]
-    if always_mean or any(ranks.fullest > SKEW * ranks.mean for ranks in all_ranks):
-        columns.append(column("mean", lambda ranks: ranks.mean))
-    return columns
+    return [
+        Column("strategy", lambda p: p.run.strategy, "strategy", part="point"),
+        Column("implementation", lambda p: p.run.implementation, "implementation", part="point"),
+        *map(setting, keys),
+        Column("world_size", lambda p: p.run.world_size, "ranks", form="d", part="point"),
+    ]
 
 
-def _utilisation_column(runs: Sequence[Run]) -> list[Column]:
-    peaks = peak_flops_by_name(runs)
+def column_name(key: str, keys: Sequence[str]) -> str:
+    """Shorten model.name to model and data.seq_len to seq_len; keep the full key if two short names are equal."""
 
-    def percent(summary: RunSummary) -> float | None:
-        share = utilisation(summary, peaks)
-        return None if share is None else 100 * share
+    def short(key: str) -> str:
+        return key.removesuffix(".name").rpartition(".")[2]
 
-    return [number_column("MFU", "%", percent, ".1f")] if peaks else []
+    return short(key) if [*map(short, keys)].count(short(key)) == 1 else key
+
+
+def setting_text(value: str) -> str:
+    if "." in value or "e" in value:
+        with contextlib.suppress(ValueError):
+            return format(float(value), ".6g")
+    return value if len(value) <= LONGEST else "…" + value[1 - LONGEST :]
+
+
+# ---- numbers of runs that came to their end
+
+MEBIBYTES = ("MiB", ",.1f", 1 / MIB)
+NUMBERS = (  # key, attribute of the summary, and how a table shows it
+    ("final_loss", "final_loss", "loss", "last step", ".4f", 1, "losses"),
+    ("validation_loss", "validation_loss", "validation", "loss", ".4f", 1, "losses"),
+    ("step_seconds", "step_seconds_median", "step", "ms median", ",.1f", 1e3, "times"),
+    ("step_seconds_p95", "step_seconds_p95", "step", "ms p95", ",.1f", 1e3, "times"),
+    ("tokens_per_second", "tokens_per_second", "tokens/s", "all ranks", ",.0f", 1, "times"),
+)
+SPREADS: dict[str, tuple[str, Callable[[RunSummary], Spread | None]]] = {
+    "parameters_bytes": ("params", lambda s: s.memory.by_kind["parameters"]),
+    "gradients_bytes": ("grads", lambda s: s.memory.by_kind["gradients"]),
+    "optimizer_bytes": ("optimizer", lambda s: s.memory.by_kind["optimizer"]),
+    "master_bytes": ("master", lambda s: s.memory.by_kind["master"]),
+    "buffers_bytes": ("buffers", lambda s: s.memory.by_kind["buffers"]),
+    "total_bytes": ("total", lambda s: s.memory.total),
+    "peak_bytes": ("peak", lambda s: s.memory.peak),
+    "build_peak_bytes": ("build", lambda s: s.memory.build_peak),
+    "sent_bytes_per_step": ("sent/step", lambda s: s.sent_bytes_per_step),
+    "wire_bytes_per_step": ("by TCP", lambda s: s.wire_bytes_per_step),
+}
+
+
+def _number(key: str, read: Callable[[RunSummary], Any], *looks: Any) -> Column:
+    """Return the column of a number of the summary; times are medians over repeats."""
+
+    def value(point: Point) -> Any:
+        summary = point.pooled.summary
+        return read(summary) if summary else None
+
+    return Column(key, value, *looks)
+
+
+def _spread(key: str) -> list[Column]:
+    """Return a column of the fullest rank, and one of the mean over ranks, shown if the ranks of some run differ."""
+    name, read = SPREADS[key]
+
+    def number(key: str, name: str, part: str) -> Column:
+        group = "traffic" if key.endswith("_per_step") else "memory"
+        return _number(key, lambda s: getattr(read(s), part, None), name, *MEBIBYTES, group)
+
+    fullest, mean = number(key, name, "fullest"), number(f"{key}_mean", "mean", "mean")
+
+    def differs(points: Sequence[Point]) -> bool:
+        return any((fullest.value(p) or 0) > SKEW * (mean.value(p) or 0) for p in points)
+
+    shown = {"by TCP": shares_memory, **dict.fromkeys(RARE, _any(fullest))}.get(name, bool)
+    shows_mean = bool if name == "total" else lambda points: shown(points) and differs(points)
+    return [
+        replace(fullest, is_shown=shown),
+        replace(mean, is_mean=True, is_shown=shows_mean),
+    ]
+
+
+def _any(column: Column) -> Callable[[Sequence[Point]], bool]:
+    return lambda points: any(column.value(point) for point in points)
+
+
+def _if_any(column: Column) -> Column:
+    """Return the column as a table shows it, only where some point has a value."""
+    return replace(column, is_shown=_any(column))
+
+
+def shares_memory(points: Sequence[Point]) -> bool:
+    """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
+    summaries = [point.summary for point in points if point.summary]
+    pairs = [(s.sent_bytes_per_step, s.wire_bytes_per_step) for s in summaries]
+    return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
 
 
 def utilisation(summary: RunSummary, peaks: Mapping[str, float]) -> float | None:
@@ -125,23 +211,23 @@ def utilisation(summary: RunSummary, peaks: Mapping[str, float]) -> float | None
     return rate / (peak * summary.world_size) if rate and peak else None
 
 
-def peak_flops_by_name(runs: Sequence[Run]) -> dict[str, float]:
+def peak_flops_by_name(points: Sequence[Point]) -> dict[str, float]:
     """Return the peaks of a rank that runs know, operations per second by name.
 
     A peak that several runs measured is the largest of theirs: a busy machine only makes it smaller, and points are
     compared with one another.
     """
     peaks: dict[str, float] = {}
-    for summary in (run.summary for run in runs if run.summary):
+    for summary in (point.summary for point in points if point.summary):
         if summary.model_flops_per_step and summary.peak_flops_per_second:
             name = peak_name(summary)
             peaks[name] = max(peaks.get(name, 0.0), summary.peak_flops_per_second)
     return peaks
 
 
-def describe_peak_flops(runs: Sequence[Run]) -> str:
+def describe_peak_flops(points: Sequence[Point]) -> str:
     """Say what utilisation is a share of; empty where no run knows it."""
-    peaks = peak_flops_by_name(runs).items()
+    peaks = peak_flops_by_name(points).items()
     shown = " or ".join(f"{peak / 1e12:,.3g} TFLOP/s a rank ({name})" for name, peak in peaks)
     return f"MFU: the operations that the model needs, as a share of {shown}." if shown else ""
 
@@ -150,24 +236,72 @@ def peak_name(summary: RunSummary) -> str:
     return summary.peak_flops_name or summary.peak_flops_source
 
 
-def shares_memory(runs: Sequence[Run]) -> bool:
-    """Do ranks share memory? They do if they exchange more bytes than TCP carried."""
-    pairs = [(s.sent_bytes_per_step, s.wire_bytes_per_step) for run in runs if (s := run.summary)]
-    return any(sent and wire and sent.mean > SKEW * wire.mean for sent, wire in pairs)
+# ---- how points compare, and what programs want beside all that
 
 
-def _status_cell(run: Run) -> str:
+def _comparison_columns(conclusions: Conclusions) -> list[Column]:
+    """Return the step time over that of the reference; nothing where there is nothing to compare."""
+    by_name = {one.point.name: one.comparison for one in conclusions.judged if one.comparison}
+
+    def column(
+        key: str, read: Callable[[Comparison], Any], name: str = "", form: str = ""
+    ) -> Column:
+        def value(point: Point) -> Any:
+            comparison = by_name.get(point.name)
+            return read(comparison) if comparison else None
+
+        is_shown = bool if by_name else lambda _: False
+        return Column(key, value, name, "", form, 1, "verdict", is_shown=is_shown)
+
+    return [
+        column("ratio", lambda c: c.ratio, "ratio", ".2f"),
+        column("interval", lambda c: c.interval, "95 %"),
+        column("verdict", lambda c: c.verdict.value, "verdict"),
+        column("ratio_low", lambda c: c.low),
+        column("ratio_high", lambda c: c.high),
+        column("num_pairs", lambda c: c.num_pairs),
+    ]
+
+
+def _columns_for_programs(points: Sequence[Point], peaks: Mapping[str, float]) -> list[Column]:
+    summaries = [point.summary for point in points if point.summary]
+    phases = dict.fromkeys(phase for s in summaries for phase in s.phase_seconds_median)
+
+    def of_interval(key: str, name: str) -> Column:
+        return Column(key, lambda p: getattr(step_time_interval(p), name, None))
+
+    def of_phase(phase: str) -> Column:
+        return _number(f"{phase}_phase_seconds", lambda s: s.phase_seconds_median.get(phase))
+
+    return [
+        Column("sweep", lambda p: p.run.sweep),
+        Column("num_runs", lambda p: len(p.runs)),
+        Column("status", lambda p: p.pooled.status),
+        Column("reason", lambda p: p.pooled.reason),
+        of_interval("step_seconds_low", "low"),
+        of_interval("step_seconds_high", "high"),
+        of_interval("interval_over", "over"),
+        *map(of_phase, phases),
+        _number("model_flops_per_second", lambda s: s.model_flops_per_second),
+        _number("peak_flops_per_second", lambda s: peaks.get(peak_name(s))),
+        _number("peak_flops", lambda s: peak_name(s) or None),
+        _number("diverged_at", lambda s: s.diverged_at),
+        Column("unsteady", why_unsteady),
+        Column("table_bytes", lambda p: _sum(table_bytes(p.run))),
+        Column("table_sent_bytes_per_step", lambda p: _sum(table_traffic(p.run))),
+    ]
+
+
+def _sum(numbers: Mapping[str, int] | None) -> int | None:
+    return None if numbers is None else sum(numbers.values())
+
+
+def _outcome(point: Point) -> str:
+    run = point.pooled
     reason = (run.reason or "").strip()
     status = run.status if run.num_attempts == 1 else f"{run.status} (attempt {run.num_attempts})"
     return f"{status}: {reason.splitlines()[0]}" if reason else status
 
 
-LOSS = number_column("loss", "last step", lambda s: s.final_loss, ".4f")
-VALIDATION = number_column("validation", "loss", lambda s: s.validation_loss, ".4f")
-STEP = number_column("step", "ms median", lambda s: s.step_seconds_median * 1e3, ",.1f")
-STEP_P95 = number_column("step", "ms p95", lambda s: s.step_seconds_p95 * 1e3, ",.1f")
-TOKENS = number_column("tokens/s", "all ranks", lambda s: s.tokens_per_second, ",.0f")
-PLANNED = number_column(
-    "planned", "MiB", lambda s: s.plan["total"] / MIB if "total" in s.plan else None, ",.1f"
-)
-STATUS = Column("status", "", _status_cell, left=True)
+POINT = Column("point", lambda point: point.name, "point", is_shown=lambda _: False)
+STATUS = Column("outcome", _outcome, "status", part="status")

@@ -1,14 +1,13 @@
-"""Draw a sweep's memory after backward, per point and kind, as an SVG made only from run folders.
+"""A chart of the page on paper: SVG or PDF, drawn by matplotlib from the same traces.
 
-Only this file imports matplotlib, which MLflow depends on, and it is imported only when a
-picture is wanted. The text of the SVG is text, and its background is opaque, so that it reads the same on a light and
-on a dark page. The same runs give the same file, byte for byte, under one version of matplotlib.
+Only this file imports matplotlib, which MLflow depends on, and it is imported only when a figure is wanted. Its text is
+text, and its background is opaque, so that it reads the same on a light and on a dark page. The same runs give the same
+file, byte for byte, under one version of matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,125 +16,158 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.record import KINDS
-from zeroexp.report.columns import MIB
-from zeroexp.report.measured_points import MOMENT, Point
-from zeroexp.report.palette import KIND_COLOURS, KIND_NAMES
+from zeroexp.report.page.chart import INK, Chart, Trace
 
-PEAK = "peak of any step"
+SUFFIXES = (".svg", ".pdf")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,  # fonts that journals take
     "svg.hashsalt": "zeroexp",  # fixes the identifiers inside the file
     "font.family": "sans-serif",
     "font.size": 10,
 }
-BAR, GAP = 0.8, 0.6  # heights in rows: a bar, and the space between two strategies
-SMALL = 20  # MiB: below this length of the longest bar, numbers have decimals
+# Dates and programs would make two files of the same runs differ.
+METADATA: dict[str, dict[str, None]] = {
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+WIDTH, ROW, BESIDE = (
+    9.0,
+    0.26,
+    1.5,
+)  # inches: the figure, one row, and what is above and below all rows
+MARKERS = {
+    **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-left": "<"},
+    **{"triangle-right": ">", "cross": "P", "star": "*", "x": "x", "hexagon": "h", "line-ns": "|"},
+}
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+# plotly's words for where a name stands beside its dot
+SIDES = {"left": "right", "center": "center", "right": "left"}
+OFFSETS = {"left": -8, "center": 0, "right": 8, "top": 10, "middle": 0, "bottom": -10}
+SMALL = 20  # below this length of the longest row, sums have decimals
 NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
 
-@dataclass(frozen=True)
-class Bar:
-    """The memory of one point of the sweep, under a name that identifies it."""
-
-    name: str
-    bytes_by_kind: dict[str, int]
-    peak: float | None  # most bytes allocated at once in any step; None if unknown
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes_by_kind.values())
-
-
-def save_figure(points: Sequence[Point], path: Path) -> None:
-    """Write the picture of one sweep. Raises ConfigError if the runs allow no picture or the file cannot be written."""
-    write_figure(lambda: draw_figure(points), path)
-
-
-def write_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Write what `draw` makes in the style of this file. Raises ConfigError if `path` cannot be written."""
-    if path.suffix != ".svg":
-        raise ConfigError(f"--figure {path}: the picture is an SVG; use a name that ends in .svg")
+def save_figure(chart: Chart, path: Path) -> None:
+    """Write the figure. Raises ConfigError if there is nothing to draw, or the file cannot be written."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--figure {path}: use a name that ends in {' or '.join(SUFFIXES)}")
+    if not chart.data:
+        raise ConfigError(f"--figure {path}: nothing to draw; {chart.caption}")
     with rc_context(STYLE):
-        figure = draw()
         try:
-            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            draw_figure(chart).savefig(path, metadata=METADATA[path.suffix])
         except OSError as error:
             raise ConfigError(
                 f"--figure {path}: {error.strerror}; use a file in a folder that you may write to"
             ) from None
 
 
-def bars(points: Sequence[Point]) -> list[list[Bar]]:
-    """Return the finished points in the order of `points`: one list for each strategy.
-
-    Raises ConfigError if there is none, or if a summary does not hold the memory at MOMENT.
-    """
-    groups: dict[str, list[Bar]] = {}
-    for point in points:
-        if point.summary is None:
-            continue
-        memory = point.summary.memory
-        if MOMENT not in memory.fullest_at:
-            raise ConfigError(
-                f"--figure: {point.run.folder}/summary.json does not say what was held after backward; "
-                "run the sweep again with this version"
-            )
-        peak = memory.peak.fullest if memory.peak else None
-        bar = Bar(point.name, memory.fullest_at[MOMENT], peak)
-        groups.setdefault(point.run.strategy, []).append(bar)
-    if not groups:
-        raise ConfigError("--figure: no run of the sweep came to its end; run them again first")
-    return list(groups.values())
-
-
-def draw_figure(points: Sequence[Point]) -> Figure:
-    """Draw horizontal bars, cut by kind, with a space between two strategies and a line at each peak; see `bars`."""
-    groups = bars(points)
-    shown = [bar for group in groups for bar in group]
-    rows: list[float] = []
-    for number, group in enumerate(groups):
-        rows += [len(rows) + index + GAP * number for index in range(len(group))]
-    longest = max(max(bar.total, bar.peak or 0) for bar in shown) / MIB
-    figure = Figure(figsize=(9, 1.3 + 0.26 * rows[-1]), facecolor="white", layout="constrained")
-    axes = figure.add_subplot(frame_on=False)
-    axes.set_title(_title(points), loc="left", pad=26, weight="bold", fontsize="medium")
-    axes.set(yticks=rows, yticklabels=[bar.name for bar in shown], xlim=(0, 1.13 * longest))
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.set_ylim(rows[-1] + 0.5, rows[0] - 0.5)
-    _stack(axes, shown, rows, longest)
-    axes.legend(
-        handles=[*axes.containers, *axes.collections],
-        **{"ncols": len(KINDS) + 1, "columnspacing": 1.2, "handlelength": 1.2, "fontsize": "small"},
-        **{"loc": "lower left", "bbox_to_anchor": (-0.015, 0.99), "frameon": False},
-    )
+def draw_figure(chart: Chart) -> Figure:
+    """Draw rows with bars and marks, or lines and dots over two numbers."""
+    rows: list[str] = chart.layout["yaxis"].get("categoryarray", [])
+    height = BESIDE + ROW * len(rows) if rows else chart.height / 100
+    figure = Figure(figsize=(WIDTH, height), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    _set_axis(axes, "x", chart.layout["xaxis"])
+    if rows:
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(axis="y", left=False)
+    else:
+        _set_axis(axes, "y", chart.layout["yaxis"])
+    for shape in chart.layout.get("shapes", []):
+        axes.axvspan(shape["x0"], shape["x1"], color="#888", alpha=shape.get("opacity", 1.0), lw=1)
+    ends = dict.fromkeys(rows, 0.0)
+    for trace in chart.data:
+        if trace["type"] == "bar":
+            _draw_bar(axes, trace, rows, ends)
+        elif trace.get("yaxis", "y") == "y":  # the lower half of a chart stays on the page
+            _draw_marks(axes, trace, rows)
+    if any(ends.values()):
+        _write_sums(axes, chart, ends)
+    handles, labels = axes.get_legend_handles_labels()
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "fontsize": "small"}
+    axes.legend(handles, labels, ncols=4, **place)
+    figure.suptitle(chart.title, x=0.01, ha="left", weight="bold", fontsize="medium")
     return figure
 
 
-def _stack(axes: Axes, shown: Sequence[Bar], rows: Sequence[float], longest: float) -> None:
-    """Draw the kinds that any point holds one after the other, each with its MiB; sum and peak stand behind them."""
-    form = ",.0f" if longest >= SMALL else ",.2f"
-    ends = [0.0] * len(shown)
-    for kind in KINDS:
-        held = [bar.bytes_by_kind.get(kind, 0) / MIB for bar in shown]
-        if any(held):
-            drawn = axes.barh(
-                rows, held, BAR, ends, color=KIND_COLOURS[kind], label=KIND_NAMES[kind]
-            )
-            numbers = [format(mib, form) if mib > NARROWEST * longest else "" for mib in held]
-            axes.bar_label(drawn, numbers, label_type="center", fontsize="small")
-            ends = [end + mib for end, mib in zip(ends, held, strict=True)]
-    peaks = {row: bar.peak / MIB for row, bar in zip(rows, shown, strict=True) if bar.peak}
-    axes.scatter(list(peaks.values()), list(peaks), marker="|", s=180, color="black", label=PEAK)
-    for row, end in zip(rows, ends, strict=True):
-        peak = f", peak {peaks[row]:{form}}" if row in peaks else ""
-        axes.text(max(end, peaks.get(row, 0)), row, f"  {end:{form}}{peak}", va="center")
+def _set_axis(axes: Axes, which: str, words: dict[str, Any]) -> None:
+    """Take title, range, scale and ticks from plotly's words for an axis."""
+    is_log, limits = words.get("type") == "log", words.get("range")
+    getattr(axes, f"set_{which}label")(words["title"]["text"])
+    if is_log:
+        getattr(axes, f"set_{which}scale")("log")
+    if limits:
+        getattr(axes, f"set_{which}lim")([10**end for end in limits] if is_log else limits)
+    if "tickvals" in words:
+        getattr(axes, f"set_{which}ticks")(words["tickvals"], words["ticktext"], minor=False)
+        getattr(axes, f"{which}axis").set_minor_locator(axes.xaxis.get_minor_locator().__class__())
 
 
-def _title(points: Sequence[Point]) -> str:
-    """Return the title: moment, rank, model and world size. Whatever differs between bars stands beside them."""
-    done = [point.run for point in points if point.summary]
-    models = " and ".join(dict.fromkeys(run.config["model.name"] for run in done))
-    sizes = sorted({run.world_size for run in done})
-    rank = f"world size {' and '.join(map(str, sizes))}, the rank that holds most"
-    return f"Memory after backward, before the optimizer step\nMiB, model {models}, {rank}"
+def _draw_bar(axes: Axes, trace: Trace, rows: Sequence[str], ends: dict[str, float]) -> None:
+    """Draw one part of every row behind the parts before it, with its number where it fits."""
+    marker, lefts = trace["marker"], [ends[row] for row in trace["y"]]
+    places = [rows.index(row) for row in trace["y"]]
+    look = {"color": marker["color"], "hatch": marker["pattern"]["shape"], "edgecolor": "#333"}
+    drawn = axes.barh(places, trace["x"], 0.8, lefts, linewidth=0.4, label=trace["name"], **look)
+    ends |= {row: ends[row] + length for row, length in zip(trace["y"], trace["x"], strict=True)}
+    longest = max(ends.values())
+    texts = zip(trace["text"], trace["x"], strict=True)
+    fitting = [text if length > NARROWEST * longest else "" for text, length in texts]
+    axes.bar_label(drawn, fitting, label_type="center", fontsize="x-small")
+
+
+def _write_sums(axes: Axes, chart: Chart, ends: Mapping[str, float]) -> None:
+    """Write the sum of each row, and what its line marks, behind all that is drawn in it."""
+    form = ",.0f" if max(ends.values()) >= SMALL else ",.2f"
+    words = {row: [f"{end:{form}}"] for row, end in ends.items()}
+    reach = dict(ends)
+    for trace in (trace for trace in chart.data if trace["type"] == "scatter"):
+        beyond = trace.get("error_x", {}).get("array", [0.0] * len(trace["y"]))
+        for row, x, more in zip(trace["y"], trace["x"], beyond, strict=True):
+            reach[row] = max(reach[row], x + more)
+            if trace["marker"]["symbol"] == "line-ns-open":
+                words[row].append(f"{trace['name'].split()[0]} {x:{form}}")
+    left, right = axes.get_xlim()
+    for place, row in enumerate(ends):
+        text, end = ", ".join(words[row]), min(reach[row], right)
+        axes.text(end, place, f"  {text}", va="center", fontsize="small", clip_on=False)
+    axes.set_xlim(left, right)
+
+
+def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
+    """Draw dots, lines, or both, with the intervals of dots."""
+    across, up = trace["x"], [rows.index(y) if rows else y for y in trace["y"]]
+    marker, line, mode = trace.get("marker", {}), trace.get("line", {}), trace["mode"]
+    colour = _ink(marker.get("color") or line.get("color"))
+    label = trace["name"]
+    if "lines" in mode:
+        dash: Any = DASHES.get(line.get("dash", "solid"), "-")
+        step = "steps-post" if line.get("shape") == "hv" else "default"
+        width = line.get("width", 1.5)
+        axes.plot(across, up, color=colour, ls=dash, lw=width, drawstyle=step, label=label)
+        label = None
+    if "markers" in mode:
+        symbol = marker.get("symbol", "circle")
+        symbols = symbol if isinstance(symbol, list) else [symbol] * len(across)
+        for x, y, each in zip(across, up, symbols, strict=True):
+            fill = "none" if each.endswith("-open") else colour
+            look = {"markerfacecolor": fill, "markeredgecolor": colour, "ms": marker.get("size", 6)}
+            axes.plot(x, y, MARKERS[each.removesuffix("-open")], color=colour, label=label, **look)
+            label = None
+    if "error_x" in trace:
+        ends = [trace["error_x"]["arrayminus"], trace["error_x"]["array"]]
+        axes.errorbar(across, up, xerr=ends, fmt="none", ecolor=colour, capsize=3, lw=1.5)
+    if "text" in mode:
+        for x, y, text, place in zip(across, up, trace["text"], trace["textposition"], strict=True):
+            above, side = place.split()
+            look: Any = {"ha": SIDES[side], "va": "center", "fontsize": "x-small"}
+            shift = (OFFSETS[side], OFFSETS[above])
+            axes.annotate(text, (x, y), shift, textcoords="offset points", **look)
+
+
+def _ink(colour: str | None) -> str:
+    return "#1b1b1b" if colour in (None, INK, "#fff") else str(colour)

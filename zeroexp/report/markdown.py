@@ -1,4 +1,4 @@
-"""Write a sweep's results as a Markdown table, under a sentence that says when, where and by which command it ran."""
+"""A sweep's results as Markdown, and pages that have a place for them between two markers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from pathlib import Path
 from textwrap import wrap
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.columns import STATUS, printed_columns
-from zeroexp.report.settings import Column, point_columns
-from zeroexp.tracking.run import Run
+from zeroexp.report.columns import STATUS, Column, point_columns
+from zeroexp.report.measured_points import Point
+from zeroexp.report.tables import Table
 
 MEASURED = "measured"
 BEGIN, END = (f"<!-- {MEASURED}: {word} -->" for word in ("begin", "end"))
 LINE = 100  # characters of prose
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the table with the fullest rank's bytes only; the terminal's table also has means and explanations."""
-    shared = [column for column in point_columns(runs) if not column.differs(runs)]
-    point = [column for column in point_columns(runs) if column.differs(runs)]
-    status = [STATUS] if any(run.status != "done" for run in runs) else []
-    columns = [*point, *printed_columns(runs), *status]
-    sentence = " ".join([_circumstances(runs), _shared(shared, runs)])
-    return f"{wrapped(sentence)}\n\n{_table(runs, columns)}"
+def render(points: Sequence[Point], columns: Sequence[Column]) -> str:
+    """Return a sentence that says when, where and by which command it ran, then a table of what differs."""
+    every = point_columns(points)
+    differ = [column for column in every if column.differs(points)]
+    status = [STATUS] if any(point.pooled.status != "done" for point in points) else []
+    models = dict.fromkeys(point.run.config["model.name"] for point in points)
+    alike = [f"{c.name} {c.text(points[0])}" for c in every if c not in differ]
+    shared = ", ".join([f"model {' and '.join(models)}", *alike])
+    sentence = f"{_circumstances(points)} All points: {shared}. Bytes are MiB of the fullest rank."
+    table = Table.of(points, [*differ, *columns, *status])
+    return f"{wrapped(sentence)}\n\n{table.as_markdown()}"
 
 
 def replace_in(page: Path, text: str, name: str = MEASURED) -> None:
@@ -46,28 +49,15 @@ def wrapped(sentence: str) -> str:
     return "\n".join(wrap(sentence, LINE, break_long_words=False, break_on_hyphens=False))
 
 
-def _table(runs: Sequence[Run], columns: Sequence[Column]) -> str:
-    names = [f"{c.name}, {c.unit}" if c.unit.startswith("ms") else c.name for c in columns]
-    rules = ["---" if column.left else "---:" for column in columns]
-    rows = [[column.value(run).replace("|", r"\|") for column in columns] for run in runs]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
-
-
-def _circumstances(runs: Sequence[Run]) -> str:
+def _circumstances(points: Sequence[Point]) -> str:
     """Return the day, command, machine and versions of the first run that tells; all runs of a sweep share them."""
+    runs = [point.run for point in points]
     facts = next((run.environment for run in runs if "command" in run.environment), {})
     if not facts:
         return "No run tells when, where and with which command it ran."
     day = datetime.fromtimestamp(min(runs[0].times.values(), default=0.0), UTC).date()
-    parts = [
-        f"Measured on {day} with `{facts['command']}`",
-        f"{facts.get('machine.processor', facts['host'])}, {facts['machine.num_cpus']} cores",
-        f"Python {facts['versions.python']}, torch {facts['versions.torch']}",
-    ]
-    return f"{'; '.join(parts)}."
-
-
-def _shared(shared: Sequence[Column], runs: Sequence[Run]) -> str:
-    models = dict.fromkeys(run.config["model.name"] for run in runs)
-    words = [f"model {' and '.join(models)}", *(f"{c.name} {c.value(runs[0])}" for c in shared)]
-    return f"All points: {', '.join(words)}. Bytes are MiB of the fullest rank."
+    processor = facts.get("machine.processor", facts["host"])
+    return (
+        f"Measured on {day} with `{facts['command']}`; {processor}, {facts['machine.num_cpus']} cores; "
+        f"Python {facts['versions.python']}, torch {facts['versions.torch']}."
+    )

@@ -6,7 +6,6 @@ that comparisons are made within a round.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,6 @@ from statistics import median
 
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.report.reading import records_of
-from zeroexp.report.settings import Column, point_columns
 from zeroexp.tracking.run import Run
 
 # Keys of the config that say why or where a point ran, not what it was.
@@ -99,7 +97,7 @@ class Point:
         return dict(counted)
 
     @cached_property
-    def pooled_summary(self) -> Run:
+    def pooled(self) -> Run:
         """`run` with the median of its repeats in every time, for tables that show one row per point.
 
         Its status is that of a repeat that did not come to its end, if there is one.
@@ -138,29 +136,50 @@ def points_of(runs: Sequence[Run]) -> list[Point]:
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault((str(run.folder.parent), *settings_of(run)), []).append(run)
-    names = _names([group[0] for group in groups.values()])
-    return [Point(name, tuple(group)) for name, group in zip(names, groups.values(), strict=True)]
+    firsts = [group[0] for group in groups.values()]
+    folders = {run.folder.parent: run.sweep for run in firsts}
+    if len({*folders.values()}) < len(folders):  # before/compare and after/compare
+        folders = {folder: str(folder) for folder in folders}
+    inside = {run.folder.parent: f"{folders[run.folder.parent]}/" for run in firsts}
+    return [
+        Point(
+            f"{inside[first.folder.parent] if len(folders) > 1 else ''}{first.name}", tuple(group)
+        )
+        for first, group in zip(firsts, groups.values(), strict=True)
+    ]
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Name each run by what differs among them: zero3 · buffer · ranks 4; the sweep and a number come last."""
-    strategy, implementation, *settings = point_columns(runs)
-    shown = [strategy, implementation, *(column for column in settings if column.differs(runs))]
-    names = [" · ".join(_column_text(column, run) for column in shown) for run in runs]
-    folders = list(dict.fromkeys(run.folder.parent for run in runs))
-    if len(folders) > 1:
-        alike = len({run.sweep for run in runs}) < len(folders)  # before/compare and after/compare
-        sweeps = [str(run.folder.parent) if alike else run.sweep for run in runs]
-        names = [f"{name} · {sweep}" for name, sweep in zip(names, sweeps, strict=True)]
-    seen: Counter[str] = Counter()
-    for index, name in enumerate(names):
-        seen[name] += 1
-        if seen[name] > 1:
-            names[index] = f"{name} · {seen[name]}"
-    return names
+# ---- what tells points apart
 
 
-def _column_text(column: Column, run: Run) -> str:
-    """Return the column's value; a number gets the name of its setting in front."""
-    plain = column.name in ("strategy", "implementation", "model")
-    return column.value(run) if plain else f"{column.name} {column.value(run)}"
+def distinguishing_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the settings that differ between runs with equal strategy, implementation and world size.
+
+    If the choice of a group (model, data) differs, it replaces all settings that follow from it.
+    """
+    alike: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.label, run.world_size), []).append(run)
+    groups = list(alike.values())
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differ = [key for key in keys if any(len({r.config.get(key) for r in g}) > 1 for g in groups)]
+    return [
+        key
+        for key in differ
+        if (choice := _choice(key)) == key
+        or choice not in differ
+        or not all(_follows(key, choice, group) for group in groups)
+    ]
+
+
+def _choice(key: str) -> str:
+    """Return the key of the choice that sets this setting; the precision group sets a strategy's dtypes."""
+    group = key.partition(".")[0]
+    if group == "strategy" and key.endswith(".dtype"):
+        group = "precision"
+    return f"{group}.name"
+
+
+def _follows(key: str, choice: str, runs: Sequence[Run]) -> bool:
+    pairs = {(run.config.get(choice), run.config.get(key)) for run in runs}
+    return len(pairs) == len({option for option, _ in pairs})

@@ -54,6 +54,13 @@ PART_COLOURS = {
     "quiesce": "#a3a3a3",
     "by TCP": "#9db9dd",
 }
+# The timeline has its own, since it shows spans beside bytes by cause: no colour stands for two things.
+SPAN_COLOURS = {
+    **{"data": "#4d4d4d", "forward": NAVY, "backward": "#8c510a", "optimizer": "#1b7837"},
+    **{"step": "#762a83", "gather": "#35978f", "reduce": "#b2182b", "hand_over": "#f4a582"},
+    **{"publish": "#a6dba0", "norm": "#c2a5cf", "loss": "#dfc27d", "quiesce": "#80cdc1"},
+}
+SPARE = ("#1f1f7a", "#7a1f5c", "#5c7a1f")  # of spans that are not named above
 SERIES = (NAVY, ORANGE, GREEN, RED, PINK, BLUE, "#8a8a8a", "#b8a800")
 PATTERNS = ("", "/", ".", "x", "-", "\\", "|", "+")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "x", "hexagon")

@@ -27,7 +27,6 @@ FORMAT_AT = re.compile(rf'(?:{{"otherData": )?{{"{KEY}": (\d+)')
 # Torn files, and files of other versions, end in one of these.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 UNREADABLE += (ArithmeticError, RecursionError)
-STEP = re.compile(r'"step": (\d+)')
 LATEST = 1e11  # Unix seconds: no calendar goes further
 NUMBER = (int, float)
 
@@ -53,13 +52,17 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 def records_of(run: Run) -> list[StepRecord]:
     """Return the run's steps; an unreadable file reads as no step, since its summary may still be whole."""
     try:
-        records = read_records(run.folder)
-        for record in records:
-            if not isinstance(record.loss + record.step_seconds, int | float):
-                raise TypeError(f"step {record.step} in {RECORDS} has no numbers")
-        return records
+        return _records(run.folder)
     except UNREADABLE:
         return []
+
+
+def _records(folder: Path) -> list[StepRecord]:
+    records = read_records(folder)
+    for record in records:
+        if not isinstance(record.loss + record.step_seconds, int | float):
+            raise TypeError(f"step {record.step} in {RECORDS} has no numbers")
+    return records
 
 
 def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
@@ -80,31 +83,25 @@ def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
 def _files_left_out(run: Run) -> list[str]:
     """Return a line for records and timelines that are torn or of a later version: the run's results are shown."""
     problems: list[str] = []
+    if run.summary and not (run.folder / RECORDS).exists():
+        problems.append(f"{run.folder}: {RECORDS} is missing, so that it has no curve")
     for path in [run.folder / RECORDS, *sorted(run.folder.glob("trace.*.*.json"))]:
         try:
-            if why := _why_unread(path):
-                problems.append(f"{run.folder}: {path.name} {why}")
+            _records(run.folder) if path.name == RECORDS else _try_ends(path)
         except NewerFormat as error:
             problems.append(f"{run.folder}: {error}")
-        except FileNotFoundError:
-            if run.summary:
-                problems.append(f"{run.folder}: {path.name} is missing, so that it has no curve")
-        except OSError as error:
-            problems.append(f"{run.folder}: {path.name} cannot be read ({error.strerror})")
+        except UNREADABLE:
+            problems.append(f"{run.folder}: {path.name} is torn and left out")
     return problems
 
 
-def _why_unread(path: Path) -> str | None:
-    """Say what is wrong with a file, from its head and how its lines end. Raises NewerFormat."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+def _try_ends(path: Path) -> None:
+    """Raise ValueError if a file is torn or newer, from its head and its end: it may be large."""
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
     format_ = FORMAT_AT.match(text[:HEAD])
     refuse_newer_format({KEY: int(format_[1]) if format_ else 1}, path.name)
-    lines = text.split("\n")[:-1] if path.name == RECORDS else [text.strip()]
-    whole = all(line.startswith("{") and line.endswith("}") for line in lines)
-    if whole and path.name == RECORDS and lines:
-        steps = [int(step[1]) for end in (lines[0], lines[-1]) if (step := STEP.search(end))]
-        whole = len(steps) < 2 or len(lines) > steps[1] - steps[0]  # else the curve has a hole
-    return None if whole else "is torn and left out"
+    if not (text.startswith("{") and text.endswith("}")):
+        raise ValueError("torn")
 
 
 def _checked(run: Run) -> Run:

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from textwrap import wrap
 
-from zeroexp.report.columns import columns_of, describe_peak_flops, shares_memory
-from zeroexp.report.settings import Column
-from zeroexp.tracking.run import Run
+from zeroexp.config.engines import ENGINES
+from zeroexp.report.columns import Column, columns_of, describe_peak_flops, shares_memory
+from zeroexp.report.measured_points import Point
+from zeroexp.report.tables import Table
 
-ENGINE = ("strategy", "implementation")
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
 BRIEF = (
     *("status", "step", "total", "peak", "loss", "sent/step", "tokens/s", "MFU", "planned"),
@@ -23,16 +23,10 @@ BRIEF = (
 )
 WIDTH = 110  # characters in the text below the table
 
-# These notes explain where torch's engines differ from what the stage's name promises.
-NOTES = {
-    "zero1/torch": "zero1/torch is DDP + ZeroRedundancyOptimizer: gradients rest replicated, 3P of traffic.",
-    "zero2/torch": "zero2/torch is FSDP2 without reshard: parameters rest sharded.",
-}
 
-
-def print_table(runs: Sequence[Run]) -> None:
+def print_table(points: Sequence[Point]) -> None:
     """Print the table; on a terminal it is fitted to the width, in a pipe it has its full width."""
-    print(render(runs, _terminal_width()))
+    print(render(points, _terminal_width()))
 
 
 def print_lines(lines: Sequence[str]) -> None:
@@ -47,86 +41,50 @@ def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def render(runs: Sequence[Run], width: int | None = None) -> str:
-    """Return a header of two lines (name, unit), one line per run, and the meaning of each number.
+def render(points: Sequence[Point], width: int | None = None) -> str:
+    """Return a header of two lines (name, unit), one line per point, and the meaning of each number.
 
     If that is wider than `width` characters (None: no limit), values that all points share move into a caption. If it
-    is still too wide, it becomes two tables, time and traffic before memory. Where these do not fit either, only the
-    columns of BRIEF are left that fit, and the rest is the page's.
+    is still too wide, only those columns of BRIEF are left that fit, and the rest is the page's.
     """
 
     def fits(columns: Sequence[Column]) -> bool:
         # But for the reasons, which are last in their row.
-        return width is None or len(_lines(runs, columns)[2]) <= width
+        return width is None or len(Table.of(points, columns).lines()[2]) <= width
 
-    columns = columns_of(runs)
-    memory, traffic = [*_flat(columns.memory), *columns.planned], _flat(columns.traffic)
-    times = [*columns.losses, *columns.times]
-    results = [*times, *memory, *traffic, columns.status]
-    if fits([*columns.point, *results]):
-        return _text([], [[*columns.point, *results]], _meanings(runs), runs, WIDTH)
-    point = [column for column in columns.point if column.differs(runs)]
-    shared = [f"{c.name} {c.value(runs[0])}" for c in columns.point if c not in point]
-    caption = [f"all points: {', '.join(shared)}"] if shared else []
-    halves = [[*point, *times, *traffic, columns.status], [*point, *memory]]
-    tables = next((each for each in ([[*point, *results]], halves) if all(map(fits, each))), None)
-    if tables:
-        return _text(caption, tables, _meanings(runs), runs, width)
-    brief = _brief_columns(point, results, fits)
-    return _text(caption, [brief], _brief_meanings(runs), runs, width)
-
-
-def _text(
-    caption: Sequence[str],
-    tables: Sequence[Sequence[Column]],
-    meanings: Sequence[str],
-    runs: Sequence[Run],
-    width: int | None,
-) -> str:
-    above, below = (wrap(" ".join(x), min(width or WIDTH, WIDTH)) for x in (caption, meanings))
-    blocks = [above] * bool(above) + [_lines(runs, columns) for columns in tables]
-    return "\n".join(["\n\n".join(map("\n".join, blocks)), *below])
+    columns, caption, meanings = columns_of(points), "", _meanings(points)
+    if not fits(columns):
+        tell_apart = [c for c in columns if c.part == "point" and c.differs(points)]
+        shared = [c for c in columns if c.part == "point" and c not in tell_apart]
+        same = ", ".join(f"{c.name} {c.text(points[0])}" for c in shared)
+        caption = f"all points: {same}\n\n" if same else ""
+        columns = [column for column in columns if column not in shared]
+    if not fits(columns):
+        columns, meanings = _brief_columns(columns, fits), _brief_meanings(points)
+    below = wrap(" ".join(meanings), min(width or WIDTH, WIDTH))
+    return caption + "\n".join([*Table.of(points, columns).lines(), *below])
 
 
 def _brief_columns(
-    point: Sequence[Column], results: Sequence[Column], fits: Callable[[Sequence[Column]], bool]
+    columns: Sequence[Column], fits: Callable[[Sequence[Column]], bool]
 ) -> list[Column]:
     """Return the columns of a point and those of BRIEF that fit beside them, the first ones first."""
-    engine = [column for column in point if column.name in ENGINE]
-    if len(engine) == len(ENGINE):
-        both = Column("engine", "", lambda run: "/".join(c.value(run) for c in engine), left=True)
-        point = [both, *(column for column in point if column not in engine)]
+    point = [column for column in columns if column.part == "point"]
+    if [column.name for column in point[:2]] == ["strategy", "implementation"]:
+        point = [Column("engine", lambda p: p.run.label, "engine"), *point[2:]]
     chosen: list[Column] = []
     for name in BRIEF:
-        more = next((column for column in results if column.name == name), None)
+        more = next((column for column in columns if column.name == name), None)
         if more and fits([*point, *chosen, more]):
             chosen.append(more)
-    return [*point, *(column for column in results if column in chosen)]
+    return [*point, *(column for column in columns if column in chosen)]
 
 
-def _flat(groups: Sequence[Sequence[Column]]) -> list[Column]:
-    return [column for group in groups for column in group]
+# ---- what the numbers mean
 
 
-def _lines(runs: Sequence[Run], columns: Sequence[Column]) -> list[str]:
-    header = [[c.name for c in columns], [c.unit for c in columns]]
-    rows = [[c.value(run) for c in columns] for run in runs]
-    widths = [max(map(len, column)) for column in zip(*header, *rows, strict=True)]
-    lines = [_aligned(cells, widths, columns) for cells in header + rows]
-    rule = "-" * max(map(len, lines[:2]))
-    return [*lines[:2], rule, *lines[2:], rule]
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
-    padded = [
-        cell.ljust(width) if column.left else cell.rjust(width)
-        for cell, width, column in zip(cells, widths, columns, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
-
-
-def _meanings(runs: Sequence[Run]) -> list[str]:
-    summaries = [run.summary for run in runs if run.summary]
+def _meanings(points: Sequence[Point]) -> list[str]:
+    summaries = [point.summary for point in points if point.summary]
     steps = sorted({(s.num_steps, s.num_warmup_steps) for s in summaries})
     counted = " or ".join(f"{n} steps after {warmup} of warm-up" for n, warmup in steps)
     sentences = [
@@ -143,31 +101,38 @@ def _meanings(runs: Sequence[Run]) -> list[str]:
         else "",
         "sent/step: what the rank that sends most handed to others in one step",
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
-        if shares_memory(runs)
+        if shares_memory(points)
         else "through the network.",
-        describe_peak_flops(runs),
-        *_engine_meanings(runs),
-        *_stage_meanings(runs),
+        describe_peak_flops(points),
+        *_engine_meanings(points),
+        *_stage_meanings(points),
     ]
     return [sentence for sentence in sentences if sentence]
 
 
-def _brief_meanings(runs: Sequence[Run]) -> list[str]:
+def _brief_meanings(points: Sequence[Point]) -> list[str]:
     return [
         "step: the median of rank 0. total, peak: the most that the fullest rank held at one moment, and had allocated "
         "at once. More columns: a wider terminal, zeroexp report FOLDER --csv -, the page.",
-        *_stage_meanings(runs),
+        *_stage_meanings(points),
     ]
 
 
-def _stage_meanings(runs: Sequence[Run]) -> list[str]:
-    return [NOTES[label] for label in dict.fromkeys(run.label for run in runs) if label in NOTES]
+def _stage_meanings(points: Sequence[Point]) -> list[str]:
+    """Return where an engine does something else than the name of its stage promises."""
+    runs = {point.run.label: point.run for point in points}
+    notes = {
+        label: ENGINES[run.implementation].labels.get(run.strategy)
+        for label, run in runs.items()
+        if run.implementation in ENGINES
+    }
+    return [f"{label} is {note}." for label, note in notes.items() if note]
 
 
-def _engine_meanings(runs: Sequence[Run]) -> list[str]:
+def _engine_meanings(points: Sequence[Point]) -> list[str]:
     """Return the engines' values of open settings, once for all runs with the same values."""
     labels: dict[str, list[str]] = {}
-    for run in runs:
+    for run in (point.run for point in points):
         settings = {k: v for k, v in run.engine.items() if v != "null" and k != "engine"}
         if settings:
             text = ", ".join(f"{key} {value}" for key, value in settings.items())

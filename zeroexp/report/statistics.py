@@ -1,16 +1,15 @@
-"""How well a step time is known, and whether one point is faster than another. Pure.
+"""How well a step time is known, whether one point is faster than another, and whether loss curves agree and fall.
 
 Two points are compared over runs, by paired log ratios of their step times: runs of one round ran after one another, so
-that their ratio is free of what changed slowly between rounds. The mean of the log ratios gets two intervals, a
-bootstrap's and Student's, and the wider end of both counts: a bootstrap of a few values is too sure of itself, and
-Student's trusts in a bell curve. Where many pairs are judged at once, each interval is widened (Bonferroni), so that
-the chance of any false claim among them stays ALPHA.
+that their ratio is free of what changed slowly between rounds. The mean of the log ratios gets Student's interval; a
+bootstrap of a few values is narrower, and too sure of itself. Where many pairs are judged at once, each interval is
+widened (Bonferroni), so that the chance of any false claim among them stays ALPHA.
 
 With one run the interval of a point's own time is that of the median over its steps, from order statistics, which knows
 nothing of what differs from run to run.
 
-Both intervals are scipy's. It is imported where it is needed, since `scipy.stats`, which has the bootstrap, takes a
-second.
+Every point of a comparison has the same weights and the same global batches, so that loss curves differ only by
+rounding. Their measure is the largest relative difference |loss − reference| / |reference| over all steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from statistics import fmean, stdev
 
 from zeroexp.measure.record import RunSummary
@@ -28,7 +26,6 @@ from zeroexp.report.measured_points import Point
 ALPHA = 0.05
 MARGIN = math.log(1.02)  # a smaller difference is none
 FEWEST, MOST = 3, 100  # pairs: with fewer nothing is claimed, and more are not asked for
-NUM_RESAMPLES = 1999
 UNSTEADY = 1.25  # slowest over fastest run
 UNSTEADY_STEPS = 2.0  # the 95th percentile of the steps of one run over their median
 
@@ -53,10 +50,14 @@ class Comparison:
     needed: int | None
 
     @property
+    def interval(self) -> str | None:
+        return None if self.low is None else f"[{self.low:.2f}, {self.high:.2f}]"
+
+    @property
     def verdict_with_numbers(self) -> str:
         """The verdict with its numbers: `0.71 [0.69, 0.74]: faster`."""
-        interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
-        return f"{self.ratio:.2f}{interval}: {self.verdict_without_numbers}"
+        numbers = " ".join(filter(None, (f"{self.ratio:.2f}", self.interval)))
+        return f"{numbers}: {self.verdict_without_numbers}"
 
     @property
     def verdict_without_numbers(self) -> str:
@@ -99,7 +100,7 @@ def compare_step_times(
     if len(logs) < FEWEST:
         return Comparison(ratio, None, None, len(logs), Verdict.OPEN, FEWEST)
     alpha = ALPHA / num_comparisons
-    low, high = _interval_of_mean(tuple(logs), alpha)
+    low, high = _interval_of_mean(logs, alpha)
     verdict = judge_interval(low, high)
     needed = num_needed(logs, alpha) if verdict is Verdict.OPEN else None
     return Comparison(ratio, math.exp(low), math.exp(high), len(logs), verdict, needed)
@@ -129,7 +130,7 @@ def step_time_interval(point: Point) -> Interval | None:
     """Return the interval of the point's step time, over runs or over steps; None if too little was measured."""
     seconds = sorted(point.seconds_by_round.values())
     if len(seconds) >= FEWEST:
-        low, high = _interval_of_mean(tuple(map(math.log, seconds)), ALPHA)
+        low, high = _interval_of_mean([*map(math.log, seconds)], ALPHA)
         return Interval(math.exp(low), math.exp(high), "runs")
     if len(seconds) == 1:
         steps = sorted(r.step_seconds for r in point.records if not r.warmup and not r.traced)
@@ -154,18 +155,11 @@ def _p95_ratio(summary: RunSummary) -> float:
     return summary.step_seconds_p95 / summary.step_seconds_median
 
 
-@cache
-def _interval_of_mean(logs: tuple[float, ...], alpha: float) -> tuple[float, float]:
-    """Return the wider of Student's interval and the bootstrap's. At least two values are needed."""
+def _interval_of_mean(logs: Sequence[float], alpha: float) -> tuple[float, float]:
+    """Return Student's interval. At least two values are needed."""
     mean, scatter = fmean(logs), stdev(logs)
-    if scatter == 0:
-        return mean, mean
-    reach = _reach_of_student(scatter, len(logs), alpha)
-    low, high = mean - reach, mean + reach
-    if low <= min(logs) and max(logs) <= high:
-        return low, high  # no mean of resamples lies outside of the values, so none widens this
-    lowest, highest = _bootstrap(logs, alpha)
-    return min(low, lowest), max(high, highest)
+    reach = _reach_of_student(scatter, len(logs), alpha) if scatter else 0.0
+    return mean - reach, mean + reach
 
 
 def _reach_of_student(scatter: float, number: int, alpha: float) -> float:
@@ -173,21 +167,6 @@ def _reach_of_student(scatter: float, number: int, alpha: float) -> float:
     from scipy.special import stdtrit  # the quantile of Student's distribution
 
     return float(stdtrit(number - 1, 1 - alpha / 2)) * scatter / math.sqrt(number)
-
-
-def _bootstrap(logs: Sequence[float], alpha: float) -> tuple[float, float]:
-    import numpy as np
-    from scipy import stats
-
-    interval = stats.bootstrap(
-        (logs,),
-        np.mean,
-        confidence_level=1 - alpha,
-        n_resamples=NUM_RESAMPLES,
-        method="percentile",
-        rng=0,  # the same runs give the same verdict
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
 
 
 def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
@@ -201,3 +180,114 @@ def _interval_of_median(ordered: Sequence[float]) -> Interval | None:
             break
         best = rank
     return None if best is None else Interval(ordered[best], ordered[number - 1 - best], "steps")
+
+
+# ---- losses
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One loss curve beside the reference."""
+
+    name: str
+    difference: float  # the largest relative one; inf if a step is missing or not finite
+    step: int  # at which it is largest
+    falls: bool
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    reference: str
+    curves: list[Curve]
+    bound: float | None  # None: agreement is not required
+    must_fall: bool
+
+    @property
+    def agree(self) -> bool:
+        return self.bound is None or all(curve.difference <= self.bound for curve in self.curves)
+
+    @property
+    def holds(self) -> bool:
+        return self.agree and (not self.must_fall or all(curve.falls for curve in self.curves))
+
+    @property
+    def worst(self) -> Curve:
+        return max(self.curves, key=lambda curve: curve.difference)
+
+    def lines(self) -> list[str]:
+        """Return the verdict in words, then one line for each curve that breaks it."""
+        lines: list[str] = []
+        number, worst = len(self.curves), self.worst
+        if self.bound is not None:
+            lines.append(
+                f"{number} loss curves {'agree' if self.agree else 'DISAGREE'}: largest relative difference to "
+                f"{self.reference} {worst.difference:.1e} ({worst.name}, step {worst.step}), allowed {self.bound:.1e}"
+            )
+        if self.must_fall:
+            lines.append(f"{sum(c.falls for c in self.curves)} of {number} losses fall")
+        for curve in self.curves:
+            if self.bound is not None and not curve.difference <= self.bound:
+                lines.append(f"  {curve.name}: off by {curve.difference:.1e} at step {curve.step}")
+            if self.must_fall and not curve.falls:
+                lines.append(f"  {curve.name}: its loss does not fall")
+        return lines
+
+
+def judge_losses(
+    losses: Mapping[str, Sequence[float]], *, bound: float | None, must_fall: bool = False
+) -> LossVerdict:
+    """Judge `losses`, which maps each curve's name to one loss per step; the first curve is the reference.
+
+    Raises ValueError if there is no curve.
+    """
+    if not losses:
+        raise ValueError("no loss curve to compare: no point of the sweep came to its end")
+    reference = next(iter(losses))
+    curves = [_judge_curve(name, curve, losses[reference]) for name, curve in losses.items()]
+    return LossVerdict(reference, curves, bound, must_fall)
+
+
+def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
+    """Say how far the curves lie from the first, at most."""
+    if len(curves) < 2:
+        return "One curve has nothing to be compared with."
+    verdict = judge_losses(curves, bound=math.inf)
+    worst, reference = verdict.worst, verdict.reference
+    if worst.difference == 0:
+        return f"All {len(curves)} curves are equal to the last bit."
+    if math.isinf(worst.difference):
+        return f"{worst.name} has other steps than {reference}, or a loss that is no number."
+    return (
+        f"Largest relative distance of {len(curves)} curves to that of {reference}: {worst.difference:.1e} "
+        f"({worst.name}, step {worst.step})."
+    )
+
+
+def loss_curves(points: Sequence[Point]) -> dict[str, Sequence[float]]:
+    """Return the curves in their order, last those with a loss that is no number: nothing is compared with one."""
+    curves = {point.name: point.losses for point in points if point.losses}
+    return dict(sorted(curves.items(), key=lambda item: not all(map(math.isfinite, item[1]))))
+
+
+def relative_distance(value: float, reference: float) -> float:
+    """Return |value − reference| / |reference|; inf where either is no number."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def loss_falls(losses: Sequence[float]) -> bool:
+    """Tell whether the mean of the last quarter is below that of the first; single steps are too noisy to compare."""
+    quarter = max(1, len(losses) // 4)
+    return len(losses) > 1 and fmean(losses[-quarter:]) < fmean(losses[:quarter])
+
+
+def _judge_curve(name: str, curve: Sequence[float], reference: Sequence[float]) -> Curve:
+    distances = [relative_distance(a, b) for a, b in zip(curve, reference, strict=False)]
+    worst = max(distances, default=math.inf)
+    step = distances.index(worst) if distances else 0
+    if len(curve) != len(reference):
+        worst, step = math.inf, len(distances)
+    return Curve(name, worst, step, loss_falls(curve))

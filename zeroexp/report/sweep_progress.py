@@ -32,9 +32,7 @@ class _Point:
     line_shown: float = float("-inf")
 
     def eta(self, now: float) -> float | None:
-        """Return the seconds to the last step, from the mean time of the steps after the first; None before two
-        steps.
-        """
+        """Return the seconds to the last step, from the mean of the steps after the first; None before two."""
         if self.num_done < 2:
             return None
         pace = (now - self.first_step_done) / (self.num_done - 1)
@@ -62,7 +60,7 @@ class Progress:
     def start(self, number: int, name: str, num_steps: int) -> None:
         """Point `number` (from 1) starts; `num_steps` counts warm-up steps too."""
         self._running[number] = _Point(number, name, num_steps, started=self._clock())
-        self._event(f"[{number}/{self._num_points}] {name}: started")
+        self.note(f"[{number}/{self._num_points}] {name}: started")
 
     def step(self, number: int, record: StepRecord) -> None:
         point, now = self._running[number], self._clock()
@@ -73,8 +71,7 @@ class Progress:
             self._draw(now)
         elif self._step_line_due(point, now):
             point.line_shown = now
-            self._stream.write(self._step_line(point, now) + "\n")
-            self._stream.flush()
+            self._write(self._step_line(point, now) + "\n")
 
     def end(self, number: int, status: str, reason: str | None = None, name: str = "") -> None:
         """Point `number` has ended. A skipped point, which never started, needs its `name`."""
@@ -86,19 +83,14 @@ class Progress:
             took = f" in {duration(seconds)}"
         self._ended.append(status)
         why = f": {reason}" if reason else ""
-        self._event(
+        self.note(
             f"[{number}/{self._num_points}] {point.name if point else name}: {status}{took}{why}"
         )
-
-    def note(self, line: str) -> None:
-        """Show a line that belongs to no step."""
-        self._event(line)
 
     def close(self) -> None:
         """Erase the frame from the screen; the lines above it stay."""
         if self._live and self._num_lines:
-            self._stream.write(f"\x1b[{self._num_lines}A\x1b[J")
-            self._stream.flush()
+            self._write(f"\x1b[{self._num_lines}A\x1b[J")
             self._num_lines = 0
 
     def __enter__(self) -> Progress:
@@ -107,12 +99,16 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _event(self, line: str) -> None:
+    def note(self, line: str) -> None:
+        """Show a line that belongs to no step."""
         if self._live:
             self._draw(self._clock(), above=line)
         else:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            self._write(line + "\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
     def _draw(self, now: float, above: str | None = None) -> None:
         if above is None and now - self._drawn < SECONDS_BETWEEN_FRAMES:
@@ -122,8 +118,7 @@ class Progress:
         kept = [] if above is None else [above]
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
         body = "".join(f"{line}\x1b[K\n" for line in kept + lines)
-        self._stream.write(up + body + "\x1b[J")
-        self._stream.flush()
+        self._write(up + body + "\x1b[J")
         self._num_lines, self._drawn = len(lines), now
 
     def _frame(self, now: float) -> list[str]:

@@ -1,7 +1,7 @@
 """The table of stages in bytes: what a rank would hold and send if only placements mattered. Pure.
 
 A stage's table (README.md) knows placements, dtypes and the number of ranks. It knows no imbalance, padding, buffers
-or schedules; a run differs from it by just these, and `explain_difference.py` says by which.
+or schedules; a run differs from it by just these, and `words.py` says by which.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        return f"{self.strategy}/{self.implementation}"
+        return f"{self.strategy}-{self.implementation}"
 
     @property
     def world_size(self) -> int:

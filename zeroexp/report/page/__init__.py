@@ -21,7 +21,6 @@ from typing import Any, cast
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.compare import Conclusions, conclude
-from zeroexp.report.headline import headline_cards, headline_sentences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.byte_charts import causes_chart, memory_chart, ranks_chart, traffic_chart
 from zeroexp.report.page.chart import DEFAULTS, Chart
@@ -41,6 +40,7 @@ from zeroexp.report.page.time_charts import (
     step_time_chart,
     verdict_chart,
 )
+from zeroexp.report.words import headline_cards, headline_sentences
 
 NAME = "report.html"
 TEMPLATES = ("hovertemplate", "texttemplate")  # these are ours, and have plotly's tags
@@ -126,6 +126,20 @@ def render(
         "plotly": _plotly(),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _template())
+
+
+def chart_of(name: str, points: Sequence[Point], conclusions: Conclusions) -> Chart:
+    """Return one chart by its name. Raises ConfigError for a name that none has."""
+    makers = {
+        make.__name__.removesuffix("_chart"): make for make in CHARTS if make is not ranks_chart
+    }
+    if name == "verdict":
+        return verdict_chart(conclusions)
+    if name not in makers:
+        raise ConfigError(
+            f"--chart {name}: no such chart; use one of {', '.join([*makers, 'verdict'])}"
+        )
+    return makers[name](points)
 
 
 def _drawn(chart: Chart) -> dict[str, Any]:

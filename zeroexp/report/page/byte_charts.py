@@ -12,8 +12,8 @@ from zeroexp.report.page.chart import (
     MANY,
     Chart,
     Trace,
-    axis,
-    bar_chart,
+    axis_of,
+    row_chart,
     row_marks,
     rows_axis,
     rows_height,
@@ -28,7 +28,8 @@ from zeroexp.tracking.run import Run
 def memory_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: point.summary for point in points if point.summary}
     peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
-    return bar_chart(
+    held = {point.name: _mebibytes(point.held_bytes) for point in points if point.summary}
+    return row_chart(
         "memory",
         "Memory by kind",
         "Bytes of the rank that holds most, after backward and before the optimizer's step, when stages differ most. "
@@ -36,11 +37,8 @@ def memory_chart(points: Sequence[Point]) -> Chart:
         "allocated at once in any step, activations included.",
         axis="MiB of the fullest rank",
         numbers={
-            point.name: {KIND_NAMES[kind]: held for kind, held in point.held_bytes.items()}
-            for point in points
-            if point.summary
+            row: {KIND_NAMES[k]: mib for k, mib in kinds.items()} for row, kinds in held.items()
         },
-        factor=1 / MIB,
         colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in KINDS},
         marks=[
             *_closed_forms(points, MOMENT, table_bytes),
@@ -56,8 +54,8 @@ def _closed_forms(
 
     planned: the key of RunSummary.plan. Runs of older versions, and what torch's engines send, have no closed form.
     """
-    forms: dict[str, float] = {}
-    tables: dict[str, float] = {}
+    forms: dict[str, float | None] = {}
+    tables: dict[str, float | None] = {}
     for point in points:
         if point.summary and planned in point.summary.plan:
             forms[point.name] = point.summary.plan[planned] / MIB
@@ -70,6 +68,10 @@ def _closed_forms(
     return [mark for mark in marks if mark["x"]]
 
 
+def _mebibytes(bytes_by_part: Mapping[str, float]) -> dict[str, float]:
+    return {part: number / MIB for part, number in bytes_by_part.items()}
+
+
 # ---- bytes allocated at the moment at which the fullest rank held most, by cause
 
 
@@ -79,14 +81,13 @@ def causes_chart(points: Sequence[Point]) -> Chart:
     if not peaks:
         nothing = "No run tells its peak by cause: its memory was not watched, or an older version ran it."
         return Chart("causes", title, nothing)
-    return bar_chart(
+    return row_chart(
         "causes",
         title,
         "Everything that the fullest rank had allocated at the moment of its peak, by what it is for, in a step that "
         f"was watched for it. {_where_peaks_come(peaks)}",
         axis="MiB of the fullest rank",
-        numbers={name: peak.bytes_by_cause for name, peak in peaks.items()},
-        factor=1 / MIB,
+        numbers={name: _mebibytes(peak.bytes_by_cause) for name, peak in peaks.items()},
         colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
     )
 
@@ -100,14 +101,18 @@ def _where_peaks_come(peaks: Mapping[str, Peak]) -> str:
     """Say in which operator and when the peaks came, once for all points that agree."""
     moments: dict[str, list[str]] = {}
     for name, peak in peaks.items():
-        part = f" of {peak.unit}" if peak.unit and not peak.unit.startswith("(") else ""
-        verb = f", inside of {peak.verb}" if peak.verb else ""
-        where = f"in {peak.operator or 'no operator'} of the {peak.phase} phase{part}{verb}"
-        moments.setdefault(where, []).append(name)
+        moments.setdefault(where_peak_comes(peak), []).append(name)
     most, *rest = sorted(moments.items(), key=lambda item: -len(item[1]))
     others = [f"{', '.join(names)} {where}" for where, names in rest]
     first = f"{'Most peaks come' if rest else 'It comes'} {most[0]}"
     return f"{'; '.join([first, *others])}."
+
+
+def where_peak_comes(peak: Peak) -> str:
+    part = f" of {peak.unit}" if peak.unit and not peak.unit.startswith("(") else ""
+    verb = f", inside of {peak.verb}" if peak.verb else ""
+    where = f"in {peak.operator} of" if peak.operator else "outside of torch's operators in"
+    return f"{where} the {peak.phase} phase{part}{verb}"
 
 
 # ---- bytes that the busiest rank sends in a step, by kind of message, beside the stage's table
@@ -117,13 +122,13 @@ MESSAGES = ("gather", "reduce", "publish", "norm", "loss")
 
 def traffic_chart(points: Sequence[Point]) -> Chart:
     title = "Bytes sent in a step"
-    sent = {point.name: point.sent_bytes for point in points if point.summary}
+    sent = {point.name: _mebibytes(point.sent_bytes) for point in points if point.summary}
     kinds = {kind for one in sent.values() for kind, number in one.items() if number}
     if not kinds:
         nothing = "No point counted what it sent: all ran with one rank, or over a backend that counts nothing."
         return Chart("traffic", title, nothing)
     ordered = [*(kind for kind in MESSAGES if kind in kinds), *sorted(kinds - {*MESSAGES})]
-    return bar_chart(
+    return row_chart(
         "traffic",
         title,
         "Bytes the rank that sends most hands to others in one step, over the network or in memory that ranks share. "
@@ -132,7 +137,6 @@ def traffic_chart(points: Sequence[Point]) -> Chart:
         "whole parameters times (N−1)/N for each all-gather and reduce-scatter.",
         axis="MiB of the rank that sends most",
         numbers=sent,
-        factor=1 / MIB,
         colours={kind: part_colour(kind, index + 3) for index, kind in enumerate(ordered)},
         marks=_closed_forms(points, "sent", table_traffic),
     )
@@ -145,21 +149,18 @@ MANY_RANKS = 12
 
 def ranks_chart(points: Sequence[Point]) -> Chart:
     """Draw three heat maps of which the reader chooses one: bytes held, peak, bytes sent."""
-    done = [(point, point.summary) for point in points if point.summary]
+    done = {point.name: point.summary for point in points if point.summary}
     spreads = {
-        "most held at one moment": [s.memory.total for _, s in done],
-        "peak": [s.memory.peak for _, s in done],
-        "sent per step": [s.sent_bytes_per_step for _, s in done],
+        "most held at one moment": [s.memory.total for s in done.values()],
+        "peak": [s.memory.peak for s in done.values()],
+        "sent per step": [s.sent_bytes_per_step for s in done.values()],
     }
     names = [name for name, each in spreads.items() if any(each)]
-    rows, size = [point.name for point, _ in done], max((s.world_size for _, s in done), default=0)
+    rows, size = list(done), max((s.world_size for s in done.values()), default=0)
     data: list[Trace] = [
         {
-            "type": "heatmap",
-            "name": name,
-            "y": rows,
-            "x": list(range(size)),
-            "z": [_mebibytes_by_rank(spread, size) for spread in spreads[name]],
+            **{"type": "heatmap", "name": name, "y": rows, "x": list(range(size))},
+            "z": [_padded(spread, size) for spread in spreads[name]],
             "colorbar": {"title": {"text": "MiB"}},
             "texttemplate": "%{z:,.1f}" if size <= MANY_RANKS and len(rows) <= MANY else "",
             "visible": name == names[0],
@@ -173,7 +174,7 @@ def ranks_chart(points: Sequence[Point]) -> Chart:
     ]
     place = {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "pad": {"b": 4}}
     layout = {
-        "xaxis": axis("rank", dtick=1 if size <= MANY_RANKS else None),
+        "xaxis": axis_of("rank", dtick=1 if size <= MANY_RANKS else None),
         "yaxis": rows_axis(rows),
         "updatemenus": [{"type": "dropdown", "buttons": buttons, "showactive": True, **place}],
     }
@@ -181,13 +182,13 @@ def ranks_chart(points: Sequence[Point]) -> Chart:
     return Chart("ranks", "Rank by rank", caption, data, layout, rows_height(rows) + 60)
 
 
-def _mebibytes_by_rank(spread: Spread | None, size: int) -> list[float | None]:
+def _padded(spread: Spread | None, size: int) -> list[float | None]:
     values = [value / MIB for value in spread.per_rank] if spread else []
     return values + [None] * (size - len(values))
 
 
-def _skew(done: Sequence[tuple[Point, RunSummary]]) -> str:
-    skews = {point.name: s.memory.total.fullest / (s.memory.total.mean or 1) for point, s in done}
+def _skew(done: Mapping[str, RunSummary]) -> str:
+    skews = {name: s.memory.total.fullest / (s.memory.total.mean or 1) for name, s in done.items()}
     if not skews:
         return ""
     worst = max(skews, key=skews.__getitem__)

@@ -1,10 +1,10 @@
 """A chart as the page draws it: plotly's data and layout as plain dictionaries, beside a sentence that says the same.
 
-Charts come in three forms: bars of one row for each point (`bar_chart`), marks on such rows, and lines or dots over two
-numbers (`scatter`). What all of a form share is said once, in DEFAULTS, which plotly takes as the template of each. The
-colour INK is that of the text, which depends on the reader's theme. No file of the page imports plotly but
-`__init__.py`, which takes the library's JavaScript from it. A chart's caption is all that readers have who see no
-picture.
+Charts have one of two forms: a row for each point, with bars that are stacked from parts and marks (`row_chart`), or
+lines and dots over two numbers (`line_chart`). What all of a form share is said once, in DEFAULTS, which plotly takes
+as the template of each. The colour INK is that of the text, which depends on the reader's theme. A chart's caption is
+all that readers have who see no picture. No file of the page imports plotly but `__init__.py`, which takes the
+library's JavaScript from it; `report/figure.py` draws the same charts on paper.
 """
 
 from __future__ import annotations
@@ -56,17 +56,16 @@ class Chart:
     height: int = 380  # pixels
 
 
-def bar_chart(
+def row_chart(
     name: str,
     title: str,
     caption: str,
     *,
-    axis: str,
+    axis: str | Mapping[str, Any],  # its title, or all of it
     numbers: Mapping[str, Mapping[str, float]],  # row -> part -> number
-    factor: float,  # to the unit of the axis
-    colours: Mapping[str, str],  # of all parts, in their order
+    colours: Mapping[str, str] | None = None,  # of all parts, in their order
     marks: Sequence[Trace] = (),
-    reach: float | None = None,  # the end of the axis, where it is not that of the longest bar
+    **more: Any,  # of the layout
 ) -> Chart:
     """Return horizontal bars that are stacked from their parts, the first row at the top; empty parts are left out.
 
@@ -75,31 +74,32 @@ def bar_chart(
     rows = list(numbers)
     if not rows:
         return Chart(name, title, "No point came to its end.")
-    lengths = {part: [factor * each.get(part, 0) for each in numbers.values()] for part in colours}
-    patterns = [PATTERNS[index % len(PATTERNS)] for index in range(len(colours))]
-    bars: list[Trace] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": rows,
-            "x": lengths[part],
-            "text": [_number(length) if len(rows) <= MANY else "" for length in lengths[part]],
-            "marker": {"color": colour, "pattern": {"shape": pattern}},
+    bars: list[Trace] = []
+    for index, (part, colour) in enumerate((colours or {}).items()):
+        lengths = [each.get(part, 0) for each in numbers.values()]
+        pattern = {"shape": PATTERNS[index % len(PATTERNS)]}
+        bar = {
+            **{"type": "bar", "orientation": "h", "name": part, "y": rows, "x": lengths},
+            "text": [_number(length) if len(rows) <= MANY else "" for length in lengths],
+            "marker": {"color": colour, "pattern": pattern},
         }
-        for (part, colour), pattern in zip(colours.items(), patterns, strict=True)
-        if any(lengths[part])
-    ]
-    layout = {
+        bars += [bar] if any(lengths) else []
+    layout: dict[str, Any] = {
         "barmode": "stack",
         "bargap": 0.22,
-        "xaxis": {"title": {"text": axis}, "rangemode": "tozero"},
+        "xaxis": axis_of(axis, rangemode="tozero") if isinstance(axis, str) else axis,
         "yaxis": rows_axis(rows),
-        "hovermode": "y unified",
+        "hovermode": "y unified" if bars else "closest",
+        **more,
     }
-    if reach is not None:
-        layout["xaxis"]["range"] = [0, reach]
     return Chart(name, title, caption, [*bars, *marks], layout, rows_height(rows))
+
+
+def line_chart(
+    name: str, title: str, caption: str, data: Sequence[Trace], height: int = 380, **layout: Any
+) -> Chart:
+    """Return lines and dots over two numbers."""
+    return Chart(name, title, caption, list(data), {"hovermode": "closest", **layout}, height)
 
 
 def rows_axis(rows: Sequence[str]) -> dict[str, Any]:
@@ -111,16 +111,20 @@ def rows_height(rows: Sequence[str]) -> int:
     return max(SHORTEST, BESIDE + ROW * len(rows))
 
 
-def row_marks(name: str, values: Mapping[str, float | None], symbol: str, colour: str) -> Trace:
+def axis_of(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
+def row_marks(
+    name: str, values: Mapping[str, float | None], symbol: str, colour: str, **more: Any
+) -> Trace:
     """Return one mark per row that has a value."""
     marked = {row: value for row, value in values.items() if value is not None}
     size, width = (15, 2.5) if symbol.startswith("line") else (9, 1.5)
     line = {"width": width, "color": colour}
-    return {
-        **scatter(name, list(marked.values()), list(marked), "markers"),
-        "marker": {"symbol": symbol, "size": size, "color": colour, "line": line},
-        "hovertemplate": "%{x:,.1f}",
-    }
+    marker = {"symbol": symbol, "size": size, "color": colour, "line": line}
+    template = {"marker": marker, "hovertemplate": "%{x:,.1f}"}
+    return scatter(name, list(marked.values()), list(marked), "markers", **{**template, **more})
 
 
 def scatter(name: str, x: Sequence[Any], y: Sequence[Any], mode: str, **more: Any) -> Trace:
@@ -148,11 +152,5 @@ def line_style(index: int, **more: Any) -> dict[str, Any]:
     return {"color": SERIES[index % len(SERIES)], "dash": dash, **more}
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, **more}
-
-
 def _number(value: float) -> str:
-    if not value:
-        return ""
-    return format(value, ",.0f" if value >= 20 else ",.1f")
+    return format(value, ",.0f" if value >= 20 else ",.1f") if value else ""

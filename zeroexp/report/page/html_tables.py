@@ -7,17 +7,21 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.columns import columns_of, describe_peak_flops
-from zeroexp.report.compare import Conclusions, Judged
-from zeroexp.report.differences import describe_values, differences
-from zeroexp.report.explain_difference import explanations
+from zeroexp.report.columns import (
+    ABSENT,
+    POINT,
+    STATUS,
+    Column,
+    columns_of,
+    describe_peak_flops,
+)
+from zeroexp.report.compare import Conclusions, Judged, describe_values, differences
 from zeroexp.report.measured_points import Point
-from zeroexp.report.settings import ABSENT
 from zeroexp.report.statistics import step_time_interval
+from zeroexp.report.tables import Table
+from zeroexp.report.words import explanations
 from zeroexp.tracking.run import Run
 
-LONG = 40  # characters of a cell that may break into lines
-Cell = tuple[str, bool]  # the text, and whether it is aligned left, as words are
 # What the page says of where a run ran: key of its environment -> name.
 FACTS = {
     "host": "host",
@@ -32,30 +36,24 @@ FACTS = {
 
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
-    pooled = [point.pooled_summary for point in points]
-    intervals = [step_time_interval(point) for point in points]
-    groups = columns_of(pooled)
+    columns = columns_of(points)
     # How ranks differ is shown rank by rank.
-    columns = [*groups.times, *groups.losses, *groups.fullest]
-    if any(run.status != "done" or run.reason for run in pooled):
-        columns.append(groups.status)
-    heads = [("point", ""), ("step", "95 %, ms"), *((c.name, c.unit) for c in columns)]
-    rows: list[list[Cell]] = []
-    for point, run, each in zip(points, pooled, intervals, strict=True):
-        interval = f"{1e3 * each.low:,.1f}–{1e3 * each.high:,.1f}" if each else ABSENT
-        cells = [(column.value(run), column.left) for column in columns]
-        rows.append([(point.name, True), (interval, False), *cells])
+    results = [c for c in columns if c.part in ("memory", "traffic") and not c.is_mean]
+    times, losses = ([c for c in columns if c.part == part] for part in ("times", "losses"))
+    told = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
+    table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *told])
     meanings = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
     }
-    over = dict.fromkeys(meanings[each.over] for each in intervals if each)
+    intervals = filter(None, map(step_time_interval, points))
+    over = dict.fromkeys(meanings[each.over] for each in intervals)
     notes = [
         "Bytes are MiB of the fullest rank. Step times are medians of rank 0 over the measured steps.",
         f"The interval of the step is {' or '.join(over)}." if over else "",
-        escape(describe_peak_flops([point.run for point in points])),
+        escape(describe_peak_flops(points)),
     ]
-    return f"{html_table(heads, rows)}<p>{' '.join(filter(None, notes))}</p>"
+    return f"{table.as_html()}<p>{' '.join(filter(None, notes))}</p>"
 
 
 def verdict_table(conclusions: Conclusions) -> str:
@@ -63,21 +61,17 @@ def verdict_table(conclusions: Conclusions) -> str:
     if conclusions.reference is None or len(conclusions.judged) < 2:
         return ""
     heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
-    return html_table(
-        heads,
-        [[(one.point.name, True), *_verdict_cells(one, conclusions)] for one in conclusions.judged],
-    )
+    rows = [_verdict_cells(one, conclusions.reference) for one in conclusions.judged]
+    return Table(heads, [True, False, False, True], rows).as_html()
 
 
-def _verdict_cells(one: Judged, conclusions: Conclusions) -> list[Cell]:
-    comparison = one.comparison
+def _verdict_cells(one: Judged, reference: Point) -> list[str]:
+    comparison, name = one.comparison, one.point.name
     if comparison is None:
-        verdict = "the reference" if one.point is conclusions.reference else ABSENT
-        return [("1", False), ("", False), (verdict, True)]
+        return [name, "1", "", "the reference" if one.point is reference else ABSENT]
     low, high = comparison.low, comparison.high
     interval = ABSENT if low is None else f"{low:.3f}–{high:.3f}"
-    verdict = comparison.verdict_without_numbers
-    return [(f"{comparison.ratio:.3f}", False), (interval, False), (verdict, True)]
+    return [name, f"{comparison.ratio:.3f}", interval, comparison.verdict_without_numbers]
 
 
 def differences_table(points: Sequence[Point]) -> str:
@@ -90,7 +84,7 @@ def differences_table(points: Sequence[Point]) -> str:
         "Beside what is compared, the points differ in this. Defaults of one implementation are among it, since they "
         "are part of what it costs."
     )
-    return f"<p>{introduction}</p>{_table_of_words(('fact', 'values'), rows)}"
+    return f"<p>{introduction}</p>{Table.of_words(('fact', 'values'), rows).as_html()}"
 
 
 def explanation_list(points: Sequence[Point]) -> str:
@@ -123,7 +117,7 @@ def provenance_table(points: Sequence[Point]) -> str:
     questions = dict.fromkeys(run.config.get("study.question", "null") for run in runs)
     asked = escape(" ".join(question for question in questions if question != "null"))
     return (
-        f"{_table_of_words(('', ''), [row for row in rows.items() if row[1]])}"
+        f"{Table.of_words(('', ''), [row for row in rows.items() if row[1]]).as_html()}"
         f"<h3>To run it again</h3><pre>{escape(commands)}</pre>"
         f"{f'<p>The question of the study: {asked}</p>' if asked else ''}"
     )
@@ -139,22 +133,9 @@ def _days(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(f"{day:%Y-%m-%d}" for day in days))
 
 
-def _table_of_words(heads: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
-    cells = [[(text, True) for text in row] for row in rows]
-    return html_table([(head, "") for head in heads], cells)
+def _interval_text(point: Point) -> str | None:
+    interval = step_time_interval(point)
+    return f"{1e3 * interval.low:,.1f}–{1e3 * interval.high:,.1f}" if interval else None
 
 
-def html_table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table that scrolls sideways where it must, under heads of (name, unit)."""
-    lefts = [left for _, left in rows[0]] if rows else [True] * len(heads)
-    top = "".join(
-        f"<th{' class=left' if left else ''}>{escape(name)}<small>{escape(unit)}</small></th>"
-        for (name, unit), left in zip(heads, lefts, strict=True)
-    )
-    body = "\n".join(f"<tr>{''.join(_cell(*cell) for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _cell(text: str, left: bool) -> str:
-    long = " long" if left and len(text) > LONG else ""
-    return f'<td class="left{long}">{escape(text)}</td>' if left else f"<td>{escape(text)}</td>"
+INTERVAL = Column("interval", _interval_text, "step", "95 %, ms", "s")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroexp.report.loss_curves import largest_distance, loss_curves, relative_distance
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.chart import MANY, Chart, Trace, axis, line_style, scatter
+from zeroexp.report.page.chart import MANY, Chart, Trace, axis_of, line_chart, line_style, scatter
+from zeroexp.report.statistics import largest_distance, loss_curves, relative_distance
 
 WIDEST, THIN, MOST_STRIPES = 10.0, 1.5, 12
 BELOW = "The lower half shows each step's distance; equal losses leave a gap."
@@ -31,29 +31,19 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         _line(name, curve, index, width=max(THIN, WIDEST - index * stripe))
         for index, (name, curve) in enumerate(curves.items())
     ]
-    layout: dict[str, Any] = {
-        "xaxis": axis("step"),
-        "yaxis": axis("loss"),
-        "hovermode": "closest",
-        "showlegend": len(curves) <= MANY,
-    }
-    caption = largest_distance(curves)
-    if not distances:
-        return Chart("losses", "Loss curves", caption, data, layout)
-    data += [
-        _line(name, curve, index, below=True)
-        for index, (name, curve) in enumerate(zip(curves, away, strict=True))
-    ]
-    layout["xaxis"]["anchor"] = "y2"
-    layout["yaxis"]["domain"] = [0.42, 1]
-    layout["yaxis2"] = axis(
-        "relative distance",
-        domain=[0, 0.32],
-        type="log",
-        exponentformat="power",
-        **_decades(distances),
-    )
-    return Chart("losses", "Loss curves", f"{caption} {BELOW}", data, layout, 520)
+    layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
+    caption, height = largest_distance(curves), 380
+    if distances:
+        caption, height = f"{caption} {BELOW}", 520
+        data += [
+            _line(name, far, n, below=True)
+            for n, (name, far) in enumerate(zip(curves, away, strict=True))
+        ]
+        layout["xaxis"]["anchor"], layout["yaxis"]["domain"] = "y2", [0.42, 1]
+        powers = {"type": "log", "exponentformat": "power", **_decades(distances)}
+        layout["yaxis2"] = axis_of("relative distance", domain=[0, 0.32], **powers)
+    named = len(curves) <= MANY
+    return line_chart("losses", "Loss curves", caption, data, height, showlegend=named, **layout)
 
 
 def _decades(distances: Sequence[float]) -> dict[str, object]:

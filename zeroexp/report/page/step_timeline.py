@@ -8,7 +8,7 @@ it and fall behind it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,8 @@ from typing import Any
 from zeroexp.measure.formats import refuse_newer_format
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.chart import INK, Chart, Trace, axis, scatter
-from zeroexp.report.palette import (
-    BLUE,
-    CAUSE_COLOURS,
-    GREEN,
-    GREY,
-    NAVY,
-    ORANGE,
-    PINK,
-    RED,
-    SERIES,
-    YELLOW,
-)
+from zeroexp.report.page.chart import INK, Chart, Trace, axis_of, scatter
+from zeroexp.report.palette import CAUSE_COLOURS, SPAN_COLOURS, SPARE
 from zeroexp.report.reading import UNREADABLE
 from zeroexp.report.theory import SENDS, stage_of
 
@@ -44,10 +33,6 @@ CAPTION = (
 )
 MOST_POINTS, MOST_RANKS = 4, 4  # that are drawn
 LANES = ("flight", "exposed", "verb", "unit", "phase")  # from below
-COLOURS = {
-    **{"data": GREY, "forward": BLUE, "backward": ORANGE, "optimizer": GREEN, "step": PINK},
-    **{"gather": NAVY, "reduce": RED, "hand_over": YELLOW, "publish": GREEN, "norm": PINK},
-}
 HEIGHT, BETWEEN = 300, 0.04  # pixels of one rank; space between two, as a fraction of all
 MICROSECONDS = 1e-3  # in milliseconds
 
@@ -117,7 +102,7 @@ def _read_trace(path: Path) -> RankTrace:
 def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
     first = min(rank.began_at for rank in ranks)
     height = (1 - BETWEEN * (len(ranks) - 1)) / len(ranks)
-    end = axis("ms since the first rank began", anchor=f"y{2 * len(ranks)}")
+    end = axis_of("ms since the first rank began", anchor=f"y{2 * len(ranks)}")
     layout: dict[str, Any] = {
         "barmode": "overlay",
         "bargap": 0.15,
@@ -137,7 +122,7 @@ def _chart(name: str, point: Point, ranks: Sequence[RankTrace]) -> Chart:
             **{"type": "category", "categoryorder": "array", "categoryarray": list(LANES)},
         }
         domain = [top - height, top - 0.6 * height]
-        layout[f"yaxis{memory}"] = axis("MiB", domain=domain, rangemode="tozero")
+        layout[f"yaxis{memory}"] = axis_of("MiB", domain=domain, rangemode="tozero")
     in_legend: set[str] = set()  # each name once, for all ranks
     for trace in data:
         trace["legendgroup"], trace["showlegend"] = trace["name"], trace["name"] not in in_legend
@@ -155,18 +140,14 @@ def _span_traces(rank: RankTrace, lanes: str, shift: float) -> list[Trace]:
         groups.setdefault(str(group), []).append(span)
     return [
         {
-            "type": "bar",
-            "orientation": "h",
-            "name": group,
+            **{"type": "bar", "orientation": "h", "name": group, "yaxis": lanes},
             "y": [span["cat"] for span in spans],
             "base": [shift + MICROSECONDS * span["ts"] for span in spans],
             "x": [MICROSECONDS * span["dur"] for span in spans],
             "text": [_hover_text(span) for span in spans],
-            "textposition": "none",
-            "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>",
-            "yaxis": lanes,
+            **{"textposition": "none", "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>"},
             "marker": {
-                "color": COLOURS.get(group, SERIES[index % len(SERIES)]),
+                "color": SPAN_COLOURS.get(group, SPARE[index % len(SPARE)]),
                 "line": {"width": 0.4, "color": INK},
             },
         }
@@ -185,20 +166,18 @@ def _memory_traces(rank: RankTrace, lane: str, shift: float) -> list[Trace]:
     """Return the bytes by cause, one over the other."""
     causes = dict.fromkeys(cause for _, held in rank.memory for cause in held)
     times = [round(shift + MICROSECONDS * at, 3) for at, _ in rank.memory]
-    return [
-        scatter(
-            f"held: {cause}",
-            times,
-            [round(held.get(cause, 0) / MIB, 3) for _, held in rank.memory],
-            "lines",
-            yaxis=lane,
-            stackgroup=f"rank {rank.rank}",
-            line={
-                "shape": "hv",
-                "width": 0.5,
-                "color": CAUSE_COLOURS.get(cause, SERIES[index % len(SERIES)]),
-            },
-            hovertemplate="%{y:,.1f} MiB",
-        )
-        for index, cause in enumerate(causes)
-    ]
+    traces: list[Trace] = []
+    for index, cause in enumerate(causes):
+        mebibytes = [round(held.get(cause, 0) / MIB, 3) for _, held in rank.memory]
+        colour = _colour(CAUSE_COLOURS, cause, index)
+        look = {
+            "line": {"shape": "hv", "width": 0.5, "color": colour},
+            "hovertemplate": "%{y:,.1f} MiB",
+        }
+        stack = {"yaxis": lane, "stackgroup": f"rank {rank.rank}", **look}
+        traces.append(scatter(f"held: {cause}", times, mebibytes, "lines", **stack))
+    return traces
+
+
+def _colour(colours: Mapping[str, str], name: str, index: int) -> str:
+    return colours.get(name, SPARE[index % len(SPARE)])

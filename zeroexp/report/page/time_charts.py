@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import log10
 from statistics import fmean
@@ -11,72 +12,59 @@ from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import (
     INK,
-    MANY,
     Chart,
     Trace,
-    axis,
-    bar_chart,
+    axis_of,
+    line_chart,
     line_style,
+    row_chart,
     row_marks,
-    rows_axis,
-    rows_height,
     scatter,
     whiskers,
 )
 from zeroexp.report.palette import GREEN, GREY, NAVY, RED, SYMBOLS, part_colour
-from zeroexp.report.statistics import Verdict, step_time_interval
+from zeroexp.report.statistics import Comparison, Verdict, step_time_interval
 
 # ---- where the time of a step goes, by phase, with the interval of the whole step
 
+GOES_ON = "An interval without an end in the chart goes on beyond it; the table has its end."
 LONGEST = 1.8  # times the slowest median: a longer axis would leave bars too short to read
 
 
 def step_time_chart(points: Sequence[Point]) -> Chart:
-    done = {p.name: s for p in points if (s := p.pooled_summary.summary)}
+    done = {point.name: s for point in points if (s := point.pooled.summary)}
     medians = {row: 1e3 * summary.step_seconds_median for row, summary in done.items()}
     lows, highs = dict(medians), dict(medians)
     for point in points:
-        if point.name in medians and (interval := step_time_interval(point)):
+        if point.name in done and (interval := step_time_interval(point)):
             # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
             lows[point.name] = min(1e3 * interval.low, medians[point.name])
             highs[point.name] = max(1e3 * interval.high, medians[point.name])
     longest = LONGEST * max(medians.values(), default=1.0)
-    cut = {row: high for row, high in highs.items() if high > longest}
-    reach = longest if cut else 1.04 * max(highs.values(), default=1.0)
+    reach = min(longest, 1.04 * max(highs.values(), default=1.0))
     caption = (
         "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
         "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
         "median of the whole step, and its whiskers are the 95 % interval of that median."
     )
-    whole = row_marks("whole step", medians, "line-ns-open", INK)
-    whole["error_x"] = whiskers([*medians.values()], [*lows.values()], [*highs.values()])
-    marks = [whole]
-    if cut:
-        named = len(done) <= MANY
-        caption += " An arrow at the edge stands for an interval that goes on beyond it"
-        caption += ", to the number beside it." if named else "."
-        arrows = {
-            **row_marks("interval goes on", dict.fromkeys(cut, reach), "triangle-right", INK),
-            "mode": "markers+text" if named else "markers",
-            "text": [f"to {high:,.0f}" for high in cut.values()],
-            "textposition": "top left",
-            "textfont": {"size": 10},
-            "cliponaxis": False,
-            "hovertemplate": "%{text}",
-        }
-        marks = [arrows, whole]
+    if reach == longest:
+        caption += f" {GOES_ON}"
+    ends = whiskers([*medians.values()], [*lows.values()], [*highs.values()])
+    marks = [row_marks("whole step", medians, "line-ns-open", INK, error_x=ends)]
     phases = dict.fromkeys(phase for s in done.values() for phase in s.phase_seconds_median)
-    return bar_chart(
+    return row_chart(
         "times",
         "Time of a step",
         caption,
-        axis="ms per step",
-        numbers={row: summary.phase_seconds_median for row, summary in done.items()},
-        factor=1e3,
+        axis=axis_of("ms per step", rangemode="tozero", range=[0, reach]),
+        numbers={row: _milliseconds(s.phase_seconds_median) for row, s in done.items()},
         colours={phase: part_colour(phase, index) for index, phase in enumerate(phases)},
         marks=marks,
-        reach=reach,
     )
+
+
+def _milliseconds(seconds_by_part: Mapping[str, float]) -> dict[str, float]:
+    return {part: 1e3 * seconds for part, seconds in seconds_by_part.items()}
 
 
 # ---- how much of a step computes and how much waits for bytes, by verb of the engine
@@ -88,16 +76,18 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
     if not done:
         return Chart("exposed", title, "No run tells its time by verb; runs of this version do.")
     waits = {row: _exposed_seconds(ranks) for row, ranks in done.items()}
-    verbs = [verb for one in waits.values() for verb, seconds in one.items() if seconds > 0]
+    verbs = dict.fromkeys(
+        verb for one in waits.values() for verb, seconds in one.items() if seconds > 0
+    )
     colours = {"all else": GREY}
-    for index, verb in enumerate(dict.fromkeys(verbs), start=1):
+    for index, verb in enumerate(verbs, start=1):
         colours[f"{verb}, exposed"] = part_colour(verb, index)
     numbers: dict[str, dict[str, float]] = {}
     hidden: dict[str, float | None] = {}
     for row, ranks in done.items():
         rest = fmean(rank.step_seconds for rank in ranks) - sum(waits[row].values())
         exposed = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
-        numbers[row] = {"all else": rest, **exposed}
+        numbers[row] = _milliseconds({"all else": rest, **exposed})
         overlapped = (sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
         hidden[row] = 1e3 * fmean(overlapped)
     circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
@@ -109,13 +99,12 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
         "compute and cost nothing. PyTorch's engines show only what the training loop itself sends: what they wait for "
         "inside is part of the rest."
     )
-    return bar_chart(
+    return row_chart(
         "exposed",
         title,
         f"{caption} {_longest_wait(done)}".rstrip(),
         axis="ms per step",
         numbers=numbers,
-        factor=1e3,
         colours=colours,
         marks=[circles],
     )
@@ -163,58 +152,55 @@ TICKS = (0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.4), (0.125, 0.25, 0.5, 0.75,
 def verdict_chart(conclusions: Conclusions) -> Chart:
     """Return the chart; without an interval there is nothing to draw, and the table says so."""
     title = "Which differences are real"
-    compared = [(one.point.name, one.comparison) for one in conclusions.judged if one.comparison]
+    compared = {one.point.name: one.comparison for one in conclusions.judged if one.comparison}
     if conclusions.reference is None or not compared:
         return Chart("forest", title, "One point has nothing to be compared with.")
     caption = f"Step time over that of {conclusions.reference.name}"
-    if all(comparison.low is None for _, comparison in compared):
+    if all(comparison.low is None for comparison in compared.values()):
         too_few = "With fewer than three runs each nobody knows how much runs differ, so nothing is claimed"
         return Chart("forest", title, f"{caption}. {too_few}; repeats=5 would tell.")
     caption += (
         ", from pairs of runs of one round; intervals hold with 95 % for all points together. Left of the line is "
         "faster; within the grey band, ±2 %, counts as no difference."
     )
-    ends = [end for _, c in compared for end in (c.low or c.ratio, c.high or c.ratio)]
+    ends = [end for c in compared.values() for end in (c.low or c.ratio, c.high or c.ratio)]
     reach = min(WIDEST, 1.1 * max(max(end, 1 / end) for end in [*ends, 1.2]))
     if max(*ends, 1 / min(ends)) > reach:
-        caption += (
-            " An interval without an end in the chart goes on beyond it; the table has its end."
-        )
-    rows, ticks = [name for name, _ in compared], TICKS[reach > CLOSE]
+        caption += f" {GOES_ON}"
+    ticks = TICKS[reach > CLOSE]
+    scale = {"type": "log", "range": [-log10(reach), log10(reach)]}
+    names = {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     whole = {"y0": 0, "y1": 1, "xref": "x", "yref": "paper"}
     band = {"type": "rect", "x0": 1 / NO_DIFFERENCE, "x1": NO_DIFFERENCE, "fillcolor": GREY}
     one = {"type": "line", "x0": 1.0, "x1": 1.0, "line": {"color": INK, "width": 1, "dash": "dot"}}
-    layout = {
-        "xaxis": axis(
-            "times the step of the reference",
-            type="log",
-            range=[-log10(reach), log10(reach)],
-            tickvals=ticks,
-            ticktext=[f"{tick:g}" for tick in ticks],
-        ),
-        "yaxis": rows_axis(rows),
-        "shapes": [{**whole, **band, "opacity": 0.35, "line": {"width": 0}}, {**whole, **one}],
-        "hovermode": "closest",
-        "showlegend": True,
+    return row_chart(
+        "forest",
+        title,
+        caption,
+        axis=axis_of("times the step of the reference", **scale, **names),
+        numbers={name: {} for name in compared},
+        marks=[mark for verdict in LOOKS if (mark := _verdict_marks(compared, verdict))["x"]],
+        shapes=[{**whole, **band, "opacity": 0.35, "line": {"width": 0}}, {**whole, **one}],
+        showlegend=True,
+    )
+
+
+def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trace:
+    """Return a mark with its interval for each point of this verdict."""
+    symbol, colour = LOOKS[verdict]
+    mine = {name: c for name, c in compared.items() if c.verdict is verdict}
+    ratios = {name: c.ratio for name, c in mine.items()}
+    lows, highs = (
+        [c.low or c.ratio for c in mine.values()],
+        [c.high or c.ratio for c in mine.values()],
+    )
+    marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}}
+    words = {
+        "text": [c.verdict_with_numbers for c in mine.values()],
+        "hovertemplate": "%{y}: %{text}<extra></extra>",
+        "error_x": whiskers([*ratios.values()], lows, highs, colour, thickness=2),
     }
-    data: list[Trace] = []
-    for verdict, (symbol, colour) in LOOKS.items():
-        mine = [(name, c) for name, c in compared if c.verdict is verdict]
-        ratios = [c.ratio for _, c in mine]
-        lows = [c.low or c.ratio for _, c in mine]
-        highs = [c.high or c.ratio for _, c in mine]
-        trace = scatter(
-            verdict.value,
-            ratios,
-            [name for name, _ in mine],
-            "markers",
-            hovertemplate="%{y}: %{text}<extra></extra>",
-            marker={"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}},
-            error_x=whiskers(ratios, lows, highs, colour, thickness=2),
-        )
-        data.append({**trace, "text": [c.verdict_with_numbers for _, c in mine]})
-    drawn = [trace for trace in data if trace["x"]]
-    return Chart("forest", title, caption, drawn, layout, rows_height(rows))
+    return row_marks(verdict.value, ratios, symbol, colour, marker=marker, **words)
 
 
 # ---- tokens per second over the number of ranks, one line per kind of point, beside the ideal
@@ -229,36 +215,36 @@ def scaling_chart(points: Sequence[Point]) -> Chart:
     sizes = sorted({size for curve in curves.values() for size in curve})
     first = sizes[0]
     per_rank = max(curve[first] / first for curve in curves.values() if first in curve)
-    ideal = scatter("ideal", sizes, [per_rank * size for size in sizes], "lines")
-    ideal["line"] = {"color": "#888", "dash": "dash", "width": 2}
-    data = [
-        scatter(name, list(curve), list(curve.values()), "lines+markers", line=line_style(index))
-        for index, (name, curve) in enumerate(curves.items())
-    ]
-    for index, line in enumerate(data):
-        symbol = SYMBOLS[index % len(SYMBOLS)]
-        line["marker"] = {"size": 9, "symbol": symbol, "color": line["line"]["color"]}
-    layout = {
-        "xaxis": axis("ranks", type="log", tickvals=sizes, ticktext=sizes),
-        "yaxis": axis("tokens/s of all ranks", rangemode="tozero"),
-        "hovermode": "x unified",
-    }
-    drawn = [{**line, "hovertemplate": "%{y:,.0f} tokens/s"} for line in [*data, ideal]]
-    caption = (
+    shown = {"hovertemplate": "%{y:,.0f} tokens/s"}
+    lines: list[Trace] = []
+    for index, (name, curve) in enumerate(curves.items()):
+        line, symbol = line_style(index), SYMBOLS[index % len(SYMBOLS)]
+        marker = {"size": 9, "symbol": symbol, "color": line["color"]}
+        style = {"line": line, "marker": marker, **shown}
+        lines.append(scatter(name, list(curve), list(curve.values()), "lines+markers", **style))
+    grey = {"color": "#888", "dash": "dash", "width": 2}
+    ideal = [per_rank * size for size in sizes]
+    return line_chart(
+        "scaling",
+        title,
         "Tokens per second of all ranks; the grey line is the fastest start times the number of ranks. "
-        f"Of its own ideal reaches, by ranks: {'; '.join(map(_efficiency, curves, curves.values()))}."
+        f"Of its own ideal reaches, by ranks: {'; '.join(map(_efficiency, curves, curves.values()))}.",
+        [*lines, scatter("ideal", sizes, ideal, "lines", line=grey, **shown)],
+        height=440,
+        xaxis=axis_of("ranks", type="log", tickvals=sizes, ticktext=sizes),
+        yaxis=axis_of("tokens/s of all ranks", rangemode="tozero"),
+        hovermode="x unified",
     )
-    return Chart("scaling", title, caption, drawn, layout, 440)
 
 
 def _curves(points: Sequence[Point]) -> dict[str, dict[int, float]]:
     """Return tokens/s by world size, for points that differ in nothing but their number of ranks."""
     curves: dict[str, dict[int, float]] = {}
     for point in points:
-        summary = point.pooled_summary.summary
-        if summary:
-            name = " · ".join(word for word in point.name.split(" · ") if word[:6] != "ranks ")
-            curves.setdefault(name, {})[point.run.world_size] = summary.tokens_per_second
+        if summary := point.pooled.summary:
+            size = point.run.world_size
+            name = re.sub(rf"-n{size}\b", "", point.name)
+            curves.setdefault(name, {})[size] = summary.tokens_per_second
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 

@@ -1,0 +1,128 @@
+"""What may not vary between repeats, what else differs, times that cannot be, and what moved between two sweeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.report.made import change, edit, points, repeats
+from tests.run_folders import write_run
+from zeroexp.config.keys import ConfigError
+from zeroexp.report.compare import (
+    ONCE,
+    conclude,
+    describe_moved,
+    differences,
+    lines_of_unequal_facts,
+    points_that_moved,
+)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two runs of one point, and one of another."""
+    for name, strategy in [("a", "zero3"), ("b", "zero3"), ("c", "ddp")]:
+        write_run(tmp_path / name, strategy)
+    return tmp_path
+
+
+def test_numbers_that_vary_between_repeats_break_a_claim(sweep: Path) -> None:
+    found = conclude(points(sweep))
+    assert (found.broken, found.doubts) == ([], [])
+    held = json.loads((sweep / "b/summary.json").read_text())["memory"]["by_kind"]["gradients"]
+    first, second = held["per_rank"]
+    odd = {"memory.by_kind.gradients.per_rank": [first, second + 4]}
+    change(sweep / "b/summary.json", odd)
+    (line,) = conclude(points(sweep)).broken
+    assert line.startswith("a: gradients bytes differ between a and b: ")
+
+
+def test_a_last_bit_of_a_loss_that_varies_breaks_a_claim_where_sums_have_one_order(
+    sweep: Path,
+) -> None:
+    edit(sweep / "b/records.jsonl", '"loss": 7.0,', '"loss": 7.000000000000001,')
+    (line,) = conclude(points(sweep)).broken
+    assert line == "a: losses of a and b part at step 0: 7.0 and 7.000000000000001"
+    for run in ("a", "b"):
+        (sweep / run / "engine.json").write_text('{"transport": "nccl"}')
+    assert conclude(points(sweep)).broken == []
+
+
+def test_what_differs_beside_the_strategy_is_listed(sweep: Path) -> None:
+    assert differences(points(sweep)) == {}
+    edit(sweep / "c/config.yaml", "max_grad_norm: 1.0", "max_grad_norm: null")
+    edit(sweep / "c/environment.json", '"torch": "2.13.0"', '"torch": "2.12.1"')
+    for run, cores in {"a": 0.01, "b": 0.02, "c": 1.31}.items():
+        (sweep / run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+    assert differences(points(sweep)) == {
+        "optimizer.max_grad_norm": {"1.0": ["a"], "its own default": ["c"]},
+        "versions.torch": {"2.13.0": ["a"], "2.12.1": ["c"]},
+        "load": {"none by others": ["a"], "1.3 cores used by others": ["c"]},
+    }
+
+
+def test_what_a_study_wants_equal_is_a_claim(sweep: Path) -> None:
+    edit(sweep / "c/config.yaml", "fused: true", "fused: false")
+    (sweep / "c/engine.json").write_text('{"transport": "gloo"}')
+    assert lines_of_unequal_facts(points(sweep), ["data", "precision", "fused"]) == []
+    (line,) = lines_of_unequal_facts(points(sweep), ["optimizer"])
+    assert line == "optimizer.fused differs: true, but false in c"
+    assert len(lines_of_unequal_facts(points(sweep), ["optimizer.fused", "transport"])) == 2
+    for run in "abc":
+        edit(sweep / run / "config.yaml", "must_equal: []", "must_equal: [optimizer]")
+    assert conclude(points(sweep)).broken == [f"study.must_equal: {line}"]
+
+
+def test_faster_than_without_communication_is_noise(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", "ddp", world_size=1)  # 410 ms
+    write_run(tmp_path / "two", "ddp", world_size=2)  # 210 ms
+    found = conclude(points(tmp_path))
+    assert (found.doubts, found.verdicts) == ([], [ONCE])
+    change(tmp_path / "two/summary.json", {"step_seconds_median": 0.19})
+    (doubt,) = conclude(points(tmp_path)).doubts
+    assert "took 190.0 ms, less than 2 ranks need without any communication (205.0 ms" in doubt
+
+
+def test_the_reference_is_chosen_by_name(sweep: Path) -> None:
+    chosen = conclude(points(sweep), "c").reference
+    assert chosen is not None and chosen.run.name == "c"
+    with pytest.raises(
+        ConfigError, match="--reference zero9: no such point with a time; use one of a, c"
+    ):
+        conclude(points(sweep), "zero9")
+
+
+# ---- two sweeps
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path) -> Path:
+    """Three repeats of ddp and zero3 in each; `after` has zero2 too, and zero3 takes three quarters of the time."""
+    seconds = [1.0, 1.001, 1.002]
+    repeats(tmp_path / "before", {"ddp": seconds, "zero3": seconds})
+    repeats(tmp_path / "after", {"ddp": seconds, "zero3": [0.75 * each for each in seconds]})
+    write_run(tmp_path / "after/zero2", "zero2")
+    return tmp_path
+
+
+def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
+    pairs, alone = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    assert {one.point.name: one.has_moved for one in pairs} == {"ddp": False, "zero3": True}
+    assert alone == ["  only after: zero2"]
+    head, first, *_ = describe_moved(pairs, alone)
+    assert head == "1 of 2 points moved (after over before):"
+    assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
+
+
+def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:
+    change(sweeps / "after/ddp/summary.json", {"calls_by_kind.gather": 9.0})
+    edit(sweeps / "after/ddp/records.jsonl", '"loss": 7.0,', '"loss": 7.000000000000001,')
+    pairs, _ = points_that_moved(points(sweeps / "before"), points(sweeps / "after"))
+    (ddp,) = [one for one in pairs if one.point.name == "ddp"]
+    assert ddp.has_moved
+    assert [*ddp.changes] == [
+        "gather calls: 8.0 before, 9.0 after",
+        "losses part at step 0: 7.0 and 7.000000000000001",
+    ]

@@ -1,0 +1,166 @@
+"""Verdicts over runs and on loss curves, and how often they are wrong where the truth is known."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tests.report.made import points, timed
+from zeroexp.report.statistics import (
+    MARGIN,
+    Comparison,
+    Verdict,
+    compare_step_times,
+    judge_interval,
+    judge_losses,
+    loss_falls,
+    step_time_interval,
+    why_unsteady,
+)
+
+FALLING = [4.0, 3.0, 2.0, 1.0]
+
+
+def against_one(*ratios: float, num_comparisons: int = 1) -> Comparison:
+    """Compare runs that took so many seconds with runs of one second."""
+    ones = dict.fromkeys(range(len(ratios)), 1.0)
+    found = compare_step_times(dict(enumerate(ratios)), ones, num_comparisons=num_comparisons)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ratios", "num_comparisons", "verdict", "remedy"),
+    [
+        ((0.80, 0.81, 0.79), 1, Verdict.FASTER, ""),
+        ((1.25, 1.24, 1.27), 1, Verdict.SLOWER, ""),
+        ((1.001, 0.999, 1.002), 1, Verdict.SAME, ""),
+        ((1.010, 1.011, 1.009), 1, Verdict.SAME, ""),  # surely slower, and surely by less than 2 %
+        ((0.50, 0.50), 1, Verdict.OPEN, " from 2 runs each; repeats=3 at least"),
+        ((0.9,), 1, Verdict.OPEN, " from one run each; repeats=3 at least"),
+        ((0.90, 0.92, 0.88), 1, Verdict.FASTER, ""),
+        ((0.90, 0.92, 0.88), 9, Verdict.OPEN, "; repeats=4 would"),  # many pairs: wider intervals
+        # Mean log -0.0467, scatter 0.0442: at 6 runs 2.571 × 0.0442 / √6 = 0.0464 < 0.0467, at 5 0.0549.
+        ((0.90, 1.00, 0.95, 0.97), 1, Verdict.OPEN, "; repeats=6 would"),
+        ((0.2, 5.0, 0.2, 5.0), 1, Verdict.OPEN, "; not even with repeats=100"),
+    ],
+)
+def test_the_four_verdicts_and_what_would_tell(
+    ratios: tuple[float, ...], num_comparisons: int, verdict: Verdict, remedy: str
+) -> None:
+    found = against_one(*ratios, num_comparisons=num_comparisons)
+    assert found.verdict is verdict
+    assert found.verdict_without_numbers == verdict.value + remedy
+
+
+def test_borders_belong_to_no_difference() -> None:
+    assert judge_interval(-MARGIN, MARGIN) is Verdict.SAME
+    assert judge_interval(-MARGIN - 1e-9, -1e-9) is Verdict.FASTER
+    assert judge_interval(-MARGIN - 1e-9, 0.0) is Verdict.OPEN
+    assert judge_interval(1e-9, MARGIN + 1e-9) is Verdict.SLOWER
+
+
+def test_runs_of_one_round_are_compared_with_each_other() -> None:
+    """The machine slowed down by half from round to round; within a round the ratio is always 0.9."""
+    reference = {0: 1.0, 1: 1.5, 2: 2.25}
+    other = {number: 0.9 * seconds * (1 + 0.001 * number) for number, seconds in reference.items()}
+    found = compare_step_times(other, reference)
+    assert found is not None and found.verdict is Verdict.FASTER
+    assert found.ratio == pytest.approx(0.9, rel=0.002)
+    # Round 1 of the reference failed: two pairs are left, which are never enough.
+    del reference[1]
+    found = compare_step_times(other, reference)
+    assert found is not None and (found.num_pairs, found.verdict) == (2, Verdict.OPEN)
+    assert compare_step_times(other, {9: 1.0}) is None
+
+
+def test_the_interval_is_students() -> None:
+    found = against_one(0.80, 0.81, 0.79)
+    # ln of the three: mean -0.22325, deviation 0.01250; 4.303 × 0.01250 / √3 = 0.03106 to each side.
+    assert found.low == pytest.approx(math.exp(-0.22325 - 0.03106), rel=1e-3)
+    assert found.high == pytest.approx(math.exp(-0.22325 + 0.03106), rel=1e-3)
+    assert against_one(0.5, 0.5, 0.5).high == 0.5
+
+
+@pytest.mark.parametrize("num_runs", [3, 5])
+def test_of_many_sweeps_without_a_difference_few_claim_one(num_runs: int) -> None:
+    """Three points as fast as the reference, each run off by 10 %: a sweep in twenty may claim a difference.
+
+    Of 120 sweeps 6 are expected; 14 or more have a probability of 0.2 %, and the seed is fixed.
+    """
+    draw = random.Random(7)
+
+    def runs() -> dict[int, float]:
+        return {number: math.exp(draw.gauss(0, 0.1)) for number in range(num_runs)}
+
+    wrong = 0
+    for _ in range(120):
+        reference = runs()
+        found = [compare_step_times(runs(), reference, num_comparisons=3) for _ in range(3)]
+        wrong += any(c and c.verdict in (Verdict.FASTER, Verdict.SLOWER) for c in found)
+    assert wrong < 14
+
+
+def test_a_real_difference_is_found() -> None:
+    draw = random.Random(3)
+    for _ in range(40):
+        pairs = [math.exp(draw.gauss(math.log(0.8), 0.02)) for _ in range(5)]
+        assert against_one(*pairs, num_comparisons=9).verdict is Verdict.FASTER
+
+
+def test_the_interval_is_over_runs_once_there_are_three(tmp_path) -> None:
+    timed(tmp_path / "1", a=0.20)
+    timed(tmp_path / "2", a=0.20, b=0.21)
+    timed(tmp_path / "3", a=0.20, b=0.21, c=0.22)
+    one, two, three = (points(tmp_path / name)[0] for name in "123")
+    # 20 steps of 0.35, 0.36 and 0.37 s in turn: the 6th and 15th in order hold the median with 95.9 %.
+    steps, runs = step_time_interval(one), step_time_interval(three)
+    assert steps and steps.over == "steps"
+    assert (steps.low, steps.high) == pytest.approx((0.35, 0.37))
+    assert step_time_interval(two) is None
+    # Student: the geometric mean of three, 4.303 × their scatter / √3 to each side.
+    assert runs and runs.over == "runs"
+    assert (runs.low, runs.high) == pytest.approx((0.1864, 0.2362), abs=1e-4)
+    assert why_unsteady(three) is None
+    timed(tmp_path / "4", a=0.20, b=0.26, c=0.21)
+    why = why_unsteady(points(tmp_path / "4")[0])
+    assert why and why.startswith("its 3 runs took 200 to 260 ms a step")
+
+
+# ---- losses
+
+
+def test_the_largest_relative_difference_and_its_step_are_found() -> None:
+    verdict = judge_losses({"ddp": FALLING, "zero3": [4.0, 3.003, 2.02, 1.0]}, bound=1e-3)
+    reference, curve = verdict.curves
+    assert (reference.difference, curve.step) == (0.0, 2)
+    assert curve.difference == pytest.approx(0.01) and not verdict.holds
+    kept = judge_losses({"ddp": [2.0, 1.0], "zero3": [2.0, 1.25]}, bound=0.25)
+    assert kept.holds
+    assert kept.lines() == [
+        "2 loss curves agree: largest relative difference to ddp 2.5e-01 (zero3, step 1), "
+        "allowed 2.5e-01"
+    ]
+
+
+def test_the_lines_name_every_curve_that_breaks_a_claim() -> None:
+    curves = {"a": [1.0, 1.0], "b": [1.0, 1.5], "c": [1.0, 1.0], "d": [3.0, 1.0]}
+    _, *lines = judge_losses(curves, bound=0.1).lines()
+    assert lines == ["  b: off by 5.0e-01 at step 1", "  d: off by 2.0e+00 at step 0"]
+    noisy, rising = [4.0, 4.4, 3.0, 3.5, 2.5, 2.9, 2.0, 2.2], [1.0, 1.0, 1.1, 1.2]
+    assert (loss_falls(noisy), loss_falls(rising), loss_falls([1.0])) == (True, False, False)
+    assert judge_losses({"a": rising}, bound=1e-6).holds, "only where it is asked"
+    verdict = judge_losses({"a": noisy, "b": rising}, bound=None, must_fall=True)
+    assert not verdict.holds
+    assert verdict.lines() == ["1 of 2 losses fall", "  b: its loss does not fall"]
+
+
+@pytest.mark.parametrize("bad", [[4.0, 3.0, 2.0], [4.0, math.nan, 2.0, 1.0], [math.inf, 3, 2, 1]])
+def test_missing_steps_and_numbers_that_are_none_never_agree(bad: list[float]) -> None:
+    for curves in ({"a": FALLING, "b": bad}, {"a": bad, "b": FALLING}):
+        assert not judge_losses(curves, bound=1e9).agree
+    assert not judge_losses({"a": [math.nan], "b": [math.nan]}, bound=1e9).agree
+    with pytest.raises(ValueError, match="no loss curve"):
+        judge_losses({}, bound=1e-6)

@@ -1,0 +1,91 @@
+"""Differences from the stage's table are explained by what the run's files show, in numbers that add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.made import change, points, spread
+from tests.run_folders import PARAMETER_BYTES, write_run
+from zeroexp.report.words import explanations, headline_cards
+
+MIB = 2**20
+TABLE = {"reduce": 6 * 48 * MIB, "publish": 48 * MIB}  # six microbatches at two ranks
+
+
+def explained(folder: Path, kind: str, *mebibytes: float, **more: Any) -> list[str]:
+    """Give a zero2 run these bytes on its two ranks, and return what is said of it."""
+    summary = folder / "a/summary.json"
+    if not summary.exists():
+        write_run(folder / "a", "zero2")
+        change(summary, {"memory.fullest_at.after_backward.gradients": 48 * MIB})
+    values = {
+        f"memory.by_kind.{kind}": spread(*mebibytes),
+        f"memory.fullest_at.after_backward.{kind}": max(mebibytes) * MIB,
+        "sent_bytes_by_kind": TABLE,
+    }
+    change(summary, {**values, **more})
+    return dict(explanations(points(folder))).get("a", [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "mebibytes", "sentence"),
+    [
+        ("gradients", (48, 48), None),
+        (
+            "gradients",
+            (60, 36),
+            "Gradients: 60.0 MiB where the table says 48.0 MiB. The fullest rank holds 12.0 MiB more than the mean, "
+            "since pieces are uneven.",
+        ),
+        (
+            "gradients",
+            (52, 52),
+            "Gradients: 52.0 MiB where the table says 48.0 MiB. Padding and what every rank holds whole take 4.0 MiB "
+            "on each rank.",
+        ),
+        (  # whole parameters are never fewer
+            "parameters",
+            (90, 90),
+            "Parameters: 90.0 MiB where the table says 96.0 MiB. 6.0 MiB less than these explain.",
+        ),
+    ],
+)
+def test_what_differs_from_the_table_is_imbalance_padding_or_left_over(
+    tmp_path: Path, kind: str, mebibytes: tuple[float, ...], sentence: str | None
+) -> None:
+    assert explained(tmp_path, kind, *mebibytes) == ([sentence] if sentence else [])
+
+
+def test_a_closed_form_that_is_wrong_and_bytes_sent_are_said(tmp_path: Path) -> None:
+    held = 2.5 * PARAMETER_BYTES
+    assert explained(tmp_path, "gradients", 48, 48, plan={"total": held, "sent": 336 * MIB}) == []
+    assert explained(tmp_path, "gradients", 48, 48, plan={"total": held - 24 * MIB}) == [
+        "It holds 240.0 MiB where its closed form says 216.0 MiB: nothing here explains that."
+    ]
+    sent = {**TABLE, "reduce": 5 * 48 * MIB}
+    assert explained(tmp_path, "gradients", 48, 48, plan={}, sent_bytes_by_kind=sent) == [
+        "It sends 288.0 MiB a step where the table says 336.0 MiB. By kind: reduce -48.0 MiB."
+    ]
+
+
+def test_a_stage_whose_peak_falls_less_than_promised_says_why(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", "ddp")
+    change(tmp_path / "b/summary.json", {"memory.peak": spread(400, 400)})
+    sentences = explained(tmp_path, "gradients", 48, 48, **{"memory.peak": spread(300, 300)})
+    # 2.5 P of 4 P; the peak is 300 of 400, of which the table has 240.
+    assert sentences[-1].startswith(
+        "Its peak is 0.75 of that of b, and the table says 0.62: of its 300.0 MiB 60.0 MiB are buffers"
+    )
+
+
+def test_the_first_numbers_compare_what_can_be_compared(tmp_path: Path) -> None:
+    for strategy, size in (("ddp", 1), ("ddp", 2), ("zero3", 2)):
+        write_run(tmp_path / f"{strategy}-{size}", strategy, "buffer", size)
+    made = {card.label: card for card in headline_cards(points(tmp_path))}
+    assert made["least memory"].value == f"{2 * PARAMETER_BYTES / MIB:.1f} MiB"
+    assert made["least memory"].detail == "zero3-2, 0.50 of ddp-1"
+    assert made["least sent"].detail == "ddp-2, like all others", "one rank sends none"
+    assert made["losses"].value == "equal"

@@ -1,0 +1,78 @@
+"""One table of texts in four forms: aligned for a terminal, Markdown, LaTeX, HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zeroexp.report.columns import Column
+from zeroexp.report.measured_points import Point
+
+LONG = 40  # characters of a cell of HTML that may break into lines
+LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}"}
+LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+LATEX |= {"·": r"$\cdot$", "±": r"$\pm$", "–": "--", "…": r"\ldots{}"}
+
+
+@dataclass(frozen=True)
+class Table:
+    heads: Sequence[tuple[str, str]]  # name and unit of each column
+    lefts: Sequence[bool]  # words are aligned left, numbers right
+    rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, points: Sequence[Point], columns: Sequence[Column]) -> Table:
+        """Return the table with one row for each point."""
+        heads = [(column.name or column.key, column.unit) for column in columns]
+        rows = [[column.text(point) for column in columns] for point in points]
+        return cls(heads, [column.is_left for column in columns], rows)
+
+    @classmethod
+    def of_words(cls, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        return cls([(head, "") for head in heads], [True] * len(heads), rows)
+
+    def lines(self) -> list[str]:
+        """Return names, units, a rule, the rows and a rule, each column as wide as its longest text."""
+        cells = [*zip(*self.heads, strict=True), *self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = ["  ".join(map(_padded, row, widths, self.lefts)).rstrip() for row in cells]
+        rule = "-" * max(map(len, aligned[:2]))
+        return [*aligned[:2], rule, *aligned[2:], rule]
+
+    def as_markdown(self) -> str:
+        rules = ["---" if left else "---:" for left in self.lefts]
+        rows = [[cell.replace("|", r"\|") for cell in row] for row in self.rows]
+        names = [f"{name}, {unit}" if unit.startswith("ms") else name for name, unit in self.heads]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rules, *rows])
+
+    def as_latex(self) -> str:
+        """Return a `tabular` with three rules of the booktabs package."""
+        names = [", ".join(filter(None, head)) for head in self.heads]
+        head, *body = (" & ".join(map(_escaped, row)) + r" \\" for row in [names, *self.rows])
+        form = "".join("l" if left else "r" for left in self.lefts)
+        rules = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+        return "\n".join([rf"\begin{{tabular}}{{{form}}}", *rules, r"\end{tabular}"])
+
+    def as_html(self) -> str:
+        """Return a table that scrolls sideways where it must."""
+        top = "".join(
+            f"<th{' class=left' if left else ''}>{escape(name)}<small>{escape(unit)}</small></th>"
+            for (name, unit), left in zip(self.heads, self.lefts, strict=True)
+        )
+        rows = (f"<tr>{''.join(map(_html_cell, row, self.lefts))}</tr>" for row in self.rows)
+        body = "\n".join(rows)
+        return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _padded(text: str, width: int, left: bool) -> str:
+    return text.ljust(width) if left else text.rjust(width)
+
+
+def _escaped(text: str) -> str:
+    return "".join(LATEX.get(letter, letter) for letter in text)
+
+
+def _html_cell(text: str, left: bool) -> str:
+    long = " long" if left and len(text) > LONG else ""
+    return f'<td class="left{long}">{escape(text)}</td>' if left else f"<td>{escape(text)}</td>"
