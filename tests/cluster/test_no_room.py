@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.composing import compose_once
 from tests.warm import Warm
 from zeroexp import __main__ as zeroexp
+from zeroexp.config.keys import ConfigError
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ["model=tiny", "tracking=files", "world_size=1", "cluster.device=cpu", "train.steps=1"]
@@ -77,6 +79,17 @@ def test_a_cache_that_can_not_be_written(tmp_path):
     assert done.returncode == zeroexp.REFUSED and "Traceback" not in out + errors
     assert "ZEROEXP_CACHE=/dev/null/mine: no folder that can be written" in out + errors
     assert "set ZEROEXP_CACHE to a folder that is yours" in out + errors
+
+
+def test_a_kernel_without_memfds(local, monkeypatch):
+    """No machine of ours has one."""
+
+    def refuse(_name: str) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(ConfigError, match="ranks need memfds and pidfds; use a newer kernel"):
+        local.try_points([])
 
 
 @pytest.mark.parametrize("words", [["plan"], LIGHT], ids=["plan", "run"])

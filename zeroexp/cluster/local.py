@@ -49,7 +49,12 @@ class LocalCluster:
 
     def try_points(self, configs: Sequence[Config]) -> list[str | None]:
         """Return what check/try_points.py does, from a fork of the server; what it raises is raised here."""
-        with open(os.memfd_create("zeroexp-points"), "r+b") as file:
+        try:
+            descriptor = os.memfd_create("zeroexp-points")
+        except OSError as error:
+            remedy = failure.REMEDIES.get(error.errno or 0, "look at the limits of this machine")
+            raise ConfigError(f"no rank can be started: {error.strerror}; {remedy}") from error
+        with open(descriptor, "r+b") as file:
             pickle.dump(list(configs), file)
             file.flush()
             file.seek(0)
