@@ -6,10 +6,13 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.run_folders import PARAMETER_BYTES, record, write_run
+from zeroexp.measure import system
 from zeroexp.measure.record import Spread
 from zeroexp.measure.system import sampling_system
 from zeroexp.tracking import entries, labels
@@ -179,6 +182,32 @@ def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:
     assert [e.step for e in made if e.key.endswith("cpu_utilization_percentage")] == [
         *range(len(lines))
     ]
+
+
+@pytest.mark.parametrize("nvml", [True, False])
+def test_every_gpu_of_a_node_has_its_own_metrics(
+    monkeypatch: pytest.MonkeyPatch, nvml: bool
+) -> None:
+    """Fakes of what torch documents, since no GPU is here: two of 4 GB, of which 1 and 3 are used."""
+
+    def used(gpu: int) -> int:
+        if not nvml:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+        return (1, 3)[gpu] * 10**9
+
+    for name, fake in (
+        ("is_initialized", lambda: True),
+        ("device_count", lambda: 2),
+        ("get_device_properties", lambda gpu: SimpleNamespace(total_memory=4 * 10**9)),
+        ("device_memory_used", used),
+        ("utilization", lambda gpu: 40 + gpu),
+        ("mem_get_info", lambda gpu: (3 * 10**9, 4 * 10**9)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    first = {"gpu_0_memory_usage_megabytes": 1000.0, "gpu_0_memory_usage_percentage": 25.0}
+    second = {"gpu_1_memory_usage_megabytes": 3000.0, "gpu_1_memory_usage_percentage": 75.0}
+    load = {"gpu_0_utilization_percentage": 40, "gpu_1_utilization_percentage": 41}
+    assert system._gpus() == (first | second | load if nvml else first)
 
 
 def test_nobody_samples_unless_asked(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from tests.run_folders import record, write_run
-from zeroexp.config.keys import ConfigError, load, save
+from zeroexp.config.keys import ConfigError
 from zeroexp.tracking import owner, views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
 from zeroexp.tracking.mlflow import MlflowTracker
-from zeroexp.tracking.sender import Sender
 from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
 
 # What mlflow's own libraries think of one another is none of our business.
@@ -173,17 +172,17 @@ def test_a_run_can_be_followed_and_a_resumed_one_goes_on(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     folder = write_run(sweep / "run", status="running", num_steps=3)
-    run_id = tracker.start_run(folder, {"job": "17"})
+    run_id = tracker.start_run(folder)
     tracker.log_run(folder)
     assert status(outputs, run_id) == "RUNNING"
-    assert tag(outputs, run_id, "job") == "17"
     assert num_metrics(outputs, run_id) == 3 * METRICS_PER_STEP
     write_json(folder / "state.json", {"status": "timed_out", "reason": "after 3600 s"})
     tracker.log_run(folder)
     assert status(outputs, run_id) == "FAILED"
     assert tag(outputs, run_id, "reason") == "after 3600 s"
+    (folder / "earlier" / "1" / "logs").mkdir(parents=True)  # as --rerun leaves it, with its steps
     write_json(folder / "state.json", {"status": "running"})
-    assert tracker.start_run(folder, {"job": "18"}) == run_id
+    assert tracker.start_run(folder) == run_id
     assert status(outputs, run_id) == "RUNNING"
     with RecordWriter(folder) as writer:
         writer.write(record(3))
@@ -456,25 +455,3 @@ def test_steps_that_the_store_refused_are_sent_later(
     assert steps_sent(outputs, run_id) == [0, 1, 2, 3, 4, 5]
     tracker.log_steps(run_id, records)
     assert steps_sent(outputs, run_id) == list(range(7)), "each once"
-
-
-def test_a_job_keeps_the_steps_that_the_store_refused(
-    tmp_path: Path, outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It reads each line of records.jsonl once: what it drops then is lost."""
-    folder = write_run(tmp_path / "sweep" / "kept", num_steps=2, status="running")
-    config = load(folder / "config.yaml")
-    config.tracking.uri = store_uri(None, outputs)
-    save(config, folder / "config.yaml")
-    sender = Sender(folder)
-    sender.send()
-    ((run_id,),) = ask(outputs, "select run_uuid from runs where name = 'kept'")
-    for step in (2, 3):
-        with RecordWriter(folder) as writer:
-            writer.write(record(step))
-        with away(outputs):
-            sender.send()
-    assert steps_sent(outputs, run_id) == [0, 1]
-    assert capsys.readouterr().out.count("MLflow does not take the steps now") == 1
-    sender.send()
-    assert steps_sent(outputs, run_id) == [0, 1, 2, 3]

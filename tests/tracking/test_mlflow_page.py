@@ -93,6 +93,30 @@ def test_the_table_shows_every_run_of_the_sweep_and_the_right_columns(
     assert "tags.sweep = 'study'" in dom
 
 
+# MLflow's assistant takes 320 pixels of a window until it is closed once: the rest is one of 1,280.
+SMALL = "--window-size=1600,800"
+TABLE_PIXELS = 1280 - 262  # without the navigation at the left and the margins
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_small_window_shows_name_strategy_ranks_peak_and_time(
+    server: Server, tmp_path: Path
+) -> None:
+    """From the places of the columns: those before the first of ours stay where they are."""
+    dom = browse(server.links["table"], tmp_path, SMALL).dom
+    cell = r'col-id="([^"]+)"[^>]*style="left: (\d+)px; width: (\d+)px;"'
+    places = {column: int(left) + int(width) for column, left, width in re.findall(cell, dom)}
+    pinned = places["runDateAndNestInfo"]
+    assert places["attributes.`Run Name`"] <= pinned
+    shown = [
+        column for column in views.COLUMNS if pinned + places.get(column, 9999) <= TABLE_PIXELS
+    ]
+    assert [column.split("`")[1] for column in shown] == [
+        *("strategy", "world_size", "memory/peak_mib", "time/step_ms_median")
+    ]
+
+
 DOT_OR_BAR = r'class="point[ "]'
 LINE = r'class="js-line" d="[^"]+" style="[^"]*stroke-opacity: 1;'  # a band's edges are transparent
 

@@ -14,8 +14,7 @@ import pytest
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import load, save
 from zeroexp.tracking.files import RecordWriter, write_json
-from zeroexp.tracking.link import LINK
-from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.mlflow import LINK, MlflowTracker
 from zeroexp.tracking.views import filter_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -49,7 +49,7 @@ from zeroexp.report.sweep_progress import Progress
 from zeroexp.tracking import owner
 from zeroexp.tracking.files import read_records, step_record, working_folder_of, write_json
 from zeroexp.tracking.json_files import reserve
-from zeroexp.tracking.link import LINK
+from zeroexp.tracking.mlflow import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 from zeroexp.tracking.store import with_store
 from zeroexp.tracking.uploads import Uploads

@@ -69,7 +69,7 @@ def _reading(before: dict[str, float], now: dict[str, float]) -> dict[str, float
         "system_memory_usage_percentage": 100 * used / memory["MemTotal"],
         "network_receive_megabytes": (now["received"] - before["received"]) / MEGABYTE,
         "network_transmit_megabytes": (now["sent"] - before["sent"]) / MEGABYTE,
-        **_gpu(),
+        **_gpus(),
     }
 
 
@@ -97,13 +97,30 @@ def _memory() -> dict[str, int]:
     return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}
 
 
-def _gpu() -> dict[str, Any]:
-    """Return the memory of this rank's GPU, all processes together; empty without one."""
+def _gpus() -> dict[str, float]:
+    """Return what the GPUs of this node that its ranks see are busy with, all processes together; empty without one.
+
+    NVML (nvidia-ml-py) tells it without making a context. Where it is not installed, or does not tell, as of a part of
+    a GPU, this rank's own GPU tells.
+    """
     if not torch.cuda.is_initialized():
         return {}
-    free, total = torch.cuda.mem_get_info()
-    used = total - free
+    cuda: Any = torch.cuda  # which declares few of its types
+    readings: dict[str, float] = {}
+    try:
+        for gpu in range(torch.cuda.device_count()):
+            total = cuda.get_device_properties(gpu).total_memory
+            readings |= _memory_of_gpu(gpu, cuda.device_memory_used(gpu), total)
+            readings[f"gpu_{gpu}_utilization_percentage"] = cuda.utilization(gpu)
+    except Exception:  # each library below has errors of its own
+        # The first rank of a node, which samples, has the first.
+        free, total = cuda.mem_get_info(0)
+        readings = _memory_of_gpu(0, total - free, total)
+    return readings
+
+
+def _memory_of_gpu(gpu: int, used: int, total: int) -> dict[str, float]:
     return {
-        "gpu_0_memory_usage_megabytes": used / MEGABYTE,
-        "gpu_0_memory_usage_percentage": 100 * used / total,
+        f"gpu_{gpu}_memory_usage_megabytes": used / MEGABYTE,
+        f"gpu_{gpu}_memory_usage_percentage": 100 * used / total,
     }

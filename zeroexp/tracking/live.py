@@ -1,23 +1,31 @@
 """Send a job's steps to an MLflow server while it runs, by a process beside rank 0's task.
 
-    task of rank 0 ── starts ───▶ sender.py ── reads ──▶ records.jsonl
+    task of rank 0 ── starts ───▶ this file ── reads ──▶ the run's folder
                    ── hangs up ─▶           ── sends ──▶ server
 
 The process is neither a rank nor a thread of one, and it is niced: no step waits for it and no measurement contains it.
+The files hold everything, and `zeroexp watch` or `zeroexp sync` can send the remaining steps to the same MLflow run: a
+server that is away costs one line in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from zeroexp.config.keys import TrackingConfig
+from zeroexp.config.keys import TrackingConfig, load
 
 LOG = "mlflow.log"  # beside the logs of the ranks; empty if nothing goes wrong
 END_SECONDS = 5  # the sender's time from our hanging up to its end
+NICENESS = 19
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 15.0  # between two batches
+PAUSE_GROWTH = 1.5
 
 
 def sends_live(config: TrackingConfig) -> bool:
@@ -30,7 +38,7 @@ def sender(folder: Path) -> Iterator[None]:
     """Send the run's steps as they appear in its folder during the block, then the rest within END_SECONDS."""
     with (folder / "logs" / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zeroexp.tracking.sender", str(folder), str(END_SECONDS)],
+            [sys.executable, "-m", "zeroexp.tracking.live", str(folder), str(END_SECONDS)],
             stdin=subprocess.PIPE,  # closes when this process ends for any reason
             stdout=log,
             stderr=log,
@@ -45,3 +53,62 @@ def sender(folder: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def main() -> None:
+    """Run the sender: `python -m zeroexp.tracking.live <run folder> <seconds for the end>`."""
+    folder, end_seconds = Path(sys.argv[1]), int(sys.argv[2])
+    os.nice(NICENESS)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        # Slurm signals all processes of a job; our task tells us when to end
+        signal.signal(number, signal.SIG_IGN)
+    over = threading.Event()
+    threading.Thread(target=_await_the_end, args=(over, end_seconds), daemon=True).start()
+    sends, pause = _Sends(folder), FIRST_PAUSE_SECONDS
+    sends.now("running")
+    while not over.wait(pause):
+        sends.now("running")
+        pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE_SECONDS)
+    sends.now(_end_of(folder))
+
+
+def _await_the_end(over: threading.Event, end_seconds: int) -> None:
+    """Wait until the task hangs up; from then on this process ends within `end_seconds`, whatever the network does."""
+    os.read(0, 1)
+    signal.alarm(end_seconds)
+    over.set()
+
+
+class _Sends:
+    """Sends the run again and again, each step once; an error is printed once."""
+
+    def __init__(self, folder: Path) -> None:
+        from zeroexp.tracking.mlflow import MlflowTracker  # which the task of rank 0 does not need
+
+        tracking = load(folder / "config.yaml").tracking
+        self._tracker = MlflowTracker(tracking.uri, tracking.experiment, folder.parents[1])
+        self._folder, self._warned = folder, False
+
+    def now(self, status: str) -> None:
+        from zeroexp.process.reachable import without_password
+
+        try:
+            self._tracker.log_run(self._folder, status)
+        except Exception as error:  # a server or the network may raise anything
+            if not self._warned:
+                first = without_password(str(error).partition("\n")[0])
+                print(f"MLflow does not take the steps now ({type(error).__name__}: {first})")
+            self._warned = True
+
+
+def _end_of(folder: Path) -> str:
+    """Return how the run ended; of any other end than a good one `zeroexp watch` or `zeroexp sync` tells."""
+    from zeroexp.tracking.failure import FAILURE
+    from zeroexp.tracking.files import SUMMARY
+
+    finished = (folder / SUMMARY).exists() and not (folder / FAILURE).exists()
+    return "done" if finished else "running"
+
+
+if __name__ == "__main__":
+    main()

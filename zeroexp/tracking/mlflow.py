@@ -7,22 +7,52 @@ and a store that was away can be filled later.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from yaml import YAMLError
 
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking import entries, labels, views
-from zeroexp.tracking.files import read_timed_records
-from zeroexp.tracking.link import LINK, Link, attempt_of
+from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
 from zeroexp.tracking.run import Run, read_run
 from zeroexp.tracking.store import Store
 
+LINK = "mlflow.json"  # in a run's folder, and in that of a sweep for its page
 PAGE = "report.html"  # of a sweep's folder, see report/page
 PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The MLflow run that a folder became."""
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    attempt: int  # of `beginning_of`
+    closed: bool = False  # True: MLflow knows how the run ended
+
+    @classmethod
+    def read(cls, folder: Path) -> Link | None:
+        """Read the link; None if it is missing or unreadable, and then the run is sent as a new one."""
+        try:
+            content = read_json(folder / LINK)
+            return None if content is None else cls(**content)
+        except (ValueError, TypeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / LINK, asdict(self))
+
+
+def beginning_of(folder: Path) -> int:
+    """Return how often the run began again from its start, which makes it another one in MLflow: the files of such an
+    attempt lie in earlier/<number>, its steps too. A run that goes on from a checkpoint has kept its steps.
+    """
+    return len([*folder.glob(f"earlier/*/{RECORDS}")])
 
 
 class MlflowTracker:
@@ -35,16 +65,15 @@ class MlflowTracker:
         self.store = Store(uri, experiment, Path(outputs))
         self._sent: dict[str, set[int]] = {}  # sent steps by run id
 
-    def start_run(self, folder: Path, tags: Mapping[str, str] | None = None) -> str:
+    def start_run(self, folder: Path) -> str:
         """Return the id of the run folder's MLflow run; the first call creates the run, later calls reopen it.
 
-        A run that is repeated from its start becomes a new one; the old one leaves the views of the sweep.
+        A run that goes on from its checkpoint goes on in its MLflow run. One that is repeated from its start becomes
+        a new one, and the old one leaves the views of the sweep.
         """
         with self.store.locked(folder / f".{LINK}.lock"):
             link = self._opened_link(folder)
             replace(link, closed=False).write(folder)
-        if tags:
-            self.store.send(link.run_id, tags=tags)
         return link.run_id
 
     def _opened_link(self, folder: Path) -> Link:
@@ -52,7 +81,7 @@ class MlflowTracker:
         link = Link.read(folder)
         if link is None or not self.store.has_run(link.uri, link.run_id):
             return self._create_run(folder)
-        if link.attempt != attempt_of(folder):
+        if link.attempt != beginning_of(folder):
             self.store.send(link.run_id, tags={"sweep": f"{folder.parent.name}/earlier"})
             return self._create_run(folder)
         if link.closed:
@@ -60,9 +89,7 @@ class MlflowTracker:
                 client.update_run(link.run_id, status=labels.RUNNING)
         return link
 
-    def log_run(
-        self, folder: Path, status: str | None = None, tags: Mapping[str, str] | None = None
-    ) -> str | None:
+    def log_run(self, folder: Path, status: str | None = None) -> str | None:
         """Send everything the folder holds; call this at any time, also while the run goes on.
 
         This object remembers which steps it has sent; another object sends the same rows again. `status` is one of
@@ -77,12 +104,7 @@ class MlflowTracker:
         ended = labels.end_time(run, status, records)
         summary = [] if run.summary is None else entries.summary_entries(ended, run.summary)
         self.log_steps(run_id, records)
-        self.store.send(
-            run_id,
-            summary,
-            labels.run_params(run),
-            {**labels.run_tags(run, status), **(tags or {})},
-        )
+        self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
         if labels.MLFLOW_STATUS[status] != labels.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
             self._note_data(run_id, run)
@@ -160,7 +182,7 @@ class MlflowTracker:
                 tags=labels.run_tags(run, "running"),
                 run_name=run.name,
             )
-        return Link(self.store.shown, experiment_id, made.info.run_id, attempt_of(folder))
+        return Link(self.store.shown, experiment_id, made.info.run_id, beginning_of(folder))
 
     def _close(self, folder: Path, run_id: str, status: str, ended: float) -> None:
         with self.store.opened() as client:

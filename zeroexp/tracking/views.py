@@ -20,10 +20,12 @@ KEY_PREFIX = "zeroexp."
 MAX_SWEEPS = 5  # sweeps with views: MLflow lets no user save a view beyond 40
 
 COLUMNS = (
+    # A window of 1,280 pixels shows these four beside the name of the run.
     "tags.`strategy`",
     "metrics.`world_size`",
-    "metrics.`loss`",
+    "metrics.`memory/peak_mib`",
     "metrics.`time/step_ms_median`",
+    "metrics.`loss`",
     "metrics.`time/step_ms_p95`",
     "metrics.`tokens_per_s_mean`",
     "metrics.`mfu_percent`",
@@ -32,7 +34,6 @@ COLUMNS = (
     "metrics.`memory/grads_mib`",
     "metrics.`memory/optim_mib`",
     "metrics.`memory/total_mib`",
-    "metrics.`memory/peak_mib`",
     "metrics.`traffic/sent_mib_per_step`",
     "tags.`status`",
 )
