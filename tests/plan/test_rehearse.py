@@ -6,6 +6,7 @@ The real steps are those of a rank of the same fake world with real tensors, who
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,17 @@ def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, 
     assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
     for each in rehearsal.ranks:
         agree(each, expected)
+
+
+def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
+    """And the world leaves no hook for errors behind: torch's calls this process, which plans on, a rank."""
+    before, batch = sys.excepthook, "data.global_batch_size=2048"
+    config = config_of(*MLP, *point("zero3", "parameter", "world_size=1024", batch))
+    expected = form_of(config, build_on_meta(config), "native")
+    assert isinstance(expected, ShardedForm)
+    (last,) = rehearse(config, ranks=[1023]).ranks
+    agree(last, expected)
+    assert sys.excepthook is before
 
 
 # -- with memory -----------------------------------------------------------------------------------
