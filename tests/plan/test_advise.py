@@ -49,11 +49,13 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
     assert (best.stage, best.micro, best.seconds) == ("zero1", 2, 2.0)
     assert (leanest.stage, leanest.micro) == ("zero3", 2), "the fastest of the leanest stage"
     assert [each.seconds for each in found.frontier] == [1.0, 2.0, 2.5, 4.0, 5.0]
-    assert [each.stage for each in found.late] == ["zero2"]
+    (late,) = found.late
+    assert late.stage == "zero2" and not found.only_saves_memory(late)
+    assert found.only_saves_memory(candidate("zero2", 1, None, 0))
     text = " ".join(as_text(found).split())
     assert text.startswith(
-        "use zero1, micro-batch 2, recomputation off: 6.5 GiB of 8 GiB, 2 s a step (1.6-2.4), 2 x as fast as zero3; "
-        "zero3 would leave 6 GiB free; on 2 ranks (cuda, 1 node of 2)"
+        "use zero1, micro-batch 2, recomputation off: 6.5 GiB of 8 GiB, 2 s a step (1.6-2.4), 1.5 x as fast as zero2; "
+        "zero3 would leave 6 GiB free and take 2 x as long; on 2 ranks (cuda, 1 node of 2)"
     )
     assert "ddp does not fit: at least 9 GiB." in text
     assert "zero2 takes 1.50 x as long (micro-batch 1, recomputation off)" in text
@@ -106,14 +108,15 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
 
 
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
-    """bf16 with fp32 masters, the model's own 2,048 positions, and eight samples for each rank."""
+    """bf16 with fp32 masters, the model's own 2,048 positions, eight samples for each rank, and an H100's memory."""
     monkeypatch.chdir(tmp_path)
     plans = Plans(["model=tiny"])
     for device, expected in (("cuda", ("bf16_master", 2048, 16)), ("cpu", ("fp32", 128, 16))):
         plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
         (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
-        config = found.candidates[-1].planned.config
-        data = config.data
+        planned = found.candidates[-1].planned
+        config, data = planned.config, planned.config.data
+        assert planned.outcome.memory_gib == (80 if device == "cuda" else None)
         assert (config.precision.name, data.seq_len, data.global_batch_size) == expected
 
 

@@ -72,35 +72,33 @@ def _lines(advice: Advice) -> list[str]:
 
 def _first_line(advice: Advice) -> list[str]:
     """Return the sentence that answers, and where nothing fits the one that says so."""
-    best, leanest = advice.best, advice.leanest
+    best = advice.best
     on = f"on {_ranks(advice)} with {_work(advice.config)}"
-    if best is None or leanest is None or best.rehearsed is None:
+    if best is None or best.rehearsed is None:
         if advice.not_rehearsed:
             return [f"Nothing can be advised {on}: {next(iter(advice.not_rehearsed))}."]
         least = min(advice.candidates, key=lambda each: each.peak_bytes)
         held = f"{least.stage} with micro-batch {least.micro} holds {_size(least.peak_bytes)}"
         what = "" if least.rehearsed else " of model states alone"
         return [f"Nothing fits {on}: {held}{what}. Use more ranks: --fit says how many."]
-    seconds = "{:.3g} s a step ({:.3g}-{:.3g})".format(
-        *(best.rehearsed.step_seconds[i] for i in (1, 0, 2))
-    )
+    least, expected, most = best.rehearsed.step_seconds
     limit = best.planned.outcome.memory_gib
-    parts = [
+    line = (
         f"use {best.stage}, micro-batch {best.micro}, recomputation {_on(best.recomputes)}: "
-        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}, {seconds}"
-    ]
-    others = [each for each in advice.rehearsed if each.fits and each.stage != best.stage]
-    if leanest.stage == best.stage and others:
-        parts.append(f"{others[0].stage} takes {others[0].seconds / best.seconds:.2f} x as long")
-    if leanest.stage != best.stage:
-        parts[0] += f", {leanest.seconds / best.seconds:.2g} x as fast as {leanest.stage}"
-        free = (
-            f"leave {_size(limit * GIB - leanest.peak_bytes)} free"
-            if limit
-            else f"hold {_size(leanest.peak_bytes)}"
+        f"{_size(best.peak_bytes)}{f' of {limit:g} GiB' if limit else ''}, "
+        f"{expected:.3g} s a step ({least:.3g}-{most:.3g})"
+    )
+    others = [each for each in advice.fitting if each.stage != best.stage]
+    if others:
+        line += f", {others[0].seconds / best.seconds:.3g} x as fast as {others[0].stage}"
+    lean = advice.leanest
+    if lean and lean.way != best.way:
+        free = f"leave {_size(limit * GIB - lean.peak_bytes)} free" if limit else ""
+        takes = (
+            "" if lean in others[:1] else f" and take {lean.seconds / best.seconds:.3g} x as long"
         )
-        parts.append(f"{leanest.stage} would {free}")
-    return [f"{'; '.join(parts)}; {on}."]
+        line += f"; {_name(lean)} would {free or f'hold {_size(lean.peak_bytes)}'}{takes}"
+    return [f"{line}; {on}."]
 
 
 def _reasons(advice: Advice) -> list[str]:
@@ -126,9 +124,11 @@ def _reasons(advice: Advice) -> list[str]:
                 f"{best.stage} with micro-batch {each.micro}, recomputation {_on(each.recomputes)}, would be faster "
                 f"and does not fit: {_size(each.peak_bytes)}."
             )
-    if advice.late:
+    if late := advice.late:
+        spare = all(advice.only_saves_memory(each) for each in late)
+        which = ", which may hold less, but are not expected to be faster" if spare else ""
         reasons.append(
-            f"{len(advice.late)} candidates were not rehearsed in {BUDGET_SECONDS} s; --advise --rehearse takes the "
+            f"{len(late)} candidates were not rehearsed in {BUDGET_SECONDS} s{which}; --advise --rehearse takes the "
             "time that all of them take."
         )
     return reasons
@@ -180,6 +180,10 @@ def _work(config: Config) -> str:
 def _size(num_bytes: float) -> str:
     unit, size = ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
     return f"{num_bytes / size:.3g} {unit}"
+
+
+def _name(each: Candidate) -> str:
+    return f"{each.stage}{' with recomputation' if each.recomputes else ''}"
 
 
 def _on(recomputes: bool) -> str:

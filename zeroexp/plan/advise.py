@@ -1,13 +1,16 @@
 """`--advise`: which strategy on these ranks, and how fast: the fastest that fits of all that do the same work.
 
 Compared are every stage, with and without recomputation, at every micro-batch (powers of two) of one global batch; of
-what the line names, only what it names. Every candidate that closed forms do not rule out is rehearsed, with its
-activations, until a minute is over; `--rehearse` gives all the time it takes. What is likely to be the answer comes
+what the line names, only what it names. Every candidate that closed forms do not rule out is rehearsed quickly, with
+its activations, until a minute is over; `--rehearse` gives all the time it takes. What is likely to be the answer comes
 first: what is expected to fit, without recomputation, with a large micro-batch and a stage that sends little. A
-rehearsal tells how many bytes a sample takes beside model states, so that the next guess is a better one.
+rehearsal tells how many bytes a sample takes beside model states, so that the next guess is a better one. What only
+saves memory, beside one that fits, comes last. The one that
+would be named is rehearsed in full before it is: where that finds more bytes or seconds, another may take its place.
 
-[Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters and
-sequences as long as the model's own context. A batch that is not named has eight samples for each rank.
+[Note: defaults] What the line leaves open is what people run on the device. On GPUs that is bf16 with fp32 masters,
+sequences as long as the model's own context, and the memory of an H100. A batch that is not named has eight samples for
+each rank.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 
+from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import (
     Change,
     longest_sequence,
     recomputation,
     with_batch,
+    with_gpu,
     with_length,
     with_precision,
     with_recomputation,
@@ -33,12 +39,13 @@ from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import BATCH, Plans
 from zeroexp.plan.search import Candidate, planned_changes
+from zeroexp.plan.speed import OUTPUTS, calibration_path
 from zeroexp.plan.text_table import GIB
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
 # Of a batch and of sequences that the line does not name.
 SAMPLES_PER_RANK, MOST_TOKENS = 8, 1 << 15
-BUDGET_SECONDS = 60
+BUDGET_SECONDS, CONFIRM_SECONDS = 60, 15  # of all; kept for what would be named
 ALIKE = 0.01  # seconds that differ by less are one speed: no estimate is that good
 MICRO, RECOMPUTES = "data.micro_batch_size", "train.activation_checkpointing"
 LAYOUT = "strategy.implementation"
@@ -52,6 +59,13 @@ class Advice:
     candidates: list[Candidate]
     not_rehearsed: dict[str, None] = field(default_factory=dict[str, None])  # reasons
 
+    def rehearse(self, at: int, *, quick: bool) -> Candidate:
+        """Rehearse the candidate at this place."""
+        words, planned = self.candidates[at]
+        print(f"{words}: rehearsing{'' if quick else ' in full'}", file=sys.stderr, flush=True)
+        self.candidates[at] = Candidate(words, with_rehearsal(planned, quick=quick))
+        return self.candidates[at]
+
     @property
     def rehearsed(self) -> list[Candidate]:
         """The rehearsed candidates, the fastest first; of two that are as fast the one that holds less."""
@@ -59,20 +73,22 @@ class Advice:
         return sorted(found, key=lambda each: (each.seconds, each.peak_bytes))
 
     @property
+    def fitting(self) -> list[Candidate]:
+        return [each for each in self.rehearsed if each.fits]
+
+    @property
     def best(self) -> Candidate | None:
         """The fastest that fits; of those that are as fast, see ALIKE, the one that holds least."""
-        fitting = [each for each in self.rehearsed if each.fits]
+        fitting = self.fitting
         alike = [each for each in fitting if each.seconds <= (1 + ALIKE) * fitting[0].seconds]
         return min(alike, key=lambda each: each.peak_bytes, default=None)
 
     @property
     def leanest(self) -> Candidate | None:
-        """The fastest candidate of the stage that leaves most memory free."""
-        fitting = [each for each in self.rehearsed if each.fits]
-        if not fitting:
-            return None
-        stage = min(fitting, key=lambda each: each.peak_bytes).stage
-        return next(each for each in fitting if each.stage == stage)
+        """What leaves most memory free: the fastest candidate of the stage and recomputation that can hold least."""
+        fitting = self.fitting
+        least = min(fitting, key=lambda each: each.peak_bytes, default=None)
+        return next((each for each in fitting if least and each.way == least.way), None)
 
     @property
     def frontier(self) -> list[Candidate]:
@@ -82,6 +98,15 @@ class Advice:
             if not best or each.peak_bytes < best[-1].peak_bytes:
                 best.append(each)
         return best
+
+    def only_saves_memory(self, each: Candidate) -> bool:
+        """Whether a candidate of its stage fits that takes as many samples at once and recomputes no more."""
+        return any(
+            fits.stage == each.stage
+            and fits.micro >= each.micro
+            and fits.recomputes <= each.recomputes
+            for fits in self.fitting
+        )
 
     @property
     def late(self) -> list[Candidate]:
@@ -99,7 +124,8 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
         groups.setdefault((repr(config.model), *work), []).append(each)
     found: list[Advice] = []
     for points in groups.values():
-        until = None if plans.rehearses else now() + BUDGET_SECONDS / len(groups)
+        seconds = (BUDGET_SECONDS - CONFIRM_SECONDS) / len(groups)
+        until = None if plans.rehearses else now() + seconds
         bases = [each._replace(config=_with_defaults(each, plans.named)) for each in points]
         candidates = [each for base in bases for each in _candidates(base, plans.named)]
         if not candidates:
@@ -108,6 +134,7 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
             raise ConfigError(f"world_size={size}: {problem}")
         advice = Advice(bases[0].config, candidates)
         _rehearse_likely_first(advice, until, now)
+        _confirm_best(advice)
         found.append(advice)
     return found
 
@@ -120,6 +147,11 @@ def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
             config = with_precision(config, "bf16_master")
         if "data.seq_len" not in named and (longest := longest_sequence(planned.model)):
             config = with_length(config, min(longest, MOST_TOKENS))
+        if (
+            planned.outcome.memory_gib is None
+            and not calibration_path(Path(OUTPUTS), "cuda").exists()
+        ):
+            config = with_gpu(config, USUAL_GPU)
     if BATCH not in named:
         micro = config.data.micro_batch_size if MICRO in named else 1
         each = max(SAMPLES_PER_RANK, micro)
@@ -157,20 +189,26 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
     left = {at: each for at, each in enumerate(advice.candidates) if each.fits}
     bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
 
-    def unlikely(at: int) -> tuple[bool, bool, int, int]:
+    def unlikely(at: int) -> tuple[bool, bool, bool, int, int]:
         each = left[at]
         limit = (each.planned.outcome.memory_gib or float("inf")) * GIB
         expected = each.states_bytes + each.micro * bytes_per_sample.get(each.recomputes, 0.0)
-        return expected > limit, each.recomputes, -each.micro, at
+        return expected > limit, advice.only_saves_memory(each), each.recomputes, -each.micro, at
 
     while left and (until is None or now() < until or not advice.best):
         at = min(left, key=unlikely)
-        each = left.pop(at)
-        print(f"{each.words}: rehearsing", file=sys.stderr, flush=True)
-        planned = with_rehearsal(each.planned)
-        advice.candidates[at] = tried = Candidate(each.words, planned)
+        del left[at]
+        tried = advice.rehearse(at, quick=True)
         if tried.rehearsed is None:
-            advice.not_rehearsed[str(planned.outcome.not_rehearsed)] = None
+            advice.not_rehearsed[str(tried.planned.outcome.not_rehearsed)] = None
             return  # no other one can be
         beside = (tried.peak_bytes - tried.states_bytes) / tried.micro
         bytes_per_sample[tried.recomputes] = max(beside, 0.0)
+
+
+def _confirm_best(advice: Advice) -> None:
+    """Rehearse in full what would be named, and what then would be."""
+    confirmed: set[int] = set()
+    while (best := advice.best) and (at := advice.candidates.index(best)) not in confirmed:
+        confirmed.add(at)
+        advice.rehearse(at, quick=False)

@@ -72,6 +72,12 @@ def with_length(config: Config, seq_len: int) -> Config:
     return config
 
 
+def with_gpu(config: Config, gpu: str) -> Config:
+    config = deepcopy(config)
+    config.cluster.gpu = gpu
+    return config
+
+
 def longest_sequence(model: BuiltModel) -> int | None:
     """Return the most positions that the model's config names."""
     return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)

@@ -39,8 +39,9 @@ def measure_at_depth(
 ) -> tuple[list[Numbers], tuple[int, ...]]:
     """Return what `measure` finds for the config, and the depths at which it ran.
 
-    check: measures the third depth, and may return fewer: the first ones of `measure`. None: it measures all. choose:
-    takes from what was found at one depth those numbers that count at the config's own, which it is given extrapolated.
+    check: measures the third depth, and may return fewer: the first ones of `measure`, or none. None: it measures all.
+    choose: takes from what was found at one depth those numbers that count at the config's own, which it is given
+    extrapolated.
     """
     depth = depth_of(config)
     first = LEAST_DEPTH + (config.strategy.prefetch or 0)
@@ -54,6 +55,7 @@ def measure_at_depth(
         return measure(config), (depth,)
     one, two = (measure(with_depth(config, each)) for each in near[:2])
     three = (check or measure)(with_depth(config, near[2]))
+    near = near if three else near[:2]
     deep = [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)]
     one, two, three = (
         [choose(each, d) for each, d in zip(found, deep, strict=False)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
@@ -32,28 +32,38 @@ if TYPE_CHECKING:
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 
 
-def with_rehearsal(planned: PlannedPoint) -> PlannedPoint:
-    """Return the point with its rehearsal, or with the reason why there is none."""
+def with_rehearsal(planned: PlannedPoint, *, quick: bool = False) -> PlannedPoint:
+    """Return the point with its rehearsal, or with the reason why there is none.
+
+    quick: a third of the work: of the rank alone that holds most model states, without a check of the depth.
+    """
     outcome = planned.outcome
+    ranks = [outcome.fullest_rank] if quick else ()
     try:
-        return planned._replace(outcome=replace(outcome, rehearsed=rehearse_point(planned)))
+        found = rehearse_point(planned, ranks=ranks, checks=not quick)
+        return planned._replace(outcome=replace(outcome, rehearsed=found))
     except ConfigError as error:
         return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
 
 
 def rehearse_point(
-    planned: PlannedPoint, *, ranks: Sequence[int] = (), speed: Speed | None = None
+    planned: PlannedPoint,
+    *,
+    ranks: Sequence[int] = (),
+    speed: Speed | None = None,
+    checks: bool = True,
 ) -> RehearsedPeaks:
     """Return the peaks of the ranks that tell of the fullest, and the seconds of the slowest of them.
 
-    ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
+    ranks: others than these. speed: None: `speed_of` the point. checks: whether a deep model's line is checked at a
+    third depth. Raises ConfigError for what can not be rehearsed.
     """
     from zeroexp.plan.hidden_memory import product_scratch
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
     speed = speed or speed_of(config, machines)
-    found = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed)
+    found = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed, checks=checks)
     peaks = [_rank_peak(each) for each in found.ranks]
     if machines.device == "cpu" and isinstance(form, FsdpForm):
         fullest = max(peaks, key=lambda peak: peak.num_bytes)
@@ -91,9 +101,7 @@ def _telling_ranks(planned: PlannedPoint) -> list[int]:
     return sorted({planned.form.equivalence_key(rank): rank for rank in ranks}.values())
 
 
-def _rehearse(
-    planned: PlannedPoint, ranks: Sequence[int], *, speed: Speed | None = None, late: bool = False
-) -> Rehearsal:
+def _rehearse(planned: PlannedPoint, ranks: Sequence[int], **settings: Any) -> Rehearsal:
     from zeroexp.plan.rehearse import rehearse
 
     config, machines = planned.config, planned.machines
@@ -105,10 +113,9 @@ def _rehearse(
         config,
         ranks=ranks,
         reads=False,
-        speed=speed,
         ranks_per_host=machines.shape.ranks_per_node if on_host else None,
         most_microbatches=_most_microbatches(planned.form),
-        late=late,
+        **settings,
     )
 
 

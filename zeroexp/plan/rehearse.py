@@ -102,7 +102,7 @@ class Rehearsal:
 
     device: cpu or cuda, whose kernels decide what autograd saves; cuda needs a GPU.
     depths: the numbers of blocks that were rehearsed. If the model's own is not among them, all numbers are
-    extrapolated along a line through the first two, and the third lay on it to the byte.
+    extrapolated along a line through the first two, and the third, where there is one, lay on it to the byte.
     """
 
     world_size: int
@@ -119,7 +119,7 @@ class Settings:
     `held_bytes`, and a third of the time is saved. speed: of the machines whose seconds are estimated; None estimates
     none. ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts
     send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late:
-    gloo lets go of what it copied as late as it may.
+    gloo lets go of what it copied as late as it may. checks: whether a third depth is rehearsed.
     """
 
     reads: bool = True
@@ -127,6 +127,7 @@ class Settings:
     ranks_per_host: int | None = None
     most_microbatches: int | None = None
     late: bool = False
+    checks: bool = True
 
 
 def rehearse(
@@ -154,8 +155,9 @@ def rehearse(
         return [rehearse_rank(at, rank, device, **settings) for rank in chosen]
 
     # One rank tells whether further blocks cost what a line says.
+    checked = ranks[:1] if Settings(**settings).checks else []
     found, depths = measure_at_depth(
-        config, lambda at: measure(at, ranks), lambda at: measure(at, ranks[:1]), _peaks_where
+        config, lambda at: measure(at, ranks), lambda at: measure(at, checked), _peaks_where
     )
     return Rehearsal(size, device, found, depths)
 

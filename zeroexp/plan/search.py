@@ -42,6 +42,11 @@ class Candidate(NamedTuple):
         return self.planned.config.train.activation_checkpointing
 
     @property
+    def way(self) -> tuple[str, bool]:
+        """The stage, and whether activations are recomputed."""
+        return self.stage, self.recomputes
+
+    @property
     def rehearsed(self) -> RehearsedPeaks | None:
         return self.planned.outcome.rehearsed
 
