@@ -291,21 +291,30 @@ def test_a_setting_that_one_of_two_words_has_skips_the_other(tmp_path, monkeypat
 
 # ---- what code of others returns is tried before a rank starts
 
-LAYOUT = """
+# Module, with CODE in it, and the words that use it.
+CODE_OF_OTHERS = {
+    "layout": (
+        """
 from zeroexp.cut.layout import LAYOUTS, Layout, by_tensor
 from dataclasses import replace
 
 def cut(unit, size):
     chunks = by_tensor(unit, size)
-    return {}
+    return CODE
 
 LAYOUTS.add("layout_of_test", Layout(cut))
-"""
-OF_OWNERS = """
+""",
+        ["strategy.implementation=layout_of_test"],
+    ),
+    "owners": (
+        """
 from zeroexp.cut.owners import OWNERS
-OWNERS.add("owners_of_test", lambda specs, size: {})
-"""
-OF_OPTIMIZER = """
+OWNERS.add("owners_of_test", lambda specs, size: CODE)
+""",
+        ["strategy.implementation=parameter", "strategy.owners=owners_of_test"],
+    ),
+    "optimizer": (
+        """
 import torch
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
 
@@ -313,10 +322,12 @@ class Closing(torch.optim.SGD):
     def step(self, closure):
         closure()
 
-kind = OptimizerKind({}, num_moments=lambda config: 1)
-OPTIMIZERS.add("optimizer_of_test", kind)
-"""
-OF_DATA = """
+OPTIMIZERS.add("optimizer_of_test", OptimizerKind(CODE, num_moments=lambda config: 1))
+""",
+        ["optimizer=optimizer_of_test"],
+    ),
+    "data": (
+        """
 import numpy as np, torch
 from zeroexp.data import Microbatch
 from zeroexp.config.data_sources import DATA, DataKind
@@ -332,30 +343,29 @@ class Source:
 
     def read(self, indices):
         rows = torch.from_numpy(np.stack([np.arange(9) + i for i in indices]))
-        return Microbatch({{"input_ids": rows[:, :-1]}}, rows[:, 1:])
+        return Microbatch({"input_ids": rows[:, :-1]}, rows[:, 1:])
 
     def count_labels_and_tokens(self, indices):
         return 8 * len(indices), 8 * len(indices)
 
-    {}
+    CODE
 
 DATA.add("data_of_test", DataKind(Source))
-"""
-OF_MODEL = """
+""",
+        ["data=data_of_test"],
+    ),
+    "model": (
+        """
 from torch import nn
 from zeroexp.config.families import MODELS, ModelFamily
 
 def build(config, words):
-    {}
+    CODE
 
 MODELS.add("model_of_test", ModelFamily(build))
-"""
-BY = {
-    "layout": [LAYOUT, "strategy.implementation=layout_of_test"],
-    "owners": [OF_OWNERS, "strategy.implementation=parameter", "strategy.owners=owners_of_test"],
-    "optimizer": [OF_OPTIMIZER, "optimizer=optimizer_of_test"],
-    "data": [OF_DATA, "data=data_of_test"],
-    "model": [OF_MODEL, "model=model_of_test", "data.vocab_size=64"],
+""",
+        ["model=model_of_test", "data.vocab_size=64"],
+    ),
 }
 
 
@@ -405,18 +415,12 @@ BY = {
 def test_what_others_return_is_tried_before_a_rank_starts(
     what, code, told, tmp_path, monkeypatch, capsys
 ):
-    text, *words = BY[what]
-    changed = text.replace("{{", "{").replace("}}", "}") if what == "data" else text
-    changed = (
-        changed.replace("    return {}", f"    return {code}") if what == "layout" else changed
-    )
-    changed = changed.replace("size: {}", f"size: {code}").replace("Kind({},", f"Kind({code},")
-    changed = changed.replace("    {}\n", f"    {code}\n")
-    (tmp_path / "plugin_of_test.py").write_text(changed)
+    text, words = CODE_OF_OTHERS[what]
+    (tmp_path / "plugin_of_test.py").write_text(text.replace("CODE", code))
     given = {word.partition("=")[0] for word in words}
-    words += [word for word in WORDS if word.partition("=")[0] not in given]
+    others = [word for word in WORDS if word.partition("=")[0] not in given]
     compose_once(monkeypatch)
-    assert say(monkeypatch, *words, "data.seq_len=8") == zeroexp.REFUSED
+    assert say(monkeypatch, *others, *words, "data.seq_len=8") == zeroexp.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("zeroexp: ") and told in line
     assert not list(tmp_path.glob("**/state.json"))
