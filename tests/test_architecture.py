@@ -23,7 +23,6 @@ SOURCES = sorted([*ROOT.glob("zeroexp/**/*.py"), *ROOT.glob("hydra_plugins/**/*.
 # The written order of the folders: a module may import its own folder and those of every row above it. `__main__` of a
 # folder is a command, and commands come last. The longest prefix counts.
 ORDER = [
-    {"zeroexp.config.errors", "zeroexp.config.did_you_mean"},
     {"zeroexp.registry"},
     {"zeroexp.cut"},
     {"zeroexp.config"},
@@ -60,7 +59,7 @@ DOORS = {
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},
     "scipy": {"zeroexp.report.statistics"},
-    "difflib": {"zeroexp.config.did_you_mean"},  # one home for what a wrong word could have meant
+    "difflib": {"zeroexp.registry.did_you_mean"},  # one home for what a wrong word could have meant
 }
 
 COLLECTIVES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from zeroexp.config.did_you_mean import suggest_key
 from zeroexp.config.keys import KEYS, Config, ConfigError
 from zeroexp.process.reachable import without_password
+from zeroexp.registry.did_you_mean import suggest_key
 
 # A key, or key=value where the config holds more than what is wrong; what is wrong; what to do.
 Refusal = tuple[str, str, str]

@@ -12,10 +12,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
-from zeroexp.config.did_you_mean import suggest_nearest, suggest_word
 from zeroexp.config.keys import AUTO, KEYS, Config
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.process.ports import parse_port_range
+from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
 
 # What study.must_equal may name beside keys and groups of the config.
 RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")

@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 from zeroexp.check.rules_of_one_key import words_of_keys
 from zeroexp.config import keys as schemas
 from zeroexp.config import plugins
-from zeroexp.config.did_you_mean import suggest_key
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
+from zeroexp.registry.did_you_mean import suggest_key
 
 SCREEN = """\
 zeroexp trains one model under every way of sharding its training state, and shows what each costs.

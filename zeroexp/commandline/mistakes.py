@@ -8,10 +8,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from zeroexp.config.did_you_mean import suggest_key, suggest_word
 from zeroexp.config.keys import ConfigError, fields_of
 from zeroexp.config.plugins import WITH_SETTINGS, names_added_to
 from zeroexp.process.reachable import without_password
+from zeroexp.registry.did_you_mean import suggest_key, suggest_word
 
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from zeroexp.check.refusal import refuse_password
-from zeroexp.config.did_you_mean import suggest_nearest
 from zeroexp.config.keys import KEYS, Config, ConfigError
+from zeroexp.registry.did_you_mean import suggest_nearest
 
 # These flags of Hydra print something and run nothing.
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")

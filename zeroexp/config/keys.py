@@ -14,12 +14,12 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
-from zeroexp.config.did_you_mean import suggest_nearest
-from zeroexp.config.errors import ConfigError, DamagedFile
-from zeroexp.config.errors import UndefinedCombination as UndefinedCombination
 from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Placement, reduce_each
+from zeroexp.registry.did_you_mean import suggest_nearest
+from zeroexp.registry.errors import ConfigError, DamagedFile
+from zeroexp.registry.errors import UndefinedCombination as UndefinedCombination
 
 Schema = TypeVar("Schema")
 

@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 from zeroexp.config.data_sources import DATA
-from zeroexp.config.did_you_mean import suggest_nearest
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError
@@ -28,6 +27,7 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import STAGES
 from zeroexp.registry import MODULES_OF_OTHERS, Registry, RegistryError
+from zeroexp.registry.did_you_mean import suggest_nearest
 
 NAMED = re.compile(r"[^\s\[\],'\"()]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -21,7 +21,6 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.utils import logging
 
-from zeroexp.config.did_you_mean import did_you_mean
 from zeroexp.config.families import MODELS, shape_of, vocabulary
 from zeroexp.config.keys import ConfigError, ModelConfig
 from zeroexp.interface.values import Values
@@ -29,6 +28,7 @@ from zeroexp.models import find_weights, huggingface_weights_check
 from zeroexp.models.deferred import Drawn
 from zeroexp.models.huggingface_keys import RANDOMNESS, check_keys, check_shape
 from zeroexp.models.huggingface_weights_read import Stored
+from zeroexp.registry.did_you_mean import did_you_mean
 
 # These keys of a config.json are arguments of ours, or say what nobody here reads.
 OURS = {"model_type", "use_cache", "dtype", "torch_dtype", "id2label", "label2id", "num_labels"}

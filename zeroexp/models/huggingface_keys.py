@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from zeroexp.config.did_you_mean import did_you_mean
 from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.registry.did_you_mean import did_you_mean
 
 # Randomness in forward is off in all our models, so that every engine computes the same.
 RANDOMNESS = re.compile(r"dropout|pdrop|layerdrop|drop_path|jitter")

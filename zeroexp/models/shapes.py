@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from zeroexp.config.did_you_mean import suggest_nearest
 from zeroexp.config.keys import ConfigError
+from zeroexp.registry.did_you_mean import suggest_nearest
 
 Shape = TypeVar("Shape")
 

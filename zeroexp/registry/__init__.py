@@ -25,8 +25,8 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from zeroexp.config.did_you_mean import suggest_word
-from zeroexp.config.errors import ConfigError
+from zeroexp.registry.did_you_mean import suggest_word
+from zeroexp.registry.errors import ConfigError
 
 Value = TypeVar("Value")
 NAME = re.compile(r"[A-Za-z]\w*")
