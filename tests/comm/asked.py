@@ -29,6 +29,7 @@ class Asked:
     """The launches of one rank, each with its calls."""
 
     launches: list[list[Call]] = field(default_factory=list[list[Call]])
+    groups: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # of calls, by name
 
     def sent_bytes(self, rank: int, size: int) -> int:
         """What `rank` sends: every peer gets what it lacks; an all-reduce sends it twice, evenly."""
@@ -67,6 +68,7 @@ def asking() -> Generator[Asked]:
         def noted(*tensors: Any, **options: Any) -> Any:
             root = options.get("group_src", options.get("group_dst"))
             noted = Call(name, max(t.nbytes for t in tensors if hasattr(t, "nbytes")), root)
+            asked.groups.setdefault(name, set()).add(options["group"].group_name)
             if launch:
                 asked.launches[-1].append(noted)
             else:

@@ -244,6 +244,29 @@ def test_a_fake_world_is_asked_for_what_real_ranks_with_nccl_are(ranks, world_si
         assert {call.name for launch in asked for call in launch} >= {"broadcast", "reduce"}
 
 
+def groups_of_calls(world: World) -> dict[str, set[str]]:
+    wire = Collectives(as_nccl(world), transport="native", reductions_apart=True)
+    wire.connect()
+    (chunk,) = chunks_of("one-large-owner", world.size)
+    with asking() as asked:
+        gradients = gradients_of(chunk, world.rank, torch.float32)
+        out = [torch.empty(span.numel) for span in chunk.spans(world.rank)]
+        part = ReducePart(chunk, gradients, out)
+        pending = wire.reduce_scatter([part], "reduce")
+        full = torch.zeros(chunk.padded_numel)
+        wire.all_gather([GatherPart(chunk, full, full[chunk.section(world.rank)])], "gather").wait()
+        pending.wait()
+    return asked.groups
+
+
+def test_reductions_may_have_a_communicator_of_their_own(ranks):
+    one, other = ranks(groups_of_calls)
+    assert one == other
+    assert one["broadcast"].isdisjoint(one["reduce"])
+    with fake_world(0, 2) as world, pytest.raises(ValueError, match="over gloo no move waits"):
+        Collectives(world, transport="gloo", reductions_apart=True)
+
+
 def ask_as_nccl(world: World) -> list[list[Call]]:
     return ask_for_each_move(as_nccl(world))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,50 +106,62 @@ Sent = tuple[Pending, int]  # a move in flight, and the bytes this rank sends
 Between = Callable[[Sequence[Tensor]], Pending]  # the second phase of a reduction, see replicas.py
 
 
-class Transport(Protocol):
-    """One way to carry the moves. Errors name the move by `what`."""
+class Transport:
+    """One way to carry the moves between the ranks of a world. Errors name the move by `what`.
+
+    facts: what the engine needs to know; final after `connect`, which tells which ranks are on other hosts.
+    staging_bytes: of shared memory for gradients on their way to neighbours. held_shared_bytes: of all memory that
+    neighbours map; torch's allocator does not count it. issued_checksum: a checksum below 2**32 of the collectives
+    issued so far; None where ranks may issue different gathers.
+
+    What is not abstract here is what a transport does that reads any memory, and sends from it when it is asked to.
+    """
 
     @property
     def facts(self) -> Facts:
-        """What the engine needs to know; final after `meet`, which tells which ranks are on other hosts."""
-        ...
+        raise NotImplementedError
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of shared memory for gradients on their way to neighbours."""
-        ...
+        return 0
 
     @property
     def held_shared_bytes(self) -> int:
-        """Bytes of all memory that neighbours map; torch's allocator does not count it."""
-        ...
+        return 0
 
     @property
     def issued_checksum(self) -> int | None:
-        """A checksum below 2**32 of the collectives issued so far; None where ranks may issue different gathers."""
-        ...
+        return None
+
+    def reduce_apart(self) -> None:
+        """Let reductions have a communicator of their own, so that no gather waits for one. Comes before `connect`."""
+        raise ValueError(
+            f"reductions_apart=True: over {self.facts.name} no move waits for another; use False"
+        )
 
     def connect(self) -> None:
-        """Find the ranks of this host. All ranks call it once."""
-        ...
+        """Find the other ranks. All ranks call it once."""
 
     def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
         """Announce, once, the bytes of each tensor that `empty` will be asked for, and of the largest reduction."""
-        ...
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate parameters at rest where peers can read them best."""
-        ...
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
         """Promise that this rank's pieces of these parts will not change before `quiesce`.
 
         Returns the number by which `all_gather` knows the offer. A `renewed` offer keeps its number.
         """
-        ...
+        return 0
 
-    def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent: ...
-    def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent: ...
+    def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
+        raise NotImplementedError
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
+        raise NotImplementedError
+
     def all_reduce(
         self, parts: Sequence[ReducePart], what: str, between: Between | None = None
     ) -> Sent:
@@ -157,12 +169,11 @@ class Transport(Protocol):
 
         `between` sums those of one rank further before all get them.
         """
-        ...
+        raise NotImplementedError
 
     def sum(self, value: Tensor, what: str) -> Pending:
         """Replace a tiny tensor by its sum over all ranks, those of other groups too."""
-        ...
+        raise NotImplementedError
 
     def quiesce(self) -> None:
         """Return when every peer has read what was offered, so that it may be overwritten."""
-        ...

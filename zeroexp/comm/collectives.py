@@ -82,13 +82,23 @@ class Collectives:
 
     world: all ranks. group: those that shard among themselves. holders: those that hold the same pieces, one of each
     of the `replicas` groups. With one replica the group is the world, and this rank the only holder.
+    reductions_apart: see `Transport.reduce_apart`.
     """
 
-    def __init__(self, world: World, *, transport: str = "auto", replicas: int = 1):
+    def __init__(
+        self,
+        world: World,
+        *,
+        transport: str = "auto",
+        replicas: int = 1,
+        reductions_apart: bool = False,
+    ):
         self.world = world
         self.group, self.holders = world.split(replicas)
         self._moves = Moves(world)
         self._transport = TRANSPORTS[transport](self.group, self._moves)
+        if reductions_apart:
+            self._transport.reduce_apart()
         self._between: BetweenReplicas | None = None
         if replicas > 1:
             other = TRANSPORTS[transport](self.holders, self._moves)

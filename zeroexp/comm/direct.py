@@ -21,6 +21,7 @@ from zeroexp.comm.base import (
     Pending,
     ReducePart,
     TimedWork,
+    Transport,
 )
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.host_rendezvous import Listener
@@ -41,11 +42,11 @@ GATHERS_APART = 16  # gathers of one unit that may be in flight at once
 _engines = itertools.count()
 
 
-class Direct:
-    """Every rank hands each peer what that peer needs, over the best channel between the two."""
+class Direct(Transport):
+    """Every rank hands each peer what that peer needs, over the best channel between the two.
 
-    # No comparison is needed: a gather receives the unit that it names, or waits.
-    issued_checksum = None
+    It has no `issued_checksum`: a gather receives the unit that it names, or waits.
+    """
 
     def __init__(self, world: World, moves: Moves, *, share_memory: bool):
         self._rank = world.rank

@@ -6,7 +6,7 @@ over every backend. The backend decides the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -22,8 +22,9 @@ from zeroexp.comm.base import (
     ReducePart,
     Sent,
     TimedWork,
+    Transport,
 )
-from zeroexp.comm.facts import TRANSPORTS
+from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.message_layout import MessageLayout, message_layout_of
 from zeroexp.comm.packing import (
     begin_alike,
@@ -37,36 +38,28 @@ from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
 
-class Native:
+class Native(Transport):
     """Every move is one launch of the backend."""
 
-    staging_bytes = held_shared_bytes = 0
-    facts = TRANSPORTS["native"]
-
     def __init__(self, world: World, moves: Moves):
-        self._world = world
+        self._world = self._reductions = world
         self._rank = world.rank
         self._size = world.size
         self._moves = moves
 
     @property
+    def facts(self) -> Facts:
+        return TRANSPORTS["native"]
+
+    @property
     def issued_checksum(self) -> int:
         return self._moves.checksum
 
+    def reduce_apart(self) -> None:
+        self._reductions = self._world.apart("reductions")
+
     def connect(self) -> None:
-        """Do nothing: the backend finds its peers itself."""
-
-    def reserve(self, resting: Sequence[int], slot_bytes: int) -> None:
-        """Do nothing: the backend sends from any memory."""
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def quiesce(self) -> None:
-        """Do nothing: whoever waited for a move knows that the backend has read its tensors."""
-
-    def offer(self, parts: Sequence[GatherPart], renewed: int | None) -> int:
-        return 0  # no offer is needed: the backend reads a piece when it is gathered
+        self._reductions.join()
 
     def all_gather(self, parts: Sequence[GatherPart], offer: int | None, what: str) -> Sent:
         self._moves.record_collective(what)
@@ -96,6 +89,7 @@ class Native:
         self, parts: Sequence[ReducePart], what: str, between: Between | None = None
     ) -> Sent:
         self._moves.record_collective(what)
+        group = self._reductions.process_group
         gradients = [gradient for part in parts for gradient in part.gradients]
         ends = list(accumulate((gradient.numel() for gradient in gradients), initial=0))
         numel = -(-ends[-1] // self._size) * self._size if between is not None else ends[-1]
@@ -113,14 +107,12 @@ class Native:
                 part.gradients[:] = islice(left, len(part.gradients))
 
         if between is None:
-            work = dist.all_reduce(message, group=self._group, async_op=True)
+            work = dist.all_reduce(message, group=group, async_op=True)
             return self._pending([work], spread), num_bytes
         own = message.new_empty(message.numel() // self._size)
-        reduced = self._pending([_reduce_scatter(own, message, self._group)])
+        reduced = self._pending([_reduce_scatter(own, message, group)])
         summed = Pending([reduced], lambda: between([own]))
-        gathered = Pending(
-            [summed], lambda: self._pending([_all_gather(message, own, self._group)])
-        )
+        gathered = Pending([summed], lambda: self._pending([_all_gather(message, own, group)]))
         return Pending([gathered], spread), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
@@ -130,49 +122,41 @@ class Native:
 
     def _gather(self, layout: MessageLayout, message: Tensor, mine: Tensor) -> list[Any]:
         """Gather the parts of all ranks into `message`; `mine` is this rank's part, which may lie in it."""
+        group = self._world.process_group
         if layout.in_rows:
-            return [_all_gather(message, mine, self._group)]
+            return [_all_gather(message, mine, group)]
         parts = self._parts_of_owners(layout, message)
         if self._rank in parts and not begin_alike(parts[self._rank], mine):
             parts[self._rank].copy_(mine)
-        group = self._group
-        return self._launch(
-            partial(dist.broadcast, part, group_src=owner, group=group, async_op=True)
-            for owner, part in parts.items()
-        )
+        calls = [partial(dist.broadcast, part, group_src=owner) for owner, part in parts.items()]
+        return self._launch(calls, group)
 
     def _reduce(self, layout: MessageLayout, message: Tensor) -> tuple[Tensor, list[Any]]:
         """Return where this rank's part of the sums will be, and the works."""
+        group = self._reductions.process_group
         if layout.in_rows:
             own = message.new_empty(layout.part_numel(self._rank))
-            return own, [_reduce_scatter(own, message, self._group)]
-        parts, group = self._parts_of_owners(layout, message), self._group
-        works = self._launch(
-            partial(dist.reduce, part, group_dst=owner, group=group, async_op=True)
-            for owner, part in parts.items()
-        )
-        return parts.get(self._rank, message[:0]), works
+            return own, [_reduce_scatter(own, message, group)]
+        parts = self._parts_of_owners(layout, message)
+        calls = [partial(dist.reduce, part, group_dst=owner) for owner, part in parts.items()]
+        return parts.get(self._rank, message[:0]), self._launch(calls, group)
 
     def _parts_of_owners(self, layout: MessageLayout, message: Tensor) -> dict[int, Tensor]:
         places = [layout.part(owner) for owner in layout.owners]
         return dict(zip(layout.owners, views_of(message, places), strict=True))
 
-    def _launch(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    def _launch(self, calls: Sequence[Callable[..., Any]], group: dist.ProcessGroup) -> list[Any]:
         """Launch collectives as one; gloo has no such thing."""
         if self._world.backend == "gloo":
-            return [call() for call in calls]
-        together = dist._coalescing_manager(self._group, self._world.device, async_ops=True)
+            return [call(group=group, async_op=True) for call in calls]
+        together = dist._coalescing_manager(group, self._world.device, async_ops=True)
         with together as launched:
             for call in calls:
-                call()
+                call(group=group, async_op=True)
         return [launched]
 
     def _pending(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> Pending:
         return Pending([TimedWork(self._moves.watched(work)) for work in works], then)
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._world.process_group
 
 
 def _all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Any:

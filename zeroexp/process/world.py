@@ -35,6 +35,7 @@ class World:
     backend: str  # gloo | nccl | fake
     timeout_seconds: float = 600.0  # a peer that is silent for longer counts as dead
     members: range | None = None  # the ranks of a group, as numbered among all; None: all ranks
+    lane: str = ""  # a communicator of its own for these ranks, whose moves wait for no others
 
     @property
     def numbers(self) -> range:
@@ -46,7 +47,7 @@ class World:
         """The process group of these ranks. Nobody may keep it: a group that is kept outlives `leave_process_group`."""
         whole = dist.group.WORLD
         assert whole is not None
-        return whole if self.members is None else _groups[whole][self.members]
+        return _groups[whole][self._key] if self._is_own else whole
 
     def split(self, num_groups: int) -> tuple[World, World]:
         """Return this rank's group of neighbours, and the ranks that have its place in the other groups.
@@ -67,12 +68,25 @@ class World:
         whole = dist.group.WORLD
         assert whole is not None
         groups = _groups.setdefault(whole, WeakValueDictionary())
-        if self.members is None or self.members in groups:
+        if not self._is_own or self._key in groups:
             return
         progress.count_move()
-        group = dist.new_group(list(self.members), use_local_synchronization=True)
+        group = dist.new_group(list(self.numbers), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        groups[self.members] = group
+        groups[self._key] = group
+
+    def apart(self, lane: str) -> World:
+        """Return the same ranks with a communicator of their own, which exists once all have called `join`."""
+        return replace(self, lane=lane)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the process group is one of `join`, and not that of all ranks."""
+        return self.members is not None or bool(self.lane)
+
+    @property
+    def _key(self) -> tuple[range, str]:
+        return self.numbers, self.lane
 
     @property
     def is_fake(self) -> bool:
@@ -90,9 +104,9 @@ class World:
 
 
 # The groups that this process belongs to, by the process group of all ranks; torch keeps them alive.
-_groups: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[range, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_groups: WeakKeyDictionary[
+    dist.ProcessGroup, WeakValueDictionary[tuple[range, str], dist.ProcessGroup]
+] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,8 @@ def join_process_group(*, device: str = "cpu", timeout_seconds: float = 600.0) -
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=timeout_seconds),
+        # NCCL connects now, where a broken link is told at start, and knows its GPU without a guess.
+        device_id=own_device if own_device.type == "cuda" else None,
         **meeting,  # pyright: ignore[reportArgumentType]
     )
     return World(place.rank, place.size, own_device, backend, timeout_seconds)
