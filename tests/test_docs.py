@@ -7,7 +7,6 @@ import re
 import tokenize
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -38,10 +37,10 @@ def test_code_and_tables_are_no_prose() -> None:
     assert list(prose(text)) == [(1, "a"), (7, "* e"), (8, "  f")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_prose_is_wrapped(page: Path) -> None:
+def test_prose_is_wrapped() -> None:
     wide = [
         f"{page.name}:{n}"
+        for page in PAGES
         for n, line in prose(page.read_text(encoding="utf-8"))
         if len(line) > LINE
     ]
@@ -52,12 +51,14 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_are_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    its_own = re.findall(r"^```\w*\n# (\S+)$", text, re.MULTILINE)  # a reader writes these
-    names = set(re.findall(r"\w[\w/]*\.(?:py|md|svg|yaml|cpp)\b", text)) - set(its_own)
-    missing = [name for name in names if not any(file.endswith(f"/{name}") for file in FILES)]
+def test_named_files_are_there() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        its_own = re.findall(r"^```\w*\n# (\S+)$", text, re.MULTILINE)  # a reader writes these
+        names = set(re.findall(r"\w[\w/]*\.(?:py|md|svg|yaml|cpp)\b", text)) - set(its_own)
+        there = {name for name in names if any(file.endswith(f"/{name}") for file in FILES)}
+        missing += [f"{page.name}: {name}" for name in names - there]
     assert missing == []
 
 
@@ -97,7 +98,6 @@ ON_PAGES = {
 }
 
 
-@cache
 def names_that_exist() -> set[str]:
     """Every name in the code and its short strings, in YAML and TOML, and of every file."""
     names = {word for path in PATHS for word in re.findall(r"\w+", str(path.relative_to(ROOT)))}
@@ -105,36 +105,58 @@ def names_that_exist() -> set[str]:
         if path.suffix in (".yaml", ".toml"):
             names |= set(re.findall(r"[A-Za-z_]\w+", path.read_text()))
         elif path.suffix == ".py":
-            for token in tokenize.generate_tokens(StringIO(path.read_text()).readline):
-                if token.type == tokenize.NAME:
-                    names.add(token.string)
-                elif (
-                    token.type == tokenize.STRING
-                    and "\n" not in token.string
-                    and len(token.string) < 60
-                ):
-                    names |= set(re.findall(r"[A-Za-z_]\w+", token.string))
+            for token in tokens_of(path):
+                short = "\n" not in token.string and len(token.string) < 60
+                if token.type == tokenize.NAME or (token.type == tokenize.STRING and short):
+                    names |= set(re.findall(r"[A-Za-z_]\w*", token.string))
     return names
+
+
+def tokens_of(path: Path) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(StringIO(path.read_text(encoding="utf-8")).readline)
+
+
+def docstrings_of(path: Path) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    docs = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
+    return [text for text in docs if text]
 
 
 def prose_of(path: Path) -> str:
     """The comments and docstrings of a source, the whole text of a page."""
-    text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-    docs = [ast.get_docstring(node) or "" for node in nodes]
-    tokens = tokenize.generate_tokens(StringIO(text).readline)
-    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return "\n".join([*docs, *comments])
+        return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    comments = [token.string for token in tokens_of(path) if token.type == tokenize.COMMENT]
+    return "\n".join([*docstrings_of(path), *comments])
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_in_prose_exist(path: Path) -> None:
-    text, names = prose_of(path), names_that_exist()
-    names = names | ON_PAGES if path in PAGES else names
-    quoted = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
-    files = re.findall(r"\b[a-z_]+\.py\b", text) if path in SOURCES else []
-    assert [name for name in quoted if name.split(".")[-1] not in names] == []
-    assert [name for name in files if not any(file.endswith(f"/{name}") for file in FILES)] == []
+def test_names_in_prose_exist() -> None:
+    """Names in backticks; and of a source the files that it names (those of pages: above)."""
+    names, wrong = names_that_exist(), []
+    files = {file.rpartition("/")[2] for file in FILES}
+    for path in [*SOURCES, *PAGES]:
+        text, place = prose_of(path), path.relative_to(ROOT)
+        for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
+            exists = name.split(".")[-1] in (names | ON_PAGES if path in PAGES else names)
+            wrong += [] if exists else [f"{place}: {name}"]
+        if path in SOURCES:
+            wrong += [
+                f"{place}: {n}" for n in re.findall(r"\b[a-z_]+\.py\b", text) if n not in files
+            ]
+    assert wrong == []
+
+
+NO_THING = re.compile(r"(This (?!rank|machine)|It|They|These|That|After|Before)\b")
+
+
+def test_docstrings_name_the_thing_first() -> None:
+    """A reader asks what stands here, and "This object ..." or "It ..." keeps the answer back."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in SOURCES
+        if "sharding" not in path.parts  # it is written anew
+        for text in docstrings_of(path)
+        if NO_THING.match(text)
+    ]
+    assert wrong == []

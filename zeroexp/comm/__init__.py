@@ -1,4 +1,4 @@
-"""This package moves bytes between ranks. All it knows of ZeRO is how parameters are cut and which moves there are.
+"""Moves of bytes between ranks. Nothing here knows more of ZeRO than how parameters are cut and which moves there are.
 
 facts.py           what the engine needs to know of a transport: one row for each
 base.py            what a move takes and returns, and what every transport can do

@@ -1,4 +1,4 @@
-"""This file says what a move between ranks takes and returns, and what every transport can do.
+"""Moves between ranks: what each takes and returns, and what every transport can do.
 
 [Note: parts] A move takes the parts of one unit or bucket together: they travel as one collective.
 """

@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Facts:
-    """These facts tell how one transport carries moves."""
+    """How one transport carries moves, as far as the engine needs to know."""
 
     name: str
     reductions_in_flight: int  # reductions that may be in flight beside the one just launched

@@ -39,7 +39,7 @@ def memory_fence() -> None:
 
 
 class BoardLayout:
-    """This layout tells where the words of a board lie, for a world of this size."""
+    """Places of the words of a board, for a world of this size."""
 
     def __init__(self, world_size: int):
         self.offers = 1 + 3 * MOST_SLOTS * world_size

@@ -201,7 +201,7 @@ class CheckpointConfig:
 
 @dataclass
 class SlurmConfig:
-    """These keys are what a job requests from a site's Slurm; None leaves one to the site's default."""
+    """Requests of a job to a site's Slurm; None leaves one to the site's default."""
 
     # most ranks of one point that share a node
     ranks_per_node: int = number(8, least=1, most=1024)

@@ -1,4 +1,4 @@
-"""This file samples what a node is busy with: one line in system.<node>.jsonl every `tracking.system_s` seconds.
+"""Samples of what a node is busy with: one line in system.<node>.jsonl every `tracking.system_s` seconds.
 
 The first rank of each node reads it from /proc in a thread of its own, which takes a fraction of a millisecond. Names
 are those of MLflow's own system metrics, so that its page shows them where its users look.

@@ -72,7 +72,7 @@ class OptimizerForm:
 
 
 class HeldElements(NamedTuple):
-    """These are the elements of all chunks that one rank holds; padding is part of no owned span."""
+    """Elements of all chunks that one rank holds; padding is part of no owned span."""
 
     resting: int  # parameters at rest, padding included
     padding: int  # the part of `resting` that is padding

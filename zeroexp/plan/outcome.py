@@ -38,7 +38,7 @@ class RankPeak:
 
 @dataclass(frozen=True)
 class RehearsedPeaks:
-    """These peaks are what a rehearsal (peak.py) adds to a planned point."""
+    """Peaks that a rehearsal (peak.py) adds to a planned point."""
 
     ranks: list[RankPeak]
     device: str  # whose kernels were rehearsed

@@ -56,7 +56,7 @@ WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty",
 
 @dataclass
 class Seconds:
-    """These seconds tell where the time of one phase goes."""
+    """Seconds of one phase, by what they go to."""
 
     compute: float = 0.0
     links: float = 0.0  # moves on their way, beside compute or not

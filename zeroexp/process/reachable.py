@@ -1,4 +1,4 @@
-"""This file asks whether a server answers, and writes addresses without their passwords.
+"""Whether a server answers, and addresses without their passwords.
 
 Clients of the hub and of MLflow retry for minutes before they report that no server answers, so we ask first.
 """

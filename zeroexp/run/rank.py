@@ -1,4 +1,4 @@
-"""This file runs one process of a run from start to end: it joins data, model, engine, loop and checkpoints.
+"""One process of a run from start to end: it joins data, model, engine, loop and checkpoints.
 
 It reads config.yaml in the run's folder. Rank 0 writes records.jsonl and summary.json there, every rank writes
 logs/rank<r>.log, and the first rank that fails writes failure.json.
