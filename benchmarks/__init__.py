@@ -10,6 +10,7 @@
     gpu.py      one GPU, self-contained
     promise.py  whether what a plan says of memory comes true under a limit
     accuracy.py how far bytes, peaks and seconds of a plan are from those of runs (real_runs.py)
+    advised.py  whether what `--advise` names is the fastest that fits
     breakdown.py     where the milliseconds of a step go
     growth.py        what a step costs the host as layers, parameters and ranks grow; planted growth is found
     startup.py       from the command to the first step

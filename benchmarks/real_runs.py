@@ -48,6 +48,14 @@ def step_seconds_of(config: Config) -> list[float]:
     return [each.step_seconds for each in records if not each.warmup]
 
 
+def peak_and_steps_of(config: Config) -> tuple[float, list[float]]:
+    """Train; return the most bytes of the fullest rank, and the seconds of each measured step."""
+    summary, records = _trained(config, lambda run: (read_summary(run), read_records(run)))
+    if summary is None or summary.memory.peak is None:
+        raise RuntimeError("allocations can not be counted here")
+    return summary.memory.peak.fullest, [each.step_seconds for each in records if not each.warmup]
+
+
 def _trained(config: Config, read: Callable[[Path], Found | None]) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "sweep" / "run"
