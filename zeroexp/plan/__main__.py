@@ -21,30 +21,29 @@ Exit codes: 0 planned (points that mean nothing are skipped with their reason); 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from zeroexp.__main__ import INTERRUPTED, REFUSED, compose
 from zeroexp.commandline import mistakes
 from zeroexp.config import plugins
 from zeroexp.config.keys import ConfigError
-from zeroexp.plan.advice_text import advice_json, advice_text
-from zeroexp.plan.explain_plan import explain
-from zeroexp.plan.fewest_ranks import fit_lines
-from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.plan_table import as_csv, as_json, render
+from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.process import locks, safe_output, signals
 
 ADVISE, REHEARSE = "--advise", "--rehearse"
-FORMS: dict[str, Callable[[Plans], str]] = {
-    "--json": as_json,
-    "--csv": as_csv,
-    "--fit": fit_lines,
-    "--explain": explain,
-    ADVISE: advice_text,
-    f"{ADVISE} --json": advice_json,
+# Flags -> the function of zeroexp.plan that answers; torch takes a second to import, and a refusal needs none.
+FORMS = {
+    "": "plan_table:render",
+    "--json": "plan_table:as_json",
+    "--csv": "plan_table:as_csv",
+    "--fit": "fewest_ranks:fit_lines",
+    "--explain": "explain_plan:explain",
+    ADVISE: "advice_text:advice_text",
+    f"{ADVISE} --json": "advice_text:advice_json",
 }
 ALLOWED = ("-m", "--multirun", REHEARSE)
 
@@ -75,7 +74,7 @@ def _answer(arguments: Sequence[str]) -> str:
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
-    plans = Plans(words, rehearses=REHEARSE in arguments)
+    points = ComposedPoints(words)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with ExitStack() as at_end:
         try:
@@ -83,22 +82,28 @@ def _answer(arguments: Sequence[str]) -> str:
         except OSError as error:
             told = "no temporary folder can be written, which a plan needs; set TMPDIR to one"
             raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
-        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    if not flags:
-        return render(plans)
-    told = FORMS[" ".join(sorted(flags))](plans)
-    for note in [] if ADVISE in flags else plans.notes:  # no part of CSV or JSON
+        compose(points, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    told = _answer_of(points, " ".join(sorted(flags)), rehearses=REHEARSE in arguments)
+    for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
         print(note, file=sys.stderr)
     return told
+
+
+def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
+    from zeroexp.plan.plan_points import Plans
+
+    module, _, name = FORMS[form].partition(":")
+    answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)
+    return answer(Plans.of(points, rehearses=rehearses))
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:
     for flag in flags:
         if flag not in FORMS:
             raise ConfigError(
-                f"{flag}: a plan has no such flag; use one of {', '.join([*FORMS, REHEARSE])}"
+                f"{flag}: a plan has no such flag; use one of {', '.join([*filter(None, FORMS), REHEARSE])}"
             )
-    if " ".join(sorted(flags)) not in ("", *FORMS):
+    if " ".join(sorted(flags)) not in FORMS:
         raise ConfigError(f"{' '.join(flags)}: one form at a time; leave out all but one")
     for word in words:
         if word.partition("=")[0] in ("hydra/sweeper", "hydra.sweep.dir"):

@@ -35,9 +35,10 @@ from zeroexp.plan.changes import (
     with_recomputation,
     with_stage,
 )
+from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
 from zeroexp.plan.peak import with_rehearsal
-from zeroexp.plan.plan_points import BATCH, Plans
+from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import Candidate, planned_changes
 from zeroexp.plan.speed import OUTPUTS, calibration_path
 from zeroexp.plan.text_table import GIB

@@ -1,0 +1,74 @@
+"""The points of a plan's command line, refused as those of a run would be: without torch, which planning them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from zeroexp.check import check
+from zeroexp.check.sweep_points import (
+    Composed,
+    Point,
+    points_of,
+    require_defined,
+    require_points,
+)
+from zeroexp.config.keys import ConfigError
+
+on_paper = partial(check, on_paper=True)
+BATCH = "data.global_batch_size"
+MOST_RANKS = 1 << 16
+
+
+class ComposedPoints:
+    """The points that Hydra composes; `zeroexp.__main__.compose` hands them to `run`."""
+
+    has_failures = False
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words` are those of the command line: a batch size that stands there is not changed."""
+        self.named = _keys_of(words)  # the keys that the line or its study sets
+        self.points: list[Point] = []
+        self.notes: list[str] = []
+        self._keeps_batch = BATCH in self.named
+
+    def run(self, batch: Sequence[Composed]) -> list[None]:
+        """Take (overrides, composed config) pairs. Raises ConfigError if a word is wrong or nothing is left to plan."""
+        if not batch:
+            raise ConfigError("no point to plan: a range, glob or choice is empty; add to it")
+        for words, *_ in batch:
+            self.named |= _keys_of(words)
+        points = [p for words, values, _ in batch for p in self._points(words, values)]
+        require_points(points, batch[0][1]["study"]["name"])
+        require_defined(points)
+        self.points += points
+        return [None for _ in batch]
+
+    def _points(self, words: Sequence[str], values: Mapping[str, Any]) -> list[Point]:
+        sizes = [values["world_size"]]
+        if sizes == ["all"]:
+            sizes = values["cluster"]["world_sizes"] or sizes
+        each = [self._batched({**values, "world_size": size}) for size in sizes]
+        return [point for one in each for point in points_of(words, one, on_paper)]
+
+    def _batched(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Let the global batch grow to whole microbatches of every rank, unless the words name it."""
+        data, ranks = values["data"], values["world_size"]
+        micro, batch = data["micro_batch_size"], data["global_batch_size"]
+        if isinstance(ranks, int) and ranks > MOST_RANKS:
+            problem = "every rank is planned, so that this takes minutes and memory"
+            raise ConfigError(f"world_size={ranks}: {problem}; use at most {MOST_RANKS}")
+        if self._keeps_batch or not (isinstance(ranks, int) and ranks > 0 and micro > 0):
+            return values
+        if batch % (micro * ranks) == 0:
+            return values
+        fitting = max(1, batch // (micro * ranks)) * micro * ranks
+        note = f"{BATCH}={batch} is not divisible by {ranks} ranks: planned with {fitting}"
+        if note not in self.notes:
+            self.notes.append(note)
+        return {**values, "data": {**data, "global_batch_size": fitting}}
+
+
+def _keys_of(words: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in words}
