@@ -55,6 +55,7 @@ DOORS = {
         "zeroexp.models.huggingface_weights_check",
     },
     "datasets": {"zeroexp.data.table_rows"},
+    "peft": {"zeroexp.models.lora"},
     "xxhash": {"zeroexp.process.content_hash"},
     "matplotlib": {"zeroexp.report.figure"},
     "plotly": {"zeroexp.report.page"},

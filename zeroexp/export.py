@@ -5,6 +5,8 @@
     zeroexp model.weights=DIR                     start from it
     zeroexp model=hf model.path=DIR               start from that of a run with model=hf
 
+Of a run with `model.lora` its adapters alone are written, as peft reads them.
+
 It reads one tensor after the other, checks each hash and writes file by file into a hidden folder beside DIR. When all
 is written, one rename gives the folder its name. Exit codes: 0 written, 2 refused with the reason in one line.
 """
@@ -33,8 +35,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return 2
-    use = _words_that_start_from(target, checkpoint)
-    print(f"{target}: the weights of {checkpoint} in {arguments.dtype}; start from it with {use}")
+    print(f"{target}: {_what_was_written(target, checkpoint, arguments.dtype)}")
     return 0
 
 
@@ -75,13 +76,17 @@ def default_target(checkpoint: Path) -> Path:
     return checkpoint.parents[1] / "exported" / checkpoint.name
 
 
-def _words_that_start_from(target: Path, checkpoint: Path) -> str:
-    """Return what a command line says to begin with the exported weights."""
+def _what_was_written(target: Path, checkpoint: Path, dtype: str) -> str:
+    """Say what the folder holds, and how to begin with it."""
     model = from_mapping(Config, read_manifest(checkpoint).config).model
-    if model.family != "hf":
-        return f"model.weights={target}"
-    head = f" model.task={model.task} model.num_labels={model.num_labels}"
-    return f"model=hf model.path={target}" + (head if model.num_labels else "")
+    if model.lora.r is not None:
+        use = f"peft.PeftModel.from_pretrained(model, {str(target)!r})"
+        return f"the adapters of {checkpoint} in {dtype}; put them around the model with {use}"
+    use = f"model.weights={target}"
+    if model.family == "hf":
+        head = f" model.task={model.task} model.num_labels={model.num_labels}"
+        use = f"model=hf model.path={target}" + (head if model.num_labels else "")
+    return f"the weights of {checkpoint} in {dtype}; start from it with {use}"
 
 
 def export(
@@ -100,11 +105,16 @@ def export(
     import torch
 
     from zeroexp.checkpoint.weights import Weights
-    from zeroexp.models import huggingface_folder
+    from zeroexp.models import huggingface_folder, lora
 
     weights = Weights(checkpoint, manifest)
     try:
         with appearing(target) as folder:
+            if config.model.lora.r is not None:
+                module = huggingface_folder.empty_model(config.model, weights.shapes)
+                as_asked = getattr(torch, dtype)
+                lora.write_adapters(folder, config.model, module, weights.read, as_asked)
+                return
             huggingface_folder.write(
                 folder,
                 config.model,

@@ -15,6 +15,7 @@ from zeroexp.config.keys import (
     KEYS,
     TORCH_DDP,
     Config,
+    LoraKeys,
     SlurmConfig,
     default_of,
 )
@@ -52,6 +53,9 @@ def _of_model_and_data(config: Config) -> Iterator[Idle]:
     if data.task != "classification":
         for key in ("data.label_column", "data.labels"):
             yield key, f"data.task={data.task} reads no labels", None
+    if model.lora.r is None:
+        for each in fields(LoraKeys):
+            yield f"model.lora.{each.name}", "no adapters", "set model.lora.r"
     if data.task == "regression":
         yield "data.vocab_size", "vectors have no words", None
     if not kind.suffixes:

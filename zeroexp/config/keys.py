@@ -67,6 +67,20 @@ class Row:
 
 
 @dataclass
+class LoraKeys:
+    """Keys of peft's LoraConfig, by its names; None = peft's default. Without `r` there are no adapters."""
+
+    r: int | None = number(
+        None, least=1, most=1 << 20
+    )  # rows of A and columns of B, which are trained
+    lora_alpha: float | None = number(None, above=0)  # the adapter's output counts alpha / r
+    use_rslora: bool = False  # ... or alpha over the root of r
+    target_modules: list[str] | None = None  # names of layers; [all-linear] = all but the head
+    layers_to_transform: list[int] | None = None  # numbers of blocks; None = all
+    modules_to_save: list[str] | None = None  # trained as they are; None = a classifier's head
+
+
+@dataclass
 class ModelConfig:
     name: str = "small"
     family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
@@ -79,6 +93,7 @@ class ModelConfig:
     # A tied embedding's rows are added to the head's gradient in place, under every engine (models/tied_rows.py).
     tied_rows: bool = False
     freeze: list[str] = field(default_factory=list[str])  # patterns of parameters not to train
+    lora: LoraKeys = field(default_factory=LoraKeys)
     # These are settings of family hf, any model of transformers; see docs/models.md.
     path: str | None = None  # a local folder or a hub id: its config, and its weights
     init: str | None = None  # weights | random; None = weights

@@ -1,6 +1,6 @@
 """Floating-point operations that a model needs for one sample, as a closed form.
 
-    weights of products   6 N for each position: 2 a weight in forward, twice that in backward
+    weights of products   6 N for each position: 2 a weight in forward, twice that in backward, 4 N of frozen ones
                           (Kaplan et al. 2020, arXiv 2001.08361, without the embeddings that are looked up)
     attention             12 x layers x width x positions for each position, the causal half not left out
                           (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)
@@ -19,7 +19,7 @@ from torch import nn
 from zeroexp.config.families import MODELS, shape_of
 from zeroexp.config.keys import ModelConfig
 
-FORWARD_AND_BACKWARD = 3
+FORWARD_AND_BACKWARD = 3  # of a product: itself, the gradient of its input, that of its weight
 EXPERT = re.compile(r"(^|\.)experts\.(\d+|mlp)\.")
 # What the configs of transformers, and our own mixture of experts, call the experts of a token and those of a layer.
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
@@ -37,9 +37,12 @@ def flops_per_sample(module: nn.Module, config: ModelConfig, seq_len: int) -> fl
             if parameter.dim() >= 2 and not key.endswith("bias"):  # fused experts have such biases
                 fused = parameter.dim() == 3 and not isinstance(each, nn.Conv1d)
                 is_expert = fused or EXPERT.search(f"{name}.")
-                weights += parameter.numel() * (share if is_expert else 1.0)
-    attention = 2 * _attention_width(module, config) * seq_len
-    return FORWARD_AND_BACKWARD * 2 * seq_len * (weights + attention)
+                times = (
+                    FORWARD_AND_BACKWARD if parameter.requires_grad else FORWARD_AND_BACKWARD - 1
+                )
+                weights += times * parameter.numel() * (share if is_expert else 1.0)
+    attention = FORWARD_AND_BACKWARD * 2 * _attention_width(module, config) * seq_len
+    return 2 * seq_len * (weights + attention)
 
 
 def _share_of_experts(module: nn.Module, config: ModelConfig) -> float:

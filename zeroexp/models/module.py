@@ -15,6 +15,7 @@ from zeroexp.interface.values import Values, fill_in
 from zeroexp.models.blocks import chosen_blocks, find_blocks
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.freezing import freeze
+from zeroexp.models.lora import add_adapters
 from zeroexp.models.tied_rows import keep_rows_apart
 
 
@@ -43,12 +44,14 @@ def build_model(
     if device.type == "meta":
         with device:
             model = _build(config, vocab_size)
+            add_adapters(model.module, config, seed)
     elif config.weights is not None:
         model = build_deferred(replace(config, tied_rows=False), seed=seed, vocab_size=vocab_size)
         if model.values is not None:
             fill_in(model.module, model.values)
     else:
         model = _build_whole(config, seed, vocab_size)
+        add_adapters(model.module, config, seed)
     freeze(model.module, config.freeze)
     for parameter in model.module.parameters():
         # Buffers keep their dtype: rotary frequencies in bfloat16 would shift every position.
@@ -77,6 +80,7 @@ def build_deferred(config: ModelConfig, *, seed: int, vocab_size: int | None = N
         if drawn is None:
             fill_in(model.module, values)
             values = None
+    values = add_adapters(model.module, config, seed, values)
     freeze(model.module, config.freeze)
     _keep_rows_apart(config, model.module)
     return BuiltModel(model.module, model.blocks, values)

@@ -1,0 +1,196 @@
+"""`model.lora`: adapters of peft train under every engine as on one process; they alone are updated and exported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.composing import compose_once
+from tests.model_folders import assert_same, of_line, refusal_of, saved
+from tests.oracle import Recipe, configured
+from tests.test_hf_models import GROUPED, RANKS, losses_of, model_config, run_steps
+from tests.warm import Warm, start_servers_with
+from zeroexp import __main__ as zeroexp
+from zeroexp import export
+from zeroexp.config.keys import LoraKeys, ModelConfig
+from zeroexp.interface.values import fill_in
+from zeroexp.measure.memory import bytes_by_kind
+from zeroexp.models import lora
+from zeroexp.models.module import build_deferred, build_model
+from zeroexp.process.world import World
+
+peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'zeroexp[lora]')")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # peft asks transformers by an old name
+ADAPTERS = LoraKeys(
+    r=3, lora_alpha=6.0, target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens"]
+)
+ENGINES = [
+    *(("zero3", "buffer"), ("zero2", "tensor"), ("zero1", "parameter")),
+    *(("ddp", "torch"), ("zero1", "torch"), ("zero3", "torch")),
+]
+
+
+def causal() -> ModelConfig:
+    return replace(model_config("causal", "llama"), lora=ADAPTERS)
+
+
+def classifier() -> ModelConfig:
+    return replace(model_config("classification", "llama"), lora=LoraKeys(r=3))
+
+
+def peft_itself(config: ModelConfig, seed: int) -> nn.Module:
+    """What peft makes of the model without adapters: with the head of a classifier, which it trains too."""
+    keys = {"r": 3} if config.num_labels else {"r": 3, "lora_alpha": 6.0}
+    task = "SEQ_CLS" if config.num_labels else "CAUSAL_LM"
+    targets = config.lora.target_modules
+    module: Any = build_model(replace(config, lora=LoraKeys()), seed=seed).module
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(task_type=task, target_modules=targets, **keys)
+    return peft.get_peft_model(module, settings)
+
+
+def train(world: World, engines: list[tuple[str, str]]) -> list[list[Any]]:
+    """By engine and model: this rank's losses, and its bytes by kind."""
+    told: list[list[Any]] = []
+    for stage, family in engines:
+        for config in (causal(), classifier()):
+            strategy = configured(stage, family)(build_deferred(config, seed=1), Recipe(), world)
+            losses = run_steps(world, strategy, config.task)
+            told.append([losses, bytes_by_kind(strategy.model_states())])
+    return told
+
+
+def test_every_engine_trains_them_as_peft_does_on_one_process(ranks):
+    expected = [losses_of(peft_itself(each, 1), each.task) for each in (causal(), classifier())]
+    answers = ranks(train, ENGINES, world_size=RANKS)
+    rows = [(engine, *each) for engine in ENGINES for each in zip(expected, (0, 1), strict=True)]
+    for (engine, losses, _), *shares in zip(rows, *answers, strict=True):
+        summed = [sum(step) for step in zip(*(each[0] for each in shares), strict=True)]
+        torch.testing.assert_close(summed, losses, rtol=2e-5, atol=2e-5, msg=str(engine))
+        assert losses[0] != losses[-1]
+
+
+# Of GROUPED: q is 16 to 16, v is 16 to 8 (one group of keys and values), down is 24 to 16; two layers, and 67 words.
+OF_LAYERS = 2 * 3 * ((16 + 16) + (16 + 8) + (24 + 16))
+NUM_TRAINED = OF_LAYERS + 3 * (67 + 16)
+
+
+def test_optimizer_states_are_those_of_the_adapters_alone(ranks):
+    """Two moments in fp32, half of them on each of two ranks; a number of steps for each tensor that a rank holds."""
+    (first, _), (second, _) = ranks(train, [("zero3", "buffer")], world_size=RANKS)
+    held = [kinds["optimizer"] for _, kinds in (first, second)]
+    assert 2 * 4 * NUM_TRAINED <= sum(held) <= 2 * 4 * NUM_TRAINED + 4 * 2 * 14
+
+
+def test_they_are_drawn_alike_whatever_is_built(tmp_path):
+    """Whole, on meta with values to come, and from files whose names are those of the model without adapters."""
+    config = causal()
+    whole = dict(build_model(config, seed=3).module.named_parameters())
+    later = build_deferred(config, seed=3)
+    assert later.values is not None
+    fill_in(later.module, later.values)
+    assert_same(dict(later.module.named_parameters()), whole)
+    own = build_model(replace(config, lora=LoraKeys()), seed=3).module
+    own.save_pretrained(tmp_path)  # type: ignore[operator]
+    read = build_model(replace(config, weights=str(tmp_path)), seed=3).module
+    assert_same(dict(read.named_parameters()), whole)
+    trained = {name for name, p in read.named_parameters() if p.requires_grad}
+    assert trained == {name for name in whole if ".lora_" in name} and len(trained) == 2 * 3 * 2 + 2
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return saved("base", "LlamaForCausalLM", transformers.LlamaConfig(**GROUPED))
+
+
+def test_a_run_is_planned_and_its_adapters_are_exported(here, monkeypatch, capsys):
+    """Through the command line; peft puts what was exported around the model that the run began with."""
+    compose_once(monkeypatch)
+    start_servers_with(monkeypatch, Warm)
+    model = "model=hf model.path=base model.lora.r=3 model.lora.target_modules=[q_proj,v_proj,down_proj]"
+    data = (
+        "data=synthetic data.seq_len=8 data.global_batch_size=2 train.steps=2 train.warmup_steps=1"
+    )
+    line = [*model.split(), *data.split(), "tracking=files", "checkpoint.every=3", "world_size=2"]
+    monkeypatch.setattr(sys, "argv", ["zeroexp", *line])
+    assert zeroexp.main() == 0
+    (run,) = (path.parent for path in Path("outputs").glob("*/*/summary.json"))
+    monkeypatch.setattr(sys, "argv", ["export", str(run), "--to", "adapters"])
+    assert export.main() == 0
+    told = capsys.readouterr().out
+    assert (
+        "put them around the model with peft.PeftModel.from_pretrained(model, 'adapters')" in told
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert summary["plan"][kind] == summary["memory"]["by_kind"][kind]["fullest"], kind
+    base = transformers.AutoModelForCausalLM.from_pretrained("base")
+    theirs = peft.PeftModel.from_pretrained(base, "adapters")
+    written = load_file("adapters/adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in written.values()) == OF_LAYERS
+    assert all(written[name].any() for name in written), "B is zeros before it is trained"
+    for name, tensor in load_file("base/model.safetensors").items():
+        assert any(torch.equal(tensor, p) for p in theirs.parameters()), name
+    assert theirs.peft_config["default"].base_model_name_or_path == "base"
+
+
+WRONG = {
+    "model=mixtral_tiny model.lora.r=2 model.lora.target_modules=[all-linear]": (
+        "=['all-linear']: model.layers.0.mlp.gate is no layer that multiplies by its weight alone; set model.lora."
+    ),
+    "model.lora.lora_alpha=3": "model.lora.lora_alpha=3.0: no effect with no adapters; set model.lora.r",
+    "model.lora.r=0": "model.lora.r=0: ",
+    "model.lora.r=3 model.lora.target_modules=[q]": (
+        "model.lora.r=3: Target modules {'q'} not found in the base model. Please check the target modules and try "
+        "again.; set model.lora.target_modules to some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
+    ),
+    "model.lora.r=3 model.lora.layers_to_transform=[7]": "You specified 'layers_to_transform': [7]",
+    "model.lora.r=3 model.lora.modules_to_save=[q]": "modules_to_save=q: no such module; name modules",
+    "model.lora.r=3 model.freeze=['*lora_*']": "model.freeze=*lora_*: nothing is left to train",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_keys_are_one_line(words):
+    assert WRONG[words] in refusal_of(
+        *([] if "model=" in words else ["model=tiny"]), *words.split()
+    )
+
+
+def test_without_peft_one_line_says_how_it_is_installed(monkeypatch):
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    line = (
+        "model.lora.r=3: needs peft, which is not installed; pip install 'zeroexp[lora]', or leave"
+    )
+    assert line in refusal_of("model=tiny", "model.lora.r=3")
+
+
+def test_a_classifier_trains_and_exports_its_head_too(here):
+    words = ["model=hf", "model.path=base", "model.task=classification", "model.num_labels=3"]
+    config = of_line(*words, "data=yelp", "model.lora.r=3")
+    module = build_model(config, seed=3).module
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert "score.weight" in trained and all(n == "score.weight" or "lora" in n for n in trained)
+    tensors = dict(module.named_parameters())
+    Path("to").mkdir()
+    lora.write_adapters(
+        Path("to"), config, module, lambda name: tensors[name].detach(), torch.float32
+    )
+    kind = transformers.AutoModelForSequenceClassification
+    theirs = peft.PeftModel.from_pretrained(kind.from_pretrained("base", num_labels=3), "to")
+    tokens = torch.tensor([[5, 6, 7]])
+    theirs.eval().base_model.model.config.pad_token_id = 0
+    assert torch.equal(theirs(tokens).logits, module.eval()(input_ids=tokens).logits)

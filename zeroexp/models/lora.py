@@ -1,0 +1,157 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) by peft: a model's weights rest, and thin matrices learn.
+
+    y = W x + alpha / r * B A x        W [out, in] frozen; A [r, in] drawn, B [out, r] zeros: both trained
+
+peft puts a layer of its own around each chosen one; W is `<layer>.base_layer.weight` from then on. A classifier's head
+is trained as it is, since adapters of a head that was just drawn would learn little.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zeroexp.config.keys import ConfigError, ModelConfig
+from zeroexp.interface.values import Read, Values
+from zeroexp.models.deferred import Drawn, defer
+
+ADAPTER = "default"  # peft's name of the only adapter of a layer; its files do not say it
+NAME_OF_ADAPTER = re.compile(rf"\.{ADAPTER}(?=\.|$)")
+HEADS = ["classifier", "score"]  # as peft has them for classifiers
+ALL_LINEAR = "all-linear"  # peft's word for all layers but the head
+NOT_INSTALLED = "needs peft, which is not installed; pip install 'zeroexp[lora]', or leave it out"
+REFUSED_BY_PEFT = (ValueError, TypeError, AttributeError, KeyError)
+
+
+def add_adapters(
+    module: nn.Module, config: ModelConfig, seed: int, values: Values | None = None
+) -> Values | None:
+    """Put the adapters of `model.lora` into the module and freeze its own parameters.
+
+    values: of the module's own parameters, which are on meta; returned are those of all parameters then. The adapters
+    are the same whether values are given or not. Raises ConfigError.
+    """
+    if config.lora.r is None:
+        return values
+    if values is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            _inject(module, config)
+        return None
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    _, drawn = defer(lambda: _inject(module, config), seed, lambda _: module)
+    now = {names[p]: name for name, p in module.named_parameters() if p in names}
+    return _WithAdapters(values, now, drawn)
+
+
+class _WithAdapters:
+    """The values of a module's own parameters, under the names that they have now, and those of its adapters."""
+
+    def __init__(self, own: Values, names: dict[str, str], drawn: Drawn) -> None:
+        self._own, self._names, self._drawn = own, names, drawn
+
+    def __iter__(self) -> Iterator[tuple[str, Read]]:
+        for name, read in self._own:
+            yield self._names[name], read
+        yield from self._drawn
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(repr((self._own.fingerprint(), self._drawn.fingerprint())).encode())
+
+
+def write_adapters(
+    folder: Path, config: ModelConfig, module: nn.Module, read: Callable[[str], Tensor], dtype: Any
+) -> None:
+    """Fill the empty `folder` as peft does, with the adapters of `module`, which may be on meta, and trained heads.
+
+    `read` returns a parameter by its name. `peft.PeftModel.from_pretrained(model, folder)` puts them around the model.
+    """
+
+    made: Any = module
+    settings = made.peft_config[ADAPTER]
+    settings.base_model_name_or_path = config.weights
+    settings.modules_to_save = _heads_of(module, config) or None
+    settings.inference_mode = True
+    tensors = {
+        f"base_model.model.{NAME_OF_ADAPTER.sub('', name)}": read(name).to(dtype).contiguous()
+        for name, _ in module.named_parameters()
+        if ".lora_" in name or _is_of(name, settings.modules_to_save or ())
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings.save_pretrained(folder)
+
+
+def _inject(module: nn.Module, config: ModelConfig) -> None:
+    settings = _settings_of(config)
+    from peft import inject_adapter_in_model
+
+    heads = _heads_of(module, config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transposed layers, which it finds by itself
+            inject_adapter_in_model(settings, module, adapter_name=ADAPTER)
+    except REFUSED_BY_PEFT as error:
+        reason = " ".join(str(error).split())
+        problem = f"model.lora.r={config.lora.r}: {reason[:200]}"
+        raise ConfigError(f"{problem}; {_which_layers(module)}") from error
+    for name, layer in module.named_modules():
+        if (
+            type(layer).__name__ == "ParamWrapper"
+        ):  # it puts another weight into the layer in each forward
+            targets = config.lora.target_modules
+            problem = f"model.lora.target_modules={targets}: {name} is no layer that multiplies by its weight alone"
+            raise ConfigError(f"{problem}; {_which_layers(module)}")
+    for name, parameter in module.named_parameters():
+        if _is_of(name, heads):
+            parameter.requires_grad_(True)
+
+
+def _which_layers(module: nn.Module) -> str:
+    named = {n.removesuffix(".base_layer") for n, m in module.named_modules() if _is_linear(m)}
+    layers = sorted({name.rpartition(".")[2] for name in named if ".lora_" not in name})
+    return f"set model.lora.target_modules to some of {', '.join(layers)}"
+
+
+def _settings_of(config: ModelConfig) -> Any:
+    """Return peft's LoraConfig. Raises ConfigError."""
+    if find_spec("peft") is None:
+        raise ConfigError(f"model.lora.r={config.lora.r}: {NOT_INSTALLED}")
+    from peft import LoraConfig
+
+    task = "SEQ_CLS" if config.task == "classification" else "CAUSAL_LM"
+    given = {key: value for key, value in asdict(config.lora).items() if value is not None}
+    given.pop("modules_to_save", None)
+    if given.get("target_modules") == [ALL_LINEAR]:
+        given["target_modules"] = ALL_LINEAR
+    return LoraConfig(task_type=task, **given)
+
+
+def _heads_of(module: nn.Module, config: ModelConfig) -> list[str]:
+    """Return the names of modules that are trained as they are. Raises ConfigError for one that is not there."""
+    there = {name.rpartition(".")[2] for name, _ in module.named_modules() if name}
+    asked = config.lora.modules_to_save
+    for name in asked or ():
+        if name not in there:
+            remedy = "name modules of the model, or leave it out"
+            raise ConfigError(f"model.lora.modules_to_save={name}: no such module; {remedy}")
+    if asked is not None or config.task != "classification":
+        return list(asked or ())
+    return [name for name in HEADS if name in there]
+
+
+def _is_of(name: str, modules: list[str] | tuple[()]) -> bool:
+    return any(part in modules for part in name.split(".")[:-1])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
