@@ -91,6 +91,6 @@ class ZeroexpLauncher(Launcher):
             "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(composed, ["hydra"])),
             "overrides.yaml": OmegaConf.to_yaml(overrides),
         }
-        asked = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        fixed = {word.get_key_element() for word in asked if not word.is_sweep_override()}
+        line = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        fixed = {word.get_key_element() for word in line if not word.is_sweep_override()}
         return [word for word in overrides if word.partition("=")[0] not in fixed], values, files

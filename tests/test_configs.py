@@ -276,10 +276,10 @@ def test_another_system_is_told_in_one_line(monkeypatch, capsys):
 
 def test_the_engines_settings_are_its_options():
     """The library has defaults of its own, since it needs no config; they are those of the config."""
-    for name, told in ENGINE_SETTINGS.items():
-        if told["stands_for"] is not None:
-            assert getattr(Options(), name) == told["stands_for"]
-        if told["words"]:
-            assert {*told["words"]} == {*WORDS[name]} - {None}
+    for name, declared in ENGINE_SETTINGS.items():
+        if declared["stands_for"] is not None:
+            assert getattr(Options(), name) == declared["stands_for"]
+        if declared["choices"]:
+            assert {*declared["choices"]} == {*WORDS[name]} - {None}
     own = {"gradient_as_bucket_view", "settings"}  # of torch's engines, and of others
     assert {*ENGINE_SETTINGS} >= {"unit", "bucket_mb"} and not own & {*ENGINE_SETTINGS}

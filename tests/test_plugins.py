@@ -174,7 +174,7 @@ def test_a_package_registers_by_entry_points(tmp_path, monkeypatch):
         ),
         (None, "plugins=plugin_of_test.py", "no name of a module; write plugins=plugin_of_test"),
         (None, "plugins=plugin-of-test", "with a dash: rename the file to plugin_of_test.py"),
-        (None, "plugins=a/b.py", "write plugins=a.b, with the command given above a"),
+        (None, "plugins=a/b.py", "write plugins=a.b, given above a"),
         ("1 / 0", "plugins=plugin_of_test", "(ZeroDivisionError: division by zero, at plugin_of_"),
         ("import plugin_lib", "plugins=[plugin_of_test]", "No module named 'plugin_lib'"),
         ("raise SystemExit(3)", "plugins=plugin_of_test", "can not be imported (SystemExit: 3"),

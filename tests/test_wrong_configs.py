@@ -49,9 +49,11 @@ WRONG_VALUES[f"study.name={LONG}"] = "study.name=xxxx", "at most 100"
 
 @pytest.fixture(autouse=True)
 def sooner(monkeypatch):
-    """The last test is a whole process, in which Hydra does all that it does; one of tests/cluster/test_local.py tries
-    points where ranks are forked."""
+    """No rank starts, and nothing is done twice. In the last test, a whole process, Hydra does all that it does;
+    one of tests/cluster/test_local.py tries points where ranks are forked.
+    """
     compose_once(monkeypatch)
+    monkeypatch.setattr(Sweep, "_execute", lambda *_: pytest.fail("it would run"))
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from hydra.core.config_store import ConfigStore
 from zeroexp.check.sweep_points import Composed
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.commandline import commands, help
+from zeroexp.commandline.check_arguments import as_text, flags_last, only_shows, refuse_arguments
 from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
-from zeroexp.commandline.refuse_words import as_text, flags_last, only_shows, refuse_words
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
@@ -145,17 +145,18 @@ def compose(
 ) -> None:
     """Have Hydra compose every point and hand them to `taker.run` through our launcher.
 
-    further: words that no user may say. writes: False: the folders that a sweep needs are neither made nor tried.
+    further: arguments that no user may give. writes: False: the folders that a sweep needs are neither made nor tried.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and `explain` prints them
     store_schema()
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
-    words = [as_text(plugins.as_list(w)) for w in arguments if w not in ("-m", "--multirun")]
-    refuse_words(words, _conf())
-    shows = only_shows(words)
-    _know_plugins(words, os.environ.get("COMP_LINE", "").split() if shows else [])
-    # Hydra reads hydra.mode after all words; without --multirun it would blame commas where another word is wrong.
-    ordered = flags_last([*words, *further])
+    arguments = [each for each in arguments if each not in ("-m", "--multirun")]
+    arguments = [as_text(plugins.as_list(each)) for each in arguments]
+    refuse_arguments(arguments, _conf())
+    shows = only_shows(arguments)
+    _know_plugins(arguments, os.environ.get("COMP_LINE", "").split() if shows else [])
+    # Hydra reads hydra.mode last; without --multirun it would blame commas where another argument is wrong.
+    ordered = flags_last([*arguments, *further])
     sys.argv[1:] = ordered if shows else ["--multirun", *ordered]
 
     raised: list[Exception] = []  # our own errors, which pass through Hydra
@@ -179,7 +180,7 @@ def compose(
         if not taker.has_failures:
             if error in raised or isinstance(error, (*MISTAKES, OSError)):
                 raise
-            problem = f"{' '.join(words)}: {NOT_UNDERSTOOD} ({first_line(error)})"
+            problem = f"{' '.join(arguments)}: {NOT_UNDERSTOOD} ({first_line(error)})"
             raise ConfigError(problem) from error
         # The sweeper had no result to learn from; the table will show which points failed.
         print(f"zeroexp: hydra/sweeper: {first_line(error)}", file=sys.stderr)
@@ -195,20 +196,20 @@ def _refuse_without_threads() -> None:
     thread.join()
 
 
-def _know_plugins(words: Sequence[str], completed: Sequence[str]) -> None:
-    """Import the line's plugins, and tell Hydra of the words they add.
+def _know_plugins(arguments: Sequence[str], completed: Sequence[str]) -> None:
+    """Import the line's plugins, and store the options that they add for Hydra.
 
-    completed: the line that a shell completes; it is offered every word, and nothing in it is refused.
+    completed: the line that a shell completes; it is offered every option, and nothing in it is refused.
     """
     if completed:
         with contextlib.suppress(ConfigError):
             plugins.load(plugins.modules_named_in(completed))
-        words = [
+        arguments = [
             f"{group}={','.join(plugins.names_added_to(group))}" for group in plugins.AS_OPTION
         ]
     else:
-        plugins.load(plugins.modules_named_in(words))
-    for group, name, values in plugins.options_named_in(words):
+        plugins.load(plugins.modules_named_in(arguments))
+    for group, name, values in plugins.options_named_in(arguments):
         ConfigStore.instance().store(group=group, name=name, node=values, **REPLACES)
 
 

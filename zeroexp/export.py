@@ -139,11 +139,11 @@ def _tokenizer(config: Config):
     if config.data.kind not in DATA or not DATA[config.data.kind].tokenizes:
         return None
     try:
-        words = choose_tokenizer(config.data, config.model)
+        chosen = choose_tokenizer(config.data, config.model)
     except ConfigError as error:
         print(f"zeroexp: exported without a tokenizer: {error}", file=sys.stderr)
         return None
-    return Tokenizer(words.file, words.end_of_text, words.padding)
+    return Tokenizer(chosen.file, chosen.end_of_text, chosen.padding)
 
 
 if __name__ == "__main__":

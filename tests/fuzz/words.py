@@ -104,7 +104,7 @@ LOOSE = (
 def values(key: str, kind: str) -> list[str]:
     """Return words for a key of this type."""
     registered = [word for registry in REGISTRIES.get(key, ()) for word in registry]
-    found = [*KEYS[key].metadata.get("words", ()), *registered]
+    found = [*KEYS[key].metadata.get("choices", ()), *registered]
     if "int" in kind or kind == "Any":
         found += INTS.split()
     if "float" in kind or kind == "Any":

@@ -8,7 +8,7 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.config.data_sources import DATA
 from zeroexp.config.families import MODELS, shape_of, vocabulary
 from zeroexp.config.keys import Config
-from zeroexp.config.vocabulary import SHIPPED_WORDS
+from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
 
 
 def check_task(config: Config) -> Iterator[Refusal]:
@@ -51,17 +51,17 @@ def check_sequence_length(config: Config) -> Iterator[Refusal]:
 
 
 def check_vocabulary(config: Config) -> Iterator[Refusal]:
-    key, known, data = "data.vocab_size", vocabulary(config.model), config.data
+    key, size, data = "data.vocab_size", vocabulary(config.model), config.data
     tokenizes = DATA[data.kind].tokenizes
-    if data.vocab_size is not None and tokenizes and data.vocab_size != SHIPPED_WORDS:
-        problem = f"the shipped tokenizer has {SHIPPED_WORDS} words"
-        yield key, problem, f"use {SHIPPED_WORDS}, or null"
-    words = data.vocab_size or (SHIPPED_WORDS if tokenizes else None)
-    if data.kind == "synthetic" and data.task == "causal" and known is None and words is None:
-        yield key, "the model names no vocabulary", f"set data.vocab_size={SHIPPED_WORDS}"
-    limit = known if config.model.weights is None else None
-    if words and isinstance(limit, int) and words > limit:
-        problem = f"model={config.model.name} knows {known} words of the data's {words}"
+    if data.vocab_size is not None and tokenizes and data.vocab_size != SHIPPED_VOCABULARY:
+        problem = f"the shipped tokenizer has {SHIPPED_VOCABULARY} words"
+        yield key, problem, f"use {SHIPPED_VOCABULARY}, or null"
+    needed = data.vocab_size or (SHIPPED_VOCABULARY if tokenizes else None)
+    if data.kind == "synthetic" and data.task == "causal" and size is None and needed is None:
+        yield key, "the model names no vocabulary", f"set data.vocab_size={SHIPPED_VOCABULARY}"
+    limit = size if config.model.weights is None else None
+    if needed and isinstance(limit, int) and needed > limit:
+        problem = f"model={config.model.name} knows {limit} words of the data's {needed}"
         yield key, problem, "use a model with a larger vocabulary"
 
 

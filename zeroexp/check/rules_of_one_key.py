@@ -1,6 +1,6 @@
 """Rules about one key at a time. Breaking one ends a sweep.
 
-Words and bounds stand beside the keys themselves, in config/keys.py.
+Choices and bounds stand beside the keys themselves, in config/keys.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_names(config: Config) -> Iterator[Refusal]:
         yield f"outputs={config.outputs}", problem, "use outputs=$HOME/..."
 
 
-def check_lists_of_words(config: Config) -> Iterator[Refusal]:
+def check_lists(config: Config) -> Iterator[Refusal]:
     """Require plain lists, since OmegaConf takes a list in a list for a word."""
     for key, item in KEYS.items():
         if str(item.type).startswith(("list[str]", "list[Any]")):
@@ -87,29 +87,29 @@ def check_lists_of_words(config: Config) -> Iterator[Refusal]:
                 yield f"{key}={value}", "no list of words", "use one such as [a,b]"
 
 
-def words_of_keys() -> dict[str, list[str]]:
-    """Return the words that each key may be, registered ones too.
+def choices_of_keys() -> dict[str, list[str]]:
+    """Return what each key may be, registered names too.
 
     A strategy's name may also be anything of a file of one's own.
     """
     open_keys = REGISTRIES.keys() - {"strategy.name"}
     return {
         **{
-            key: [*item.metadata["words"]]
+            key: [*item.metadata["choices"]]
             for key, item in KEYS.items()
-            if item.metadata.get("words")
+            if item.metadata.get("choices")
         },
-        **{key: [word for words in REGISTRIES[key] for word in words] for key in sorted(open_keys)},
+        **{key: [name for names in REGISTRIES[key] for name in names] for key in sorted(open_keys)},
     }
 
 
-def check_words(config: Config) -> Iterator[Refusal]:
-    words_of = words_of_keys()
+def check_choices(config: Config) -> Iterator[Refusal]:
+    choices_of = choices_of_keys()
     # The dtypes of a strategy follow those of the precision, which the user wrote.
-    for key in sorted(words_of, key=lambda key: key.startswith("strategy.")):
-        value, words = value_of(config, key), words_of[key]
-        if value not in words and (value is not None or KEYS[key].default is not None):
-            yield key, "unknown word", suggest_word(key, value, words)
+    for key in sorted(choices_of, key=lambda key: key.startswith("strategy.")):
+        value, choices = value_of(config, key), choices_of[key]
+        if value not in choices and (value is not None or KEYS[key].default is not None):
+            yield key, "unknown word", suggest_word(key, value, choices)
     for key, registries in REGISTRIES.items():
         for registry in registries:
             registry.get(value_of(config, key))
@@ -227,7 +227,7 @@ def check_study(config: Config) -> Iterator[Refusal]:
 
 
 RULES = (
-    *(check_all_given, check_names, check_lists_of_words, check_words, check_bounds, check_shapes),
+    *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
     *(check_betas, check_world_sizes, check_bucket, check_watched_steps, check_range_of_ports),
     *(check_study, check_slurm_names, check_sbatch_options),
 )

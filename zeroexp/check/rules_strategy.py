@@ -73,8 +73,8 @@ def check_precision_of_engines(config: Config) -> Iterator[Refusal]:
 def check_dtypes_of_engines(config: Config) -> Iterator[Refusal]:
     """Require that a native engine's dtypes come from the precision group, the only one that it reads."""
     strategy, mode = config.strategy, config.precision
-    wanted = {"parameters": mode.compute, "gradients": mode.reduce, "optimizer": mode.master}
-    for kind, dtype in wanted.items():
+    dtypes = {"parameters": mode.compute, "gradients": mode.reduce, "optimizer": mode.master}
+    for kind, dtype in dtypes.items():
         if strategy.implementation in ENGINES and getattr(strategy, kind).dtype != dtype:
             problem = f"no effect with strategy.implementation={strategy.implementation}"
             yield f"strategy.{kind}.dtype", problem, "use the precision group"

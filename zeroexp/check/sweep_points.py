@@ -74,7 +74,7 @@ def _in_study(config: Config) -> bool:
     """Tell whether the config matches one of its study's rows. Without a study every point counts."""
     rows = config.study.include
     return not rows or any(
-        all(value_of(config, key) in words for key, words in row.items()) for row in rows
+        all(value_of(config, key) in values for key, values in row.items()) for row in rows
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
-from zeroexp.config.vocabulary import words_of_data
+from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.models import find_weights
 from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
@@ -33,19 +33,20 @@ def check_model(config: Config) -> None:
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
     operators_of(config.train.recompute_except)
-    model, words, dtype = config.model, words_of_data(config), config.precision.compute
-    if (model, words, dtype) in _fine:
+    model, dtype = config.model, config.precision.compute
+    vocabulary = vocabulary_of_data(config)
+    if (model, vocabulary, dtype) in _fine:
         return
-    check_experts(_build(model, words), DTYPES[dtype])
+    check_experts(_build(model, vocabulary), DTYPES[dtype])
     _look_at_weights(model, config.cluster.kind)
-    _fine.append((model, words, dtype))
+    _fine.append((model, vocabulary, dtype))
 
 
-def _build(model: ModelConfig, words: int | None) -> nn.Module:
+def _build(model: ModelConfig, vocabulary: int | None) -> nn.Module:
     key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
-        built = build_model(model, seed=0, device="meta", vocab_size=words)
+        built = build_model(model, seed=0, device="meta", vocab_size=vocabulary)
     except ConfigError:
         raise
     except RAISED as error:

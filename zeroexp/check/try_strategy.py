@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroexp.config.keys import Config, ConfigError, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, optimizer_factory, parameter_groups
-from zeroexp.config.vocabulary import words_of_data
+from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
@@ -36,7 +36,7 @@ def check_strategy(config: Config) -> None:
     steps = config.optimizer.name not in OPTIMIZERS.own
     if not (cuts or steps):
         return
-    model = build_model(config.model, seed=0, device="meta", vocab_size=words_of_data(config))
+    model = build_model(config.model, seed=0, device="meta", vocab_size=vocabulary_of_data(config))
     if cuts:
         _try_layout(config, model)
     if steps:

@@ -1,1 +1,1 @@
-"""The command line checks its words before Hydra reads them, and tells of a mistake in one line."""
+"""Arguments of the command line are checked before Hydra reads them, and a mistake is one line."""

@@ -36,6 +36,6 @@ def module_of(arguments: Sequence[str]) -> str | None:
 
 
 def run(module: str, arguments: Sequence[str]) -> int:
-    """Run a verb's module with the words behind the verb, and return its exit code."""
+    """Run a verb's module with the arguments behind the verb, and return its exit code."""
     sys.argv = [f"zeroexp {arguments[0]}", *arguments[1:]]
     return importlib.import_module(module).main()

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def report_lines(comparison: Comparison, bound: float) -> list[str]:
-    """Return the verdict in words."""
+    """Return the verdict, line by line."""
     compared = f"{comparison.num_tensors} tensors of {comparison.num_steps} steps"
     if comparison.exactly is None:
         return [f"equal in every bit: {compared}"]

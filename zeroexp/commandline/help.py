@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from zeroexp.check.rules_of_one_key import words_of_keys
+from zeroexp.check.rules_of_one_key import choices_of_keys
 from zeroexp.config import keys as schemas
 from zeroexp.config import plugins
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
@@ -61,8 +61,8 @@ def about(key: str, conf: Path) -> str:
         raise ConfigError(f"--help {key}: no such key; {remedy}")
     default, bounds = default_of(KEYS[key]), KEYS[key].metadata
     lines = [f"{key}: {KEYS[key].type}", *_comment(key)]
-    if words := words_of_keys().get(key):
-        lines.append(f"one of {', '.join(words)}")
+    if choices := choices_of_keys().get(key):
+        lines.append(f"one of {', '.join(choices)}")
     for bound, phrase in {"least": "at least", "above": "more than", "most": "at most"}.items():
         if bounds.get(bound) is not None:
             lines.append(f"{phrase} {bounds[bound]}")
@@ -106,12 +106,12 @@ def _below(key: str) -> list[str]:
 
 def _short(key: str) -> str:
     comment = re.sub(r"[.;] .*", "", " ".join(_comment(key)))
-    return _listed([comment or " | ".join(words_of_keys().get(key, []))], 26)
+    return _listed([comment or " | ".join(choices_of_keys().get(key, []))], 26)
 
 
-def _listed(words: list[str], indent: int) -> str:
-    """Words in one line, as many as fit."""
-    text = ", ".join(words)
+def _listed(names: list[str], indent: int) -> str:
+    """Names in one line, as many as fit."""
+    text = ", ".join(names)
     most = WIDTH - indent
     return text if len(text) <= most else text[: most - 4].rpartition(" ")[0] + " ..."
 

@@ -36,14 +36,14 @@ TORCH_DDP = (
 )  # torch builds these on DistributedDataParallel, and all others on FSDP2
 
 
-def word(*words: str) -> Any:
-    """Declare a key that is one of these words, the first unless set."""
-    return field(default=words[0], metadata={"words": words})
+def choice(*choices: str) -> Any:
+    """Declare a key that is one of these, the first unless set."""
+    return field(default=choices[0], metadata={"choices": choices})
 
 
-def word_or_null(*words: str) -> Any:
-    """Declare a key that is null, unless it is set to one of these words."""
-    return field(default=None, metadata={"words": words})
+def choice_or_null(*choices: str) -> Any:
+    """Declare a key that is null, unless it is set to one of these."""
+    return field(default=None, metadata={"choices": choices})
 
 
 def number(
@@ -53,17 +53,17 @@ def number(
     return field(default=default, metadata={"least": least, "above": above, "most": most})
 
 
-def of_engine(stands_for: Any = None, *words: str, **bounds: float) -> Any:
-    """Declare a setting of our engine, which is null unless set: what null stands for, and the words it may be."""
-    return field(default=None, metadata={"stands_for": stands_for, "words": words, **bounds})
+def of_engine(stands_for: Any = None, *choices: str, **bounds: float) -> Any:
+    """Declare a setting of our engine, which is null unless set: what null stands for, and what it may be."""
+    return field(default=None, metadata={"stands_for": stands_for, "choices": choices, **bounds})
 
 
 @dataclass
 class Row:
     """The placement of one kind of state between uses, and its dtype."""
 
-    placement: str = word(*(placement.value for placement in Placement))
-    dtype: str = word(*DTYPES)
+    placement: str = choice(*(placement.value for placement in Placement))
+    dtype: str = choice(*DTYPES)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class LoraKeys:
 class ModelConfig:
     name: str = "small"
     family: str = "llama"  # llama | gpt2 | mixtral | hf | mlp | moe, or a plugin's
-    task: str = word(*TASKS)
+    task: str = choice(*TASKS)
     num_labels: int | None = number(None, least=1, most=1 << 20)
     hf_config: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of transformers' class
     mlp: dict[str, Any] = field(default_factory=dict[str, Any])  # width, depth
@@ -106,7 +106,7 @@ class ModelConfig:
 class DataConfig:
     name: str = "offline"
     kind: str = "text"  # text | hf | synthetic, or a plugin's
-    task: str = word(*TASKS)
+    task: str = choice(*TASKS)
     seq_len: int = number(128, least=1, most=1 << 24)  # tokens per sample
     # samples per optimizer step over all ranks
     global_batch_size: int = number(12, least=1, most=MOST_NUMEL)
@@ -154,16 +154,16 @@ class StrategyConfig:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
 
 
-# What `of_engine` has declared, by name. Options of zeroexp/sharding has the same words and defaults.
+# What `of_engine` has declared, by name. Options of zeroexp/sharding has the same choices and defaults.
 ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) if item.metadata}
 
 
 @dataclass
 class PrecisionConfig:
     name: str = "fp32"  # fp32 | bf16 | bf16_master | paper16 | autocast
-    compute: str = word(*DTYPES)  # dtype of parameters and activations
-    reduce: str = word(*DTYPES)  # dtype of gradients on the wire and of the reduced gradient
-    master: str = word(*DTYPES)  # dtype of the weights the optimizer updates
+    compute: str = choice(*DTYPES)  # dtype of parameters and activations
+    reduce: str = choice(*DTYPES)  # dtype of gradients on the wire and of the reduced gradient
+    master: str = choice(*DTYPES)  # dtype of the weights the optimizer updates
     autocast: bool = False  # fp32 parameters, bf16 operations (torch engines only)
 
 
@@ -178,7 +178,7 @@ class OptimizerConfig:
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True
     max_grad_norm: float | None = number(1.0, above=0)  # None = no clipping
-    schedule: str = word("constant", "cosine", "linear")  # after warm-up
+    schedule: str = choice("constant", "cosine", "linear")  # after warm-up
     # steps of linear learning-rate warm-up
     warmup_steps: int = number(0, least=0, most=MOST_STEPS)
     min_lr_ratio: float = number(0.1, least=0, most=1)  # learning rate at the end over its top
@@ -243,15 +243,15 @@ class SlurmConfig:
 @dataclass
 class ClusterConfig:
     name: str = "local"
-    kind: str = word("local", "slurm")
-    device: str = word("auto", "cpu", "cuda")
+    kind: str = choice("local", "slurm")
+    device: str = choice("auto", "cpu", "cuda")
     threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
     # What a rank can compute; None: of the GPU's data sheet, or measured.
     peak_tflops: float | None = number(None, above=0)
     # Kind of GPU and network of a plan, whose figures are in config/gpus.py; None: H100, nvlink-infiniband
-    gpu: str | None = word_or_null(*GPUS)
-    network: str | None = word_or_null(*NETWORKS)
+    gpu: str | None = choice_or_null(*GPUS)
+    network: str | None = choice_or_null(*NETWORKS)
     # memory of one rank's device; None: that of cluster.gpu, else no plan is judged
     device_memory_gib: float | None = number(None, above=0, most=MANY)
     # GiB of device_memory_gib that no tensor gets: driver, NCCL, Python; None: nothing is set aside
@@ -330,7 +330,7 @@ def fields_of(schema: Any = Config, parent: str = "") -> Iterator[tuple[str, Fie
             yield from fields_of(hints[item.name], f"{parent}{item.name}.")
 
 
-# Every key that holds a value; its field's metadata are what `word`, `number` and `of_engine` declare.
+# Every key that holds a value; its field's metadata are what `choice`, `number` and `of_engine` declare.
 KEYS = {key: item for key, item in fields_of() if not is_dataclass(item.default_factory)}
 
 

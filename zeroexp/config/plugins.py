@@ -79,16 +79,13 @@ def look_in(folder: Path) -> None:
 
 
 def _module_meant(name: str) -> str:
-    meant = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    if MODULE.fullmatch(meant):
-        above = meant.rpartition(".")[0]
-        return f"write plugins={meant}" + (
-            f", with the command given above {above}" if above else ""
-        )
-    if "-" in meant:
-        return (
-            f"Python imports no name with a dash: rename the file to {meant.replace('-', '_')}.py"
-        )
+    module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    if MODULE.fullmatch(module):
+        above = module.rpartition(".")[0]
+        return f"write plugins={module}" + (f", given above {above}" if above else "")
+    if "-" in module:
+        file = f"{module.replace('-', '_')}.py"
+        return f"Python imports no name with a dash: rename the file to {file}"
     return "write mine for mine.py, package.mine for mine.py in the folder package"
 
 
@@ -129,10 +126,10 @@ def _describe_failure(name: str, error: BaseException, folder: Path) -> str:
     return f"can not be imported ({message}, at {where}); repair it, or leave it out"
 
 
-def modules_named_in(words: Sequence[str]) -> list[str]:
-    """Return the modules that words of the command line name with `plugins=`. Raises ConfigError for two such words."""
-    settings = [word for word in words if word.lstrip("+").partition("=")[0] == "plugins"]
-    modules = [name for word in settings for name in NAMED.findall(word.partition("=")[2])]
+def modules_named_in(arguments: Sequence[str]) -> list[str]:
+    """Return the modules that the command line names with `plugins=`. Raises ConfigError where it says that twice."""
+    settings = [each for each in arguments if each.lstrip("+").partition("=")[0] == "plugins"]
+    modules = [name for each in settings for name in NAMED.findall(each.partition("=")[2])]
     if len(settings) > 1:
         problem, remedy = "said twice, and Hydra takes the last", f"use plugins={','.join(modules)}"
         raise ConfigError(f"{settings[-1]}: {problem}; {remedy}")
@@ -181,7 +178,7 @@ def settings_of_others() -> Iterator[tuple[str, str, Any]]:
     """Yield (key, word, default) of every setting that a word of others has; broken packages have none."""
     for group, key in WITH_SETTINGS.items():
         registries = REGISTRIES[f"{group}.{key}"]
-        for word in (word for words in registries for word in words if word not in words.own):
+        for word in (name for names in registries for name in names if name not in names.own):
             settings: Mapping[str, Any] = {}
             with contextlib.suppress(ConfigError):
                 settings = _settings_of(f"{group}.{key}", word)
@@ -197,10 +194,10 @@ def names_added_to(group: str) -> list[str]:
     return [name for name in registry if name not in registry.own]
 
 
-def options_named_in(words: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def options_named_in(arguments: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, values) of every option on the command line that is a word of others."""
-    for word in words:
-        group, _, value = word.lstrip("+").partition("=")
+    for argument in arguments:
+        group, _, value = argument.lstrip("+").partition("=")
         for name in set(re.findall(r"\w+", value)) & set(names_added_to(group)):
             yield group, name, _option(group, name)
 

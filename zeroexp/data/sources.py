@@ -15,7 +15,7 @@ from pathlib import Path
 from zeroexp.config.families import shape_of
 from zeroexp.config.keys import ConfigError, DataConfig, ModelConfig
 from zeroexp.config.paths import cache_root, data_files, is_hub_id
-from zeroexp.config.vocabulary import SHIPPED_WORDS
+from zeroexp.config.vocabulary import SHIPPED_VOCABULARY
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TICK_SECONDS = 2.0  # a file may be written twice within this time and show the same timestamp
@@ -53,10 +53,10 @@ def choose_tokenizer(config: DataConfig, model: ModelConfig) -> TokenizerChoice:
         if config.task == "classification" and shape_of(model).get("pad_token_id") is None:
             _refuse_a_word_as_padding(choice)
         return choice
-    if config.vocab_size not in (None, SHIPPED_WORDS):
+    if config.vocab_size not in (None, SHIPPED_VOCABULARY):
         raise ConfigError(
-            f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_WORDS} words; "
-            f"use {SHIPPED_WORDS}, or null for the tokenizer of model.weights"
+            f"data.vocab_size={config.vocab_size}: the shipped tokenizer has {SHIPPED_VOCABULARY} words; "
+            f"use {SHIPPED_VOCABULARY}, or null for the tokenizer of model.weights"
         )
     return TokenizerChoice(CORPUS / "tokenizer.json", 0, padding)
 
@@ -70,7 +70,7 @@ def _tokenizer_of_weights(weights: str, padding: int) -> TokenizerChoice:
         if not (folder / name).is_file():
             raise ConfigError(
                 f"model.weights={weights}: no {name} in it, so its tokenizer is unknown; "
-                f"set data.vocab_size={SHIPPED_WORDS} for the shipped tokenizer"
+                f"set data.vocab_size={SHIPPED_VOCABULARY} for the shipped tokenizer"
             )
     end_of_text = (
         json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id") or 0

@@ -11,7 +11,7 @@ from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import AUTO, TORCH_DDP, Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
-from zeroexp.config.vocabulary import words_of_data
+from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.stage import Move
 from zeroexp.engines.build import options_of, stage_of
@@ -31,7 +31,7 @@ ClosedForm = ShardedForm | DdpForm | FsdpForm
 
 def build_on_meta(config: Config, vocab_size: int | None = None) -> BuiltModel:
     """Build the point's model without memory; `vocab_size` is the data's, once it is read. Raises ConfigError."""
-    words = vocab_size or words_of_data(config)
+    words = vocab_size or vocabulary_of_data(config)
     return build_model(config.model, seed=0, device="meta", vocab_size=words)
 
 

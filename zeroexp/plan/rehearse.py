@@ -39,7 +39,7 @@ import zeroexp
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
 from zeroexp.config.keys import AUTO, Config, ConfigError, UndefinedCombination
-from zeroexp.config.vocabulary import words_of_data
+from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
@@ -206,7 +206,7 @@ def _device(config: Config) -> str:
 def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> RehearsedRank:
     """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
     how = Settings(**settings)
-    words = words_of_data(config)
+    words = vocabulary_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))

@@ -1,4 +1,4 @@
-"""Refuse words of the command line that Hydra would answer with a traceback, ignore, or write down."""
+"""Refuse arguments of the command line that Hydra would answer with a traceback, ignore, or write down."""
 
 from __future__ import annotations
 
@@ -45,63 +45,65 @@ NO_TEXT = re.compile(r"[-+]?[\d_.]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false", r
 HYDRAS = ("hydra/sweeper", "hydra.sweeper", "hydra.searchpath")
 
 
-def only_shows(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] in ONLY_SHOW for word in words)
+def only_shows(arguments: Sequence[str]) -> bool:
+    return any(argument.partition("=")[0] in ONLY_SHOW for argument in arguments)
 
 
-def refuse_words(words: Sequence[str], conf: Path) -> None:
+def refuse_arguments(arguments: Sequence[str], conf: Path) -> None:
     """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
-    for word in words:
-        if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python keeps other bytes
-            raise ConfigError(f"{word}: not in the encoding of this locale; set LC_ALL=C.UTF-8")
-        refuse_password("tracking.uri" if "tracking.uri" in word else "a word", word)
-    if {"-sc", "--shell-completion"} & set(words) and len(words) > 2:
+    for argument in arguments:
+        if any(
+            "\udc80" <= letter <= "\udcff" for letter in argument
+        ):  # how Python keeps other bytes
+            raise ConfigError(f"{argument}: not in the encoding of this locale; set LC_ALL=C.UTF-8")
+        refuse_password("tracking.uri" if "tracking.uri" in argument else "a word", argument)
+    if {"-sc", "--shell-completion"} & set(arguments) and len(arguments) > 2:
         raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
-    _refuse_flags(words)
-    if "--resolve" in words and not only_shows(words):
+    _refuse_flags(arguments)
+    if "--resolve" in arguments and not only_shows(arguments):
         raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
-    for word in words:
-        _refuse_empty_group(word, conf)
-        _refuse_idle(word)
-        _refuse_several_studies(word)
+    for argument in arguments:
+        _refuse_empty_group(argument, conf)
+        _refuse_idle(argument)
+        _refuse_several_studies(argument)
 
 
-def as_text(word: str) -> str:
+def as_text(argument: str) -> str:
     """Quote values of a key that is text where Hydra reads a number or a truth: 1.10 is no 1.1 in data.subset."""
-    key, equals, value = word.partition("=")
+    key, equals, value = argument.partition("=")
     if not equals or not SIMPLE.fullmatch(value) or key.lstrip("+") not in TEXT_KEYS:
-        return word
+        return argument
     parts = [f"'{one}'" if NO_TEXT.fullmatch(one) else one for one in value.split(",")]
     return f"{key}={','.join(parts)}"
 
 
-def flags_last(words: Sequence[str]) -> list[str]:
-    """Return the words with all flags behind the settings, since Hydra's parser takes settings in one place only."""
-    flags, settings = _flags_and_settings(words)
-    return [*settings, *(word for flag in flags for word in flag)]
+def flags_last(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with flags behind the settings, since Hydra's parser takes settings in one place only."""
+    flags, settings = _flags_and_settings(arguments)
+    return [*settings, *(argument for flag in flags for argument in flag)]
 
 
-def _flags_and_settings(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Return the flags, each with its value where that is a word of its own, and all other words."""
+def _flags_and_settings(arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return the flags, each with its value where that is an argument of its own, and all other arguments."""
     flags: list[list[str]] = []
     settings: list[str] = []
-    left = list(words)
+    left = list(arguments)
     while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            settings.append(word)
+        argument = left.pop(0)
+        if not argument.startswith("-"):
+            settings.append(argument)
             continue
-        flags.append([word])
-        name, equals, _ = word.partition("=")
+        flags.append([argument])
+        name, equals, _ = argument.partition("=")
         if FLAGS.get(name) != () and not equals and left and not left[0].startswith("-"):
             flags[-1].append(left.pop(0))
     return flags, settings
 
 
-def _refuse_flags(words: Sequence[str]) -> None:
+def _refuse_flags(arguments: Sequence[str]) -> None:
     """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
-    for word, *after in _flags_and_settings(words)[0]:
-        flag, _, value = word.partition("=")
+    for argument, *after in _flags_and_settings(arguments)[0]:
+        flag, _, value = argument.partition("=")
         if flag in REFUSED_FLAGS:
             raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
         if flag not in FLAGS:
@@ -120,26 +122,30 @@ def _refuse_value(flag: str, value: str) -> None:
         raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
 
 
-def _refuse_empty_group(word: str, conf: Path) -> None:
-    key, equals, value = word.lstrip("+").partition("=")
+def _refuse_empty_group(argument: str, conf: Path) -> None:
+    key, equals, value = argument.lstrip("+").partition("=")
     groups = [item.name for item in fields(Config) if (conf / item.name).is_dir()]
     if equals and key in groups and any(NO_OPTION.fullmatch(one) for one in value.split(",")):
         options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
-        raise ConfigError(f"{word}: no option; use one of {', '.join(options)}")
+        raise ConfigError(f"{argument}: no option; use one of {', '.join(options)}")
 
 
-def _refuse_several_studies(word: str) -> None:
+def _refuse_several_studies(argument: str) -> None:
     """A study brings its own sweep, which Hydra expands for one study only."""
-    key, _, value = word.lstrip("+").partition("=")
+    key, _, value = argument.lstrip("+").partition("=")
     if key == "study" and any(sign in value for sign in ",(["):
         problem = "one study at a time, since each is a sweep of its own"
-        raise ConfigError(f"{word}: {problem}; use one command for each")
+        raise ConfigError(f"{argument}: {problem}; use one command for each")
 
 
-def _refuse_idle(word: str) -> None:
-    if word.startswith("~"):
-        raise ConfigError(f"{word}: no key can be left out; set it to another value, or to null")
-    key = word.lstrip("+").partition("=")[0]
+def _refuse_idle(argument: str) -> None:
+    if argument.startswith("~"):
+        raise ConfigError(
+            f"{argument}: no key can be left out; set it to another value, or to null"
+        )
+    key = argument.lstrip("+").partition("=")[0]
     if key.startswith(("hydra.", "hydra/")) and not key.startswith(HYDRAS):
         problem = "no effect, since every run has the folder outputs/<sweep>/<run>"
-        raise ConfigError(f"{word}: {problem}; use outputs=..., study.name=..., or leave it out")
+        raise ConfigError(
+            f"{argument}: {problem}; use outputs=..., study.name=..., or leave it out"
+        )
