@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from tests.engines import ENGINES
 from tests.models_for_tests import MODELS, SEQ_LEN, VOCABULARY
 from tests.oracle import Make, Recipe, build_on_rank
 from tests.test_rank import make_job, run
+from zeroexp.comm.collectives import Collectives
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config, ConfigError, DataConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
+from zeroexp.data import Microbatch, ValidationTurn
 from zeroexp.data.batches import Data
 from zeroexp.data.synthetic import NUM_SAMPLES, SyntheticTokens
 from zeroexp.measure.record import StepRecord
@@ -23,6 +27,7 @@ from zeroexp.process.world import World
 from zeroexp.tracking.files import read_records, read_summary
 from zeroexp.tracking.run import read_run
 from zeroexp.training.loop import train
+from zeroexp.training.validate import Validation, _num_hits, validate
 
 NUM_VALIDATED = 7  # on two and three ranks the last turn is short, and some ranks have none left
 STEPS = 3
@@ -202,3 +207,34 @@ def test_a_resumed_run_validates_as_one_that_never_stopped(local, tmp_path):
     summary = read_summary(rest.folder)
     assert summary is not None and summary.validation_loss == expected[-1]
     assert read_run(half.folder).summary.validation_loss == expected[1]
+
+
+def test_a_classification_tells_the_share_of_labels_that_it_hits() -> None:
+    logits = torch.tensor([[0.0, 2.0], [1.0, 0.0], [3.0, 1.0]])
+    assert _num_hits(logits, torch.tensor([1, 1, 0]), "classification") == 2
+    assert _num_hits(SimpleNamespace(logits=logits), torch.tensor([1, 0, 0]), "classification") == 3
+    assert _num_hits(logits, torch.tensor([1, 0, 0]), "causal") == 0
+
+
+class Turns:
+    """Two samples for each rank; the last rank's second one only takes part."""
+
+    num_valid_labels = 3
+
+    def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]:
+        for index in range(2):
+            label = torch.tensor([index])
+            made = Microbatch({"input": torch.eye(2)[None, rank]}, label)
+            yield ValidationTurn(made, counts=rank + index < 2)
+
+
+def validate_on_rank(world: World) -> Validation:
+    strategy = SimpleNamespace(model=torch.nn.Identity())
+    wire = Collectives(world)
+    return validate(strategy, Turns(), wire, task="classification", step=0)
+
+
+def test_the_share_is_over_all_ranks(ranks) -> None:
+    """Rank 0 says 0 for labels 0 and 1, rank 1 says 1 for label 0."""
+    one, other = ranks(validate_on_rank, world_size=2)
+    assert one == other and one.accuracy == pytest.approx(1 / 3)

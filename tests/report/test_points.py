@@ -21,12 +21,13 @@ def test_runs_of_one_configuration_are_one_point_with_the_median_of_its_repeats(
         change(tmp_path / name / "environment.json", {"repeat": number})
     zero3, ddp = points(tmp_path)
     assert ([run.name for run in zero3.runs], zero3.name, ddp.name) == (["a", "c", "d"], "a", "b")
-    assert zero3.seconds_by_round == {0: 0.3, 1: 0.1, 2: 0.2}
+    assert zero3.seconds_by_round == {(0, 0): 0.3, (0, 1): 0.1, (0, 2): 0.2}
     assert zero3.pooled.summary
     assert zero3.step_seconds == zero3.pooled.summary.step_seconds_median == 0.2
     # A copy of a run hides no other.
     change(tmp_path / "c/environment.json", {"repeat": 0})
-    assert points(tmp_path)[0].seconds_by_round == {0: 0.3, 1: 0.1, 2: 0.2}
+    seconds = points(tmp_path)[0].seconds_by_round
+    assert seconds == {(0, 0): 0.3, (0, 1): 0.1, (0, 2): 0.2}
 
 
 def test_a_point_of_which_a_repeat_failed_says_so(tmp_path: Path) -> None:
@@ -58,7 +59,13 @@ def test_a_sweep_is_named_where_its_folder_is_a_dot(
     assert read_run(Path("a")).sweep == "sweep"
 
 
-def test_a_seed_makes_another_point(tmp_path: Path) -> None:
-    for seed in range(3):
-        edit(write_run(tmp_path / str(seed)) / "config.yaml", "seed: 0", f"seed: {seed}")
-    assert [point.name for point in points(tmp_path)] == ["0", "1", "2"]
+def test_seeds_are_replicates_and_another_setting_is_another_point(tmp_path: Path) -> None:
+    for seed in (3, 4):
+        folder = write_run(tmp_path / f"zero3-buffer-n2-seed{seed}")
+        edit(folder / "config.yaml", "seed: 0", f"seed: {seed}")
+        change(folder / "summary.json", {"final_loss": 2.0 + seed, "step_seconds_median": seed})
+    edit(write_run(tmp_path / "zero3-buffer-n2-0.5") / "config.yaml", "lr: ", "lr: 0.5 # ")
+    other, seeds = points(tmp_path)
+    assert (other.name, seeds.name) == ("zero3-buffer-n2-0.5", "zero3-buffer-n2")
+    assert seeds.seconds_by_round == {(3, 0): 3, (4, 1): 4}
+    assert seeds.pooled.summary and seeds.pooled.summary.final_loss == 5.5, "the mean"

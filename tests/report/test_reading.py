@@ -141,10 +141,10 @@ def test_two_hundred_runs_are_two_hundred_points(tmp_path: Path) -> None:
     first = write_run(tmp_path / "first", num_steps=6)
     config = (first / "config.yaml").read_text()
     for seed in range(200):
-        folder = tmp_path / f"sweep/seed{seed}"
+        folder = tmp_path / f"sweep/eps{seed}"
         shutil.copytree(first, folder)
-        (folder / "config.yaml").write_text(config.replace("seed: 0", f"seed: {seed}"))
+        (folder / "config.yaml").write_text(config.replace("eps: 1.0e-08", f"eps: {seed}"))
     made = points(tmp_path / "sweep")
     assert len({point.name for point in made}) == 200
     text = page.render(made)
-    assert text.count("<tr>") > 200 and "seed137" in text
+    assert text.count("<tr>") > 200 and "eps137" in text

@@ -95,6 +95,7 @@ class StepRecord:
     saving_seconds: float = 0.0
     # The mean over the validation samples after this step; None where there was no validation.
     validation_loss: float | None = None
+    validation_accuracy: float | None = None  # the share of its labels; of a classification alone
     # verb -> seconds of the moves that ended in this step; native engines show only the loop's own
     verbs: dict[str, VerbSeconds] = field(default_factory=dict[str, VerbSeconds])
     # rank (as text, or "all") -> seconds that this rank waited for it; part of the verbs' exposed seconds
@@ -189,6 +190,7 @@ class RunSummary:
     data_source: str = ""  # which text, from where, under which licence
     diverged_at: int | None = None  # the first step whose loss or gradient norm is not a number
     validation_loss: float | None = None  # after the last step; None without validation
+    validation_accuracy: float | None = None  # beside it; None but for a classification
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
     # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
     # `total`, `after_backward` (all kinds at that moment), and `sent` where the engine counts what it sends.

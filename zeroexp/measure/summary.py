@@ -90,6 +90,7 @@ def summarise(
         data_source=data_source,
         diverged_at=diverged_at(records),
         validation_loss=records[-1].validation_loss,
+        validation_accuracy=records[-1].validation_accuracy,
         num_parameters=num_parameters,
         plan=plan or {},
         times=[r.times for r in ranks if r.times],

@@ -81,15 +81,24 @@ def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Colum
 def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
     """Return every column, for programs and for who chooses."""
     peaks = peak_flops_by_name(points)
-    losses, validation, *times = (
+    loss, validation, accuracy, *times = (
         _number(k, attrgetter(path), *looks) for k, path, *looks in NUMBERS
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
     plan = _number("planned_bytes", lambda s: s.plan.get("total"), "planned", *MEBIBYTES, "plan")
     *memory, sent, wire = map(_spread, SPREADS)
     return [
-        *[POINT, *point_columns(points), losses, _if_any(validation), *times, _if_any(mfu)],
+        *[
+            POINT,
+            *point_columns(points),
+            loss,
+            _if_any(validation),
+            _if_any(accuracy),
+            *times,
+            _if_any(mfu),
+        ],
         *[*chain(*memory), _if_any(plan), *sent, *wire],
+        *(_quality_columns(conclusions) if conclusions else []),
         *(_comparison_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
         STATUS,
@@ -140,6 +149,7 @@ MEBIBYTES = ("MiB", ",.1f", 1 / MIB)
 NUMBERS = (  # key, attribute of the summary, and how a table shows it
     ("final_loss", "final_loss", "loss", "last step", ".4f", 1, "losses"),
     ("validation_loss", "validation_loss", "validation", "loss", ".4f", 1, "losses"),
+    ("validation_accuracy", "validation_accuracy", "accuracy", "%", ".2f", 100, "losses"),
     ("step_seconds", "step_seconds_median", "step", "ms median", ",.1f", 1e3, "times"),
     ("step_seconds_p95", "step_seconds_p95", "step", "ms p95", ",.1f", 1e3, "times"),
     ("tokens_per_second", "tokens_per_second", "tokens/s", "all ranks", ",.0f", 1, "times"),
@@ -260,6 +270,25 @@ def _comparison_columns(conclusions: Conclusions) -> list[Column]:
         column("ratio_low", lambda c: c.low),
         column("ratio_high", lambda c: c.high),
         column("num_pairs", lambda c: c.num_pairs),
+    ]
+
+
+def _quality_columns(conclusions: Conclusions) -> list[Column]:
+    """Return how what was reached scatters over seeds, and whether it is what the reference reached."""
+    by_name = {quality.name: quality for quality in conclusions.qualities}
+
+    def column(key: str, name: str, form: str = "") -> Column:
+        def value(point: Point) -> Any:
+            return getattr(by_name.get(point.name), key.removeprefix("quality_"), None) or None
+
+        return Column(
+            key, value, name, "over seeds", form, 1, "losses", is_shown=lambda _: bool(by_name)
+        )
+
+    return [
+        column("quality_deviation", "±", ".4f"),
+        column("quality_verdict", "quality"),
+        column("num_seeds", "seeds", "d"),
     ]
 
 

@@ -15,9 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.report.measured_points import OUTSIDE, Point, distinguishing_keys, settings_of
+from zeroexp.measure.record import RunSummary
+from zeroexp.report.measured_points import (
+    OUTSIDE,
+    Point,
+    distinguishing_keys,
+    seed_of,
+    settings_of,
+)
 from zeroexp.report.reading import records_of
-from zeroexp.report.statistics import Comparison, Verdict, compare_step_times, why_unsteady
+from zeroexp.report.statistics import (
+    Comparison,
+    Quality,
+    Verdict,
+    compare_quality,
+    compare_step_times,
+    why_unsteady,
+)
 from zeroexp.tracking.run import Run
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
@@ -31,6 +45,11 @@ COMPARED = (
     *("strategy.name", "strategy.implementation", "world_size"),
     *(f"strategy.{row}.placement" for row in ("parameters", "gradients", "optimizer")),
 )
+METRICS = {
+    "Accuracy on validation samples": "validation_accuracy",
+    "Loss on validation samples": "validation_loss",
+    "Loss of the last step": "final_loss",
+}
 MACHINE = ("host", "device", "machine.")
 BUSY = 0.25  # cores: less use by others counts as none
 ABSENT, DEFAULT = "not set", "its own default"
@@ -68,10 +87,17 @@ def lines_of_varied_numbers(point: Point) -> list[str]:
             f"{point.name}: {name} differ between {first.name} and {other.name}: {one} and {two}"
             for name, one, two in _changed_numbers(first, other)
         ]
-        curve = [record.loss for record in records_of(other)] if has_one_order else []
-        parted = _where_losses_part(point.losses, curve)
-        lines += [f"{point.name}: losses of {first.name} and {other.name} {w}" for w in parted]
+    for one, other in _equal_seeds(point.finished_runs) if has_one_order else ():
+        curves = ([record.loss for record in records_of(run)] for run in (one, other))
+        parted = _where_losses_part(*curves)
+        lines += [f"{point.name}: losses of {one.name} and {other.name} {w}" for w in parted]
     return lines
+
+
+def _equal_seeds(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Return each run that is no first of its seed, behind that first."""
+    firsts = {seed_of(run): run for run in reversed(runs)}
+    return [(firsts[seed_of(run)], run) for run in runs if run is not firsts[seed_of(run)]]
 
 
 def _changed_numbers(one: Run, two: Run) -> list[tuple[str, Any, Any]]:
@@ -301,20 +327,31 @@ class Conclusions:
     judged: list[Judged]
     doubts: list[str]  # times that are worthless or impossible
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
+    qualities: list[Quality]  # of each point over seeds; empty where none has several
 
     @property
     def verdicts(self) -> list[str]:
         """One line for each point beside the reference; a single line where no point ran twice."""
         compared = [one for one in self.judged if one.comparison]
         if self.reference is None or not compared:
-            return []
+            return self._quality_lines
         if all(one.comparison and one.comparison.num_pairs == 1 for one in compared):
-            return [ONCE]
+            return [ONCE, *self._quality_lines]
         width = max(len(one.point.name) for one in compared)
         return [
             f"Step time over that of {self.reference.name}, over runs, 95 % for all together:",
             *(f"  {one.point.name:<{width}}  {one.verdict}" for one in compared),
+            *self._quality_lines,
         ]
+
+    @property
+    def _quality_lines(self) -> list[str]:
+        """One line for each point of several seeds: what it reached, and whether the reference did as well."""
+        if not self.qualities:
+            return []
+        width = max(len(one.name) for one in self.qualities)
+        head = f"{self.qualities[0].metric}: mean and deviation over seeds, beside the reference's by seed:"
+        return [head, *(f"  {one.name:<{width}}  {one.text}" for one in self.qualities)]
 
 
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
@@ -325,7 +362,31 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
-    return Conclusions(chosen, judged, doubts, broken)
+    return Conclusions(chosen, judged, doubts, broken, _qualities(points, chosen))
+
+
+def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:
+    """Return what points reached over seeds, in the strictest measure that all of them have."""
+    seeds = {point.name: point.by_seed for point in points if point.by_seed}
+    if reference is None or all(len(each) < 2 for each in seeds.values()):
+        return []
+    metric, values = next(
+        (metric, values)
+        for metric, key in METRICS.items()
+        for values in [{name: _by_seed(each, key) for name, each in seeds.items()}]
+        if None not in {value for each in values.values() for value in each.values()}
+    )
+    mine = values[reference.name]
+    return [
+        compare_quality(
+            name, metric, each, mine if name != reference.name else None, len(values) - 1
+        )
+        for name, each in values.items()
+    ]
+
+
+def _by_seed(summaries: Mapping[int, RunSummary], key: str) -> dict[int, Any]:
+    return {seed: getattr(summary, key) for seed, summary in sorted(summaries.items())}
 
 
 def _scattering_times(points: Sequence[Point]) -> list[str]:

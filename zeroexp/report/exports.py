@@ -34,6 +34,7 @@ def as_json(
             for one in conclusions.judged
             if (c := one.comparison)
         ],
+        "qualities": [asdict(quality) for quality in conclusions.qualities],
         "differences": differences(points),
         "doubts": conclusions.doubts,
         "broken": conclusions.broken,

@@ -1,7 +1,8 @@
-"""The points of sweeps: runs of one configuration are repeats of one point. Pure, but for reading records.
+"""The points of sweeps: runs of one configuration are one point, repeated, or with other seeds.
 
-Repeats are numbered, and repeats of equal number ran after one another: what disturbs one disturbs its neighbours, so
-that comparisons are made within a round.
+Repeats are numbered, and repeats of equal seed and number ran after one another: what disturbs one disturbs its
+neighbours, so that times are compared within such a round. Losses are the same in every repeat, and are compared seed
+by seed.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 from zeroexp.measure.record import RunSummary, StepRecord
 from zeroexp.report.reading import records_of
 from zeroexp.tracking.run import Run
 
-# Keys of the config that say why or where a point ran, not what it was.
-OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.")
+SEED = "train.seed"
+# Keys of the config that say why or where a point ran, or are its replicates, not what it was.
+OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", SEED)
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
 UNCOUNTED = "by TCP"  # the kind of all bytes of an engine that does not count them by kind
+
+
+Round = tuple[int, int]  # seed, number of the repeat
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,21 @@ class Point:
         return self.runs[ordered[(len(ordered) - 1) // 2][1]] if ordered else self.run
 
     @property
-    def seconds_by_round(self) -> dict[int, float]:
-        """Median step seconds of each repeat that came to its end, by its number; a copy of a run gets the next one."""
-        seconds: dict[int, float] = {}
+    def seconds_by_round(self) -> dict[Round, float]:
+        """Median step seconds of each run that came to its end; a copy of a run gets the next number."""
+        seconds: dict[Round, float] = {}
         for index, run in enumerate(self.runs):
             if run.summary:
                 number = int(run.environment.get("repeat", index))
-                number = max(seconds) + 1 if number in seconds else number
-                seconds[number] = run.summary.step_seconds_median
+                while (seed_of(run), number) in seconds:
+                    number += 1
+                seconds[seed_of(run), number] = run.summary.step_seconds_median
         return seconds
+
+    @property
+    def by_seed(self) -> dict[int, RunSummary]:
+        """The results of the first finished run of each seed."""
+        return {seed_of(run): run.summary for run in reversed(self.finished_runs) if run.summary}
 
     @property
     def step_seconds(self) -> float | None:
@@ -98,7 +109,7 @@ class Point:
 
     @cached_property
     def pooled(self) -> Run:
-        """`run` with the median of its repeats in every time, for tables that show one row per point.
+        """`run` with the median of its runs in every time, and the mean over seeds in every loss, for tables.
 
         Its status is that of a repeat that did not come to its end, if there is one.
         """
@@ -110,8 +121,12 @@ class Point:
         summaries = [run.summary for run in self.finished_runs if run.summary]
         if len(summaries) < 2:
             return run
+        seeds = list(self.by_seed.values())
         summary = replace(
             summaries[0],
+            final_loss=fmean(s.final_loss for s in seeds),
+            validation_loss=_mean([s.validation_loss for s in seeds]),
+            validation_accuracy=_mean([s.validation_accuracy for s in seeds]),
             step_seconds_median=median(s.step_seconds_median for s in summaries),
             step_seconds_p95=median(s.step_seconds_p95 for s in summaries),
             tokens_per_second=median(s.tokens_per_second for s in summaries),
@@ -136,17 +151,30 @@ def points_of(runs: Sequence[Run]) -> list[Point]:
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault((str(run.folder.parent), *settings_of(run)), []).append(run)
-    firsts = [group[0] for group in groups.values()]
-    folders = {run.folder.parent: run.sweep for run in firsts}
+    folders = {run.folder.parent: run.sweep for run in runs}
     if len({*folders.values()}) < len(folders):  # before/compare and after/compare
         folders = {folder: str(folder) for folder in folders}
-    inside = {run.folder.parent: f"{folders[run.folder.parent]}/" for run in firsts}
+    if len(folders) == 1:
+        return [Point(_name(group), tuple(group)) for group in groups.values()]
     return [
-        Point(
-            f"{inside[first.folder.parent] if len(folders) > 1 else ''}{first.name}", tuple(group)
-        )
-        for first, group in zip(firsts, groups.values(), strict=True)
+        Point(f"{folders[group[0].folder.parent]}/{_name(group)}", tuple(group))
+        for group in groups.values()
     ]
+
+
+def seed_of(run: Run) -> int:
+    return int(run.config.get(SEED, 0))
+
+
+def _name(runs: Sequence[Run]) -> str:
+    """Return the name of the first run, without its seed where others have another one."""
+    name, seed = runs[0].name, seed_of(runs[0])
+    return name.replace(f"-seed{seed}", "") if {*map(seed_of, runs)} != {seed} else name
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
 
 
 # ---- what tells points apart

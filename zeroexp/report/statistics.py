@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, stdev
+from typing import Any
 
 from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
@@ -86,7 +87,7 @@ class Interval:
 
 
 def compare_step_times(
-    seconds: Mapping[int, float], reference: Mapping[int, float], *, num_comparisons: int = 1
+    seconds: Mapping[Any, float], reference: Mapping[Any, float], *, num_comparisons: int = 1
 ) -> Comparison | None:
     """Compare step seconds by round with those of the reference; None if no round has both.
 
@@ -124,6 +125,54 @@ def num_needed(logs: Sequence[float], alpha: float) -> int | None:
     room = max(abs(mean), MARGIN - abs(mean))
     numbers = range(max(FEWEST, len(logs) + 1), MOST + 1)
     return next((n for n in numbers if _reach_of_student(scatter, n, alpha) < room), None)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a point reached over its seeds, and how far from the reference, seed by seed."""
+
+    name: str
+    metric: str
+    num_seeds: int
+    mean: float
+    deviation: float | None  # of one seed; None for a single one
+    low: float | None  # the interval of the difference to the reference, over the reference's mean
+    high: float | None
+
+    @property
+    def text(self) -> str:
+        """`3.2557 ± 0.0123 (4 seeds): equal within 0.4 %`."""
+        spread = "" if self.deviation is None else f" ± {self.deviation:.4f}"
+        seeds = f"{self.num_seeds} seed{'s' if self.num_seeds > 1 else ''}"
+        return f"{self.mean:.4f}{spread} ({seeds}){self.verdict and ': '}{self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        if self.low is None or self.high is None:
+            return ""
+        if self.low <= 0 <= self.high:
+            return f"equal within {100 * max(-self.low, self.high):.2g} %"
+        nearest = min(abs(self.low), abs(self.high))
+        return f"{'higher' if self.low > 0 else 'lower'} by {100 * nearest:.2g} % at least"
+
+
+def compare_quality(
+    name: str,
+    metric: str,
+    values: Mapping[int, float],
+    reference: Mapping[int, float] | None,
+    num_comparisons: int,
+) -> Quality:
+    """Compare values by seed with those of the reference: equal seeds have the same weights and batches."""
+    mean = fmean(values.values())
+    deviation = stdev(values.values()) if len(values) > 1 else None
+    seeds = sorted(values.keys() & reference.keys()) if reference else []
+    low = high = None
+    if reference and len(seeds) >= FEWEST:
+        whole = abs(fmean(reference.values())) or 1.0
+        apart = [(values[seed] - reference[seed]) / whole for seed in seeds]
+        low, high = _interval_of_mean(apart, ALPHA / max(1, num_comparisons))
+    return Quality(name, metric, len(values), mean, deviation, low, high)
 
 
 def step_time_interval(point: Point) -> Interval | None:

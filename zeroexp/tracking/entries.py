@@ -43,6 +43,8 @@ def step_entries(written_at: float, record: StepRecord) -> list[Entry]:
     }
     if record.validation_loss is not None:
         values["validation_loss"] = record.validation_loss
+    if record.validation_accuracy is not None:
+        values["validation_accuracy"] = record.validation_accuracy
     if record.saving_seconds:
         values["time/saving_ms"] = _milliseconds(record.saving_seconds)
     if record.peak_bytes is not None:

@@ -41,7 +41,7 @@ from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
-from zeroexp.training.validate import ValidationData, validation_loss
+from zeroexp.training.validate import Validation, ValidationData, validate
 
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
@@ -75,7 +75,7 @@ def train(
     for index in range(start_step, run.num_steps):
         step = run.take_step(index)
         if index in run.validated:  # [Note: validation]
-            step.validation_loss = validation_loss(
+            step.validation = validate(
                 strategy, data, run.collectives, task=config.model.task, step=index
             )
         unread.append(step)
@@ -210,7 +210,7 @@ class _Step:
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
-        self.validation_loss: float | None = None
+        self.validation: Validation | None = None
         self.index = index
         self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
@@ -265,7 +265,8 @@ class _Step:
             samples_seen=(self.index + 1) * config.data.global_batch_size,
             loss=loss,
             grad_norm=self._world.read(self.grad_norm.view(1))[0],
-            validation_loss=self.validation_loss,
+            validation_loss=self.validation and self.validation.loss,
+            validation_accuracy=self.validation and self.validation.accuracy,
             lr=self.lr,
             num_tokens=self._num_tokens,
             step_seconds=seconds,

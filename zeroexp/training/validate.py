@@ -1,7 +1,7 @@
-"""The loss on samples that no step trains on.
+"""The loss, and the share of labels that is hit, on samples that no step trains on.
 
 Every rank runs the same number of forward passes, without gradients and with dropout off, and the sums of their losses
-meet in one number. Nothing is left behind: the module is in training mode again, no random number was drawn, and what
+meet in one message. Nothing is left behind: the module is in training mode again, no random number was drawn, and what
 was sent is counted for no step.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroexp.comm.collectives import Collectives, take_traffic
 from zeroexp.data import ValidationTurn
@@ -29,26 +30,44 @@ class ValidationData(Protocol):
     def validation_turns(self, *, rank: int, world_size: int) -> Iterator[ValidationTurn]: ...
 
 
-def validation_loss(
+@dataclass(frozen=True)
+class Validation:
+    """Means over all labels of the validation samples, the same on every rank."""
+
+    loss: float
+    accuracy: float | None  # None for other tasks than classification
+
+
+def validate(
     strategy: Strategy, data: ValidationData, collectives: Collectives, *, task: str, step: int
-) -> float:
-    """Return the mean loss over all labels of the validation samples after `step`, the same on every rank.
+) -> Validation:
+    """Return what the model makes of the validation samples after `step`.
 
     All ranks call this between two steps, when nothing is in flight, and leave it together.
     """
     world: World = collectives.world
-    total = torch.zeros(1, dtype=torch.float64, device=world.device)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with torch.no_grad(), _evaluating(strategy.model):
         for turn in data.validation_turns(rank=world.rank, world_size=world.size):
             progress.note_phase(step, progress.VALIDATION)
             batch = turn.microbatch.to(world.device)
-            loss = loss_sum(strategy.model(**batch.inputs), batch.labels, task)
+            output = strategy.model(**batch.inputs)
+            sums = [loss_sum(output, batch.labels, task), _num_hits(output, batch.labels, task)]
             if turn.counts:
-                total += loss
+                total += torch.stack([each.to(total.dtype) for each in sums])
     collectives.sum_scalar(total, "validation")
     take_traffic()
     barrier()
-    return total.item() / data.num_valid_labels
+    loss, hits = (total / data.num_valid_labels).tolist()
+    return Validation(loss, hits if task == "classification" else None)
+
+
+def _num_hits(output: Any, labels: Tensor, task: str) -> Tensor:
+    """Return how many labels have the largest logit of their row."""
+    if task != "classification":
+        return labels.new_zeros(())
+    logits: Tensor = getattr(output, "logits", output)
+    return (logits.argmax(-1) == labels).sum()
 
 
 @contextmanager
