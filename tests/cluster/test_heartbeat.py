@@ -68,47 +68,22 @@ class SteeredClock(Clock):
                 time.sleep(0.001)
 
 
-@pytest.fixture
-def clock() -> SteeredClock:
-    return SteeredClock()
-
-
 SECRET = b"of this job"
 
 
-@pytest.fixture
-def hub_at(tmp_path: Path) -> Hub:
-    return Hub("127.0.0.1", tmp_path / "port", SECRET)
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    """What the tasks wait for; it ends when the test says so."""
-    process = subprocess.Popen(["sleep", "1000"])
-    yield process
-    process.kill()
-    process.wait()
-
-
 class Task:
-    """A Heartbeat that waits for `child` in a thread."""
+    """A Heartbeat that waits for the job's child in a thread."""
 
     def __init__(
-        self,
-        rank: int,
-        hub_at: Hub,
-        child: subprocess.Popen[bytes],
-        clock: SteeredClock,
-        world_size: int = 2,
-        start_seconds: float = START_SECONDS,
+        self, job: Job, rank: int, hub: Hub, world_size: int, start_seconds: float
     ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
         self._heartbeat = Heartbeat(
-            rank, world_size, hub_at, PERIOD_SECONDS, start_seconds=start_seconds, clock=clock
+            rank, world_size, hub, PERIOD_SECONDS, start_seconds=start_seconds, clock=job.clock
         )
-        self._lost = self._threads.submit(self._wait, child.pid)
-        clock.watch(self._heartbeat._selector, self._lost)
-        clock.let_all_look()
+        self._lost = self._threads.submit(self._wait, job.child.pid)
+        job.clock.watch(self._heartbeat._selector, self._lost)
+        job.clock.let_all_look()
 
     def _wait(self, pid: int) -> str | None:
         with self._heartbeat:
@@ -122,96 +97,119 @@ class Task:
         return not self._lost.done()
 
 
-def call(hub_at: Hub) -> socket.socket:
-    port = ports.read_published_port(hub_at.file)
-    assert port is not None
-    return socket.create_connection((hub_at.host, port))
+class Job:
+    """Tasks on one clock, whose child ends when the test says so, and who calls them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock, self.hub = SteeredClock(), Hub("127.0.0.1", folder / "port", SECRET)
+        self.child = subprocess.Popen(["sleep", "1000"])
+
+    def task(
+        self,
+        rank: int,
+        world_size: int = 2,
+        *,
+        start: float = START_SECONDS,
+        hub: Hub | None = None,
+    ) -> Task:
+        return Task(self, rank, hub or self.hub, world_size, start)
+
+    def end(self, *tasks: Task) -> list[str | None]:
+        """What each task lost, when its child has ended."""
+        self.child.kill()
+        return [task.lost() for task in tasks]
+
+    def call(self) -> socket.socket:
+        port = ports.read_published_port(self.hub.file)
+        assert port is not None
+        return socket.create_connection((self.hub.host, port))
+
+    def introduce(self, connection: socket.socket, name: str, secret: bytes) -> None:
+        """Say who calls, as a task does, and hear who answers."""
+        end = Connection(connection, name, secret, lambda rank: True, now=0.0)
+        while end.read(0.0) and not end.name:
+            self.clock.let_all_look()
+        connection.setblocking(True)
+
+    def peer(self, name: str, *words: bytes) -> socket.socket:
+        connection = self.call()
+        self.introduce(connection, name, SECRET)
+        connection.sendall(b"".join(words))
+        self.clock.let_all_look()
+        return connection
+
+    def has_closed(self, stranger: socket.socket) -> bool:
+        stranger.settimeout(600)
+        self.clock.let_all_look()
+        with suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+        return True
 
 
-def introduce(connection: socket.socket, clock: SteeredClock, name: str, secret: bytes) -> None:
-    """Say who calls, as a task does, and hear who answers."""
-    end = Connection(connection, name, secret, lambda rank: True, now=0.0)
-    while end.read(0.0) and not end.name:
-        clock.let_all_look()
-    connection.setblocking(True)
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.child.kill()
+    made.child.wait()
 
 
-def peer(hub_at: Hub, clock: SteeredClock, name: str, *words: bytes) -> socket.socket:
-    connection = call(hub_at)
-    introduce(connection, clock, name, SECRET)
-    connection.sendall(b"".join(words))
-    clock.let_all_look()
-    return connection
-
-
-def test_nobody_is_lost_where_all_end(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, hub_at, child, clock, start_seconds=0)
-    member = Task(1, hub_at, child, clock, start_seconds=0)
-    clock.pass_by(4 * PERIOD_SECONDS)  # beats keep them from missing each other
+def test_nobody_is_lost_where_all_end(job: Job) -> None:
+    hub = job.task(0, start=0)
+    member = job.task(1, start=0)
+    job.clock.pass_by(4 * PERIOD_SECONDS)  # beats keep them from missing each other
     assert hub.waits and member.waits
-    child.kill()
-    assert (hub.lost(), member.lost()) == (None, None)
+    assert job.end(hub, member) == [None, None]
 
 
-def test_a_member_may_start_long_before_the_hub(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_a_member_may_start_long_before_the_hub(job: Job) -> None:
     """Longer than it would wait for a machine that does not answer: this one refuses its calls."""
-    member = Task(1, hub_at, child, clock, start_seconds=0)
-    clock.pass_by(3 * PERIOD_SECONDS)
+    member = job.task(1, start=0)
+    job.clock.pass_by(3 * PERIOD_SECONDS)
     assert member.waits
-    hub = Task(0, hub_at, child, clock, start_seconds=0)
-    clock.pass_by(3 * PERIOD_SECONDS)
+    hub = job.task(0, start=0)
+    job.clock.pass_by(3 * PERIOD_SECONDS)
     assert hub.waits and member.waits, "they have met"
-    child.kill()
-    assert (hub.lost(), member.lost()) == (None, None)
+    assert job.end(hub, member) == [None, None]
 
 
-def test_a_member_whose_call_was_refused_calls_again(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_a_member_whose_call_was_refused_calls_again(job: Job) -> None:
     """First by nobody at the port, then by another program there, twice."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.setblocking(False)
         port = stranger.getsockname()[1]
-        member = Task(1, hub_at, child, clock, start_seconds=1)
-        clock.pass_by(PERIOD_SECONDS)
-        ports.publish_port(hub_at.file, port)
+        member = job.task(1, start=1)
+        job.clock.pass_by(PERIOD_SECONDS)
+        ports.publish_port(job.hub.file, port)
         for _ in range(2):
-            clock.pass_by(PERIOD_SECONDS)
+            job.clock.pass_by(PERIOD_SECONDS)
             stranger.accept()[0].close()
-    clock.pass_by(PERIOD_SECONDS)
-    hub = Task(0, hub_at, child, clock, start_seconds=1)
-    clock.pass_by(4 * PERIOD_SECONDS)
+    job.clock.pass_by(PERIOD_SECONDS)
+    hub = job.task(0, start=1)
+    job.clock.pass_by(4 * PERIOD_SECONDS)
     assert hub.waits and member.waits, "they have met"
-    child.kill()
-    assert (hub.lost(), member.lost()) == (None, None)
+    assert job.end(hub, member) == [None, None]
 
 
-def test_silence_is_a_loss(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, hub_at, child, clock)
-    with peer(hub_at, clock, "rank 1 on far", BEAT):
-        clock.pass_by(0.75 * PERIOD_SECONDS)
+def test_silence_is_a_loss(job: Job) -> None:
+    hub = job.task(0)
+    with job.peer("rank 1 on far", BEAT):
+        job.clock.pass_by(0.75 * PERIOD_SECONDS)
         assert hub.waits
-        clock.pass_by(0.5 * PERIOD_SECONDS)
+        job.clock.pass_by(0.5 * PERIOD_SECONDS)
         assert hub.lost() == "rank 1 on far is gone: no sign of it for 2 s"
 
 
-def test_a_task_that_slept_itself_misses_nobody(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_a_task_that_slept_itself_misses_nobody(job: Job) -> None:
     """What the peer said meanwhile lies unread, and it gets a whole period to say more; who was to come, too."""
-    hub = Task(0, hub_at, child, clock, world_size=3, start_seconds=1)
-    with peer(hub_at, clock, "rank 1 on far", BEAT) as far:
-        clock.jump(10 * PERIOD_SECONDS)
-        clock.pass_by(0.75 * PERIOD_SECONDS)
+    hub = job.task(0, world_size=3, start=1)
+    with job.peer("rank 1 on far", BEAT) as far:
+        job.clock.jump(10 * PERIOD_SECONDS)
+        job.clock.pass_by(0.75 * PERIOD_SECONDS)
         assert hub.waits
         far.sendall(BYE)
-        clock.pass_by(PERIOD_SECONDS)
+        job.clock.pass_by(PERIOD_SECONDS)
         assert str(hub.lost()).startswith("rank 2 is gone: it did not reach port")
 
 
@@ -229,63 +227,48 @@ ASLEEP = 10 * PERIOD_SECONDS
     ],
     ids=["awake", "asleep once", "asleep all the time", "awake again"],
 )
-def test_silence_while_it_slept_is_no_loss(
-    hub_at: Hub,
-    child: subprocess.Popen[bytes],
-    clock: SteeredClock,
-    seconds: list[float],
-    waits: bool,
-) -> None:
-    hub = Task(0, hub_at, child, clock)
-    with peer(hub_at, clock, "rank 1 on far"):
+def test_silence_while_it_slept_is_no_loss(job: Job, seconds: list[float], waits: bool) -> None:
+    hub = job.task(0)
+    with job.peer("rank 1 on far"):
         for each in seconds:
-            clock.jump(each)
+            job.clock.jump(each)
         assert hub.waits == waits
-        child.kill()
+        job.child.kill()
         lost = "rank 1 on far is gone: no sign of it for 2 s"
         assert hub.lost() == (None if waits else lost)
 
 
 @pytest.mark.parametrize(("beats", "waits"), [(1, True), (7, True), (9, False)])
-def test_who_may_still_come_gets_the_time_that_was_slept(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, beats: int, waits: bool
-) -> None:
+def test_who_may_still_come_gets_the_time_that_was_slept(job: Job, beats: int, waits: bool) -> None:
     """Two periods to start in and one more: nine beats, of which one was before it slept."""
-    hub = Task(0, hub_at, child, clock, start_seconds=2 * PERIOD_SECONDS)
+    hub = job.task(0, start=2 * PERIOD_SECONDS)
     for each in [BEAT_SECONDS, ASLEEP, *[BEAT_SECONDS] * beats]:
-        clock.jump(each)
+        job.clock.jump(each)
     assert hub.waits == waits
-    child.kill()
-    lost = f"rank 1 is gone: it did not reach port {ports.read_published_port(hub_at.file)} of 127.0.0.1"
+    job.child.kill()
+    lost = f"rank 1 is gone: it did not reach port {ports.read_published_port(job.hub.file)} of 127.0.0.1"
     assert str(hub.lost()).startswith("None" if waits else lost)
 
 
-def test_a_closed_connection_is_a_loss_at_once(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, hub_at, child, clock)
-    peer(hub_at, clock, "rank 1 on far", BEAT).close()
+def test_a_closed_connection_is_a_loss_at_once(job: Job) -> None:
+    hub = job.task(0)
+    job.peer("rank 1 on far", BEAT).close()
     assert hub.lost() == "rank 1 on far is gone: its connection closed without a word"
 
 
-def test_who_never_came_is_missed(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, hub_at, child, clock, world_size=4, start_seconds=1)
-    with peer(hub_at, clock, "rank 2 on far", BEAT, BYE):
-        clock.pass_by(PERIOD_SECONDS)
+def test_who_never_came_is_missed(job: Job) -> None:
+    hub = job.task(0, world_size=4, start=1)
+    with job.peer("rank 2 on far", BEAT, BYE):
+        job.clock.pass_by(PERIOD_SECONDS)
         assert hub.waits
-        clock.pass_by(1.5)
-        port = ports.read_published_port(hub_at.file)
+        job.clock.pass_by(1.5)
+        port = ports.read_published_port(job.hub.file)
         silence = f"did not reach port {port} of 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
         assert hub.lost() == f"rank 1 is gone: it {silence}, nor did 1 more"
 
 
 def test_a_hub_whose_machine_says_nothing_is_missed(
-    hub_at: Hub,
-    child: subprocess.Popen[bytes],
-    clock: SteeredClock,
-    monkeypatch: pytest.MonkeyPatch,
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queue that is full answers no further call, as a machine without power."""
     monkeypatch.setattr(lost, "CALL_SECONDS", 0.01)  # of real time: this call is given up
@@ -294,48 +277,30 @@ def test_a_hub_whose_machine_says_nothing_is_missed(
         deaf.listen(0)
         last_answered.connect(deaf.getsockname())
         port = deaf.getsockname()[1]
-        ports.publish_port(hub_at.file, port)
-        member = Task(1, hub_at, child, clock, start_seconds=1)
-        clock.pass_by(PERIOD_SECONDS)
+        ports.publish_port(job.hub.file, port)
+        member = job.task(1, start=1)
+        job.clock.pass_by(PERIOD_SECONDS)
         assert member.waits
-        clock.pass_by(1.5)
+        job.clock.pass_by(1.5)
         silence = f"did not answer from port {port} of 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
         assert member.lost() == f"rank 0 is gone: it {silence}"
 
 
-def test_a_hub_without_a_port_misses_nobody(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_a_hub_without_a_port_misses_nobody(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        hub = Task(0, replace(hub_at, ports=f"{port}-{port}"), child, clock, start_seconds=0)
-        clock.pass_by(3 * PERIOD_SECONDS)
+        hub = job.task(0, start=0, hub=replace(job.hub, ports=f"{port}-{port}"))
+        job.clock.pass_by(3 * PERIOD_SECONDS)
         assert hub.waits
-    child.kill()
-    assert hub.lost() is None
+    assert job.end(hub) == [None]
 
 
-def test_who_said_goodbye_is_not_missed(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
-    hub = Task(0, hub_at, child, clock)
-    peer(hub_at, clock, "rank 1 on far", BEAT, BYE).close()
-    clock.pass_by(4 * PERIOD_SECONDS)
+def test_who_said_goodbye_is_not_missed(job: Job) -> None:
+    hub = job.task(0)
+    job.peer("rank 1 on far", BEAT, BYE).close()
+    job.clock.pass_by(4 * PERIOD_SECONDS)
     assert hub.waits
-    child.kill()
-    assert hub.lost() is None
-
-
-def ended(stranger: socket.socket, clock: SteeredClock) -> bool:
-    """The hub has closed this connection."""
-    stranger.settimeout(600)
-    clock.let_all_look()
-    try:
-        while stranger.recv(4096):
-            pass
-    except ConnectionResetError:
-        pass
-    return True
+    assert job.end(hub) == [None]
 
 
 TEXTS = {
@@ -347,18 +312,15 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_stranger_is_shown_out_and_ends_nothing(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, text: str
-) -> None:
-    hub = Task(0, hub_at, child, clock)
-    with call(hub_at) as stranger:
+def test_a_stranger_is_shown_out_and_ends_nothing(job: Job, text: str) -> None:
+    hub = job.task(0)
+    with job.call() as stranger:
         stranger.sendall(TEXTS[text])
-        assert ended(stranger, clock)
-    with peer(hub_at, clock, "rank 1 on far", BEAT, BYE):
-        clock.pass_by(PERIOD_SECONDS)
+        assert job.has_closed(stranger)
+    with job.peer("rank 1 on far", BEAT, BYE):
+        job.clock.pass_by(PERIOD_SECONDS)
         assert hub.waits
-    child.kill()
-    assert hub.lost() is None
+    assert job.end(hub) == [None]
 
 
 @pytest.mark.parametrize(
@@ -366,62 +328,49 @@ def test_a_stranger_is_shown_out_and_ends_nothing(
     [("rank 1 on far", b"of another"), ("rank 0 on far", SECRET), ("rank 2 on far", SECRET)],
 )
 def test_who_knows_no_secret_or_has_no_place_is_shown_out(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock, name: str, secret: bytes
+    job: Job, name: str, secret: bytes
 ) -> None:
-    hub = Task(0, hub_at, child, clock)
-    with call(hub_at) as stranger:
+    hub = job.task(0)
+    with job.call() as stranger:
         with suppress(Stranger):
-            introduce(stranger, clock, name, secret)
-        assert ended(stranger, clock) and hub.waits
-    child.kill()
-    assert hub.lost() is None
+            job.introduce(stranger, name, secret)
+        assert job.has_closed(stranger) and hub.waits
+    assert job.end(hub) == [None]
 
 
-def test_a_rank_comes_once(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_a_rank_comes_once(job: Job) -> None:
     """A second one of its name is closed, and its end is no loss."""
-    hub = Task(0, hub_at, child, clock)
-    with peer(hub_at, clock, "rank 1 on far", BEAT), call(hub_at) as second:
+    hub = job.task(0)
+    with job.peer("rank 1 on far", BEAT), job.call() as second:
         with suppress(Stranger):
-            introduce(second, clock, "rank 1 on far", SECRET)
-        assert ended(second, clock) and hub.waits
-        child.kill()
-        assert hub.lost() is None
+            job.introduce(second, "rank 1 on far", SECRET)
+        assert job.has_closed(second) and hub.waits
+        assert job.end(hub) == [None]
 
 
-def test_who_speaks_a_byte_at_a_time_delays_nobody(
-    hub_at: Hub, child: subprocess.Popen[bytes], clock: SteeredClock
-) -> None:
+def test_who_speaks_a_byte_at_a_time_delays_nobody(job: Job) -> None:
     """Time passes only as the hub looks up; the slow caller has its time for an introduction, and no more."""
-    hub = Task(0, hub_at, child, clock)
-    with call(hub_at) as slow, peer(hub_at, clock, "rank 1 on far", BEAT) as far:
+    hub = job.task(0)
+    with job.call() as slow, job.peer("rank 1 on far", BEAT) as far:
         for _ in range(4):
             slow.sendall(b"0")
-            clock.pass_by(0.75 * PERIOD_SECONDS)
+            job.clock.pass_by(0.75 * PERIOD_SECONDS)
             far.sendall(BEAT)
-            clock.let_all_look()
+            job.clock.let_all_look()
         assert hub.waits
-        assert ended(slow, clock), "after CALL_SECONDS, though it said something all the time"
+        assert job.has_closed(slow), "after CALL_SECONDS, though it said something all the time"
         far.sendall(BYE)
-        clock.let_all_look()
-    child.kill()
-    assert hub.lost() is None
+        job.clock.let_all_look()
+    assert job.end(hub) == [None]
 
 
-def test_a_crowd_of_strangers_has_a_limit(
-    hub_at: Hub,
-    child: subprocess.Popen[bytes],
-    clock: SteeredClock,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_crowd_of_strangers_has_a_limit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "MAX_STRANGERS", 1)
-    hub = Task(0, hub_at, child, clock)
+    hub = job.task(0)
     with ExitStack() as opened:
-        crowd = [opened.enter_context(call(hub_at)) for _ in range(5)]
-        clock.let_all_look()
-        assert all(ended(one, clock) for one in crowd[3:])
-        clock.pass_by(lost.CALL_SECONDS + 1)
-        opened.enter_context(peer(hub_at, clock, "rank 1 on far", BYE))
-    child.kill()
-    assert hub.lost() is None
+        crowd = [opened.enter_context(job.call()) for _ in range(5)]
+        job.clock.let_all_look()
+        assert all(job.has_closed(one) for one in crowd[3:])
+        job.clock.pass_by(lost.CALL_SECONDS + 1)
+        opened.enter_context(job.peer("rank 1 on far", BYE))
+    assert job.end(hub) == [None]

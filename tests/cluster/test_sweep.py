@@ -111,35 +111,24 @@ def test_the_main_study_is_what_make_run_promises():
 # ---- real sweeps
 
 
-# As sitecustomize.py it is run by every Python that starts.
+# A plugin, which ranks have too.
 THIRTEEN_FAILS = """
-import sys
+import os, torch
 
-if "zeroexp.cluster.forkserver" in sys.orig_argv:
-    import torch
+seeded = torch.manual_seed
 
-    seeded = torch.manual_seed
+def manual_seed(seed):
+    if seed == 13 and "RANK" in os.environ:
+        raise RuntimeError("this rank fails")
+    return seeded(seed)
 
-    def manual_seed(seed):
-        if seed == 13:
-            raise RuntimeError("this rank fails")
-        return seeded(seed)
-
-    torch.manual_seed = manual_seed
+torch.manual_seed = manual_seed
 """
 
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "plugins")])
     return {**os.environ, "PYTHONPATH": path}
-
-
-def in_new_processes(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command whose processes find `folder` where they look for modules."""
-    env = environment()
-    env["PYTHONPATH"] += os.pathsep + str(folder)
-    command = [sys.executable, "-m", "zeroexp", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def start(folder: Path, *words: str) -> Warm:
@@ -277,8 +266,8 @@ def test_the_whole_matrix_trains_alike(tmp_path):
 
 def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     """One seed fails in the ranks alone; the points before and after it run."""
-    (tmp_path / "sitecustomize.py").write_text(THIRTEEN_FAILS)
-    done = in_new_processes(tmp_path, "-m", "train.seed=0,13,0", *ONE)
+    (tmp_path / "thirteen_fails.py").write_text(THIRTEEN_FAILS)
+    done = zeroexp(tmp_path, "-m", "plugins=thirteen_fails", "train.seed=0,13,0", *ONE)
     assert done.returncode == 1
     found = jobs(tmp_path)
     (failed,) = [job for job in found.values() if job.state["status"] == "failed"]
@@ -289,7 +278,7 @@ def test_a_failed_point_leaves_the_others_and_is_run_again_alone(tmp_path):
     command = re.search(r"zeroexp (--rerun \S+)", done.stdout)
     assert command is not None
     first_states = {name: job.state for name, job in found.items()}
-    again = in_new_processes(tmp_path, *command[1].split())
+    again = zeroexp(tmp_path, *command[1].split())
     assert again.returncode == 1
     changed = [name for name, job in jobs(tmp_path).items() if job.state != first_states[name]]
     assert changed == [failed.name]
@@ -390,8 +379,9 @@ def test_optuna_minimises_the_final_loss(tmp_path):
 @needs_optuna
 def test_trials_that_fail_are_told_as_points_that_fail(tmp_path):
     """The seed fails in the ranks alone; Optuna then has no best trial."""
-    (tmp_path / "sitecustomize.py").write_text(THIRTEEN_FAILS)
-    done = in_new_processes(tmp_path, *OPTUNA, *QUICK, "train.seed=13", "hydra.sweeper.n_trials=1")
+    (tmp_path / "thirteen_fails.py").write_text(THIRTEEN_FAILS)
+    words = ["plugins=thirteen_fails", "train.seed=13", "hydra.sweeper.n_trials=1"]
+    done = zeroexp(tmp_path, *OPTUNA, *LIGHT, *words)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "zeroexp: hydra/sweeper: No trials are completed yet." in done.stderr
