@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import open_now
-from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
+from zeroexp.cluster.supervise import Rank, end_processes, supervise
 from zeroexp.tracking.json_files import read_json
 
 # "ended by": an exit code, or a signal as a negative number
@@ -43,7 +43,7 @@ def test_of_ranks_that_died_together_the_first_cause_is_told(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ranks = [dead(rank, how) for rank, how in enumerate(ended_by)]
-        assert supervise(ranks, tmp_path, ours, Limits(timeout_seconds=60)) == "failed"
+        assert supervise(ranks, tmp_path, ours, timeout_seconds=60) == "failed"
         end_processes(ranks)
     cause = read_json(tmp_path / "failure.json")
     assert cause is not None and cause["rank"] == guilty

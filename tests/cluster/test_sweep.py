@@ -375,7 +375,6 @@ def test_optuna_minimises_the_final_loss(tmp_path):
     assert done.stdout.count("zero3 ") == 3, "one table of all batches"
 
 
-@pytest.mark.slow
 @needs_optuna
 def test_trials_that_fail_are_told_as_points_that_fail(tmp_path):
     """The seed fails in the ranks alone; Optuna then has no best trial."""

@@ -33,7 +33,7 @@ import torch
 
 from zeroexp.cluster.job import Ending
 from zeroexp.cluster.rank_process import run_and_leave
-from zeroexp.cluster.supervise import Limits, Rank, end_processes, supervise
+from zeroexp.cluster.supervise import Rank, end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import locks, progress, safe_output
@@ -156,9 +156,8 @@ def _run(
         except OSError as error:
             cannot_start = error
         else:
-            return supervise(
-                ranks, folder, control, Limits(request.timeout_seconds, request.hang_seconds)
-            )
+            limits = request.timeout_seconds, request.hang_seconds
+            return supervise(ranks, folder, control, *limits)
         finally:
             end_processes(ranks)
     remedy = failure.REMEDIES.get(

@@ -47,19 +47,18 @@ class Rank:
             os.killpg(self.pid, number)
 
 
-@dataclass(frozen=True)
-class Limits:
-    timeout_seconds: float  # for the whole job
-    hang_seconds: float | None = None  # without progress; None: no limit
-
-
-def supervise(ranks: list[Rank], folder: Path, control: socket.socket, limits: Limits) -> Ending:
+def supervise(
+    ranks: list[Rank],
+    folder: Path,
+    control: socket.socket,
+    timeout_seconds: float,
+    hang_seconds: float | None = None,
+) -> Ending:
     """Wait until all ranks are done, one failed, all hang, the time is over, or the sweep hung up."""
-    deadline, kills = time.monotonic() + limits.timeout_seconds, kills_by_kernel()
+    deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
     host = socket.gethostname()
-    hang = limits.hang_seconds
-    pause = math.inf if hang is None else min(LOOK_SECONDS, hang / 4)
-    watch = HangWatch(hang, pause, partial(failure.write_hung, folder))
+    pause = math.inf if hang_seconds is None else min(LOOK_SECONDS, hang_seconds / 4)
+    watch = HangWatch(hang_seconds, pause, partial(failure.write_hung, folder))
     watched = {
         rank.rank: WatchedRank(
             rank.rank, host, rank.pid, rank.numbers, failure.log_path(folder, rank.rank)

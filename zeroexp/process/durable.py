@@ -18,6 +18,13 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_durably(path: Path, content: bytes) -> None:
+    """Write a file that appears whole: a reader sees the old content or the new one, even after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    write_durably(beside, content)
+    beside.replace(path)
+
+
 def sync(path: Path) -> None:
     """Bring a file, or a folder's list of files, to the disk: a power cut may undo creations and renames else."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -12,6 +12,8 @@ import socket
 import time
 from pathlib import Path
 
+from zeroexp.process.durable import replace_durably
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 AGAIN_SECONDS = 0.1
 # Variables of a job's environment, which only its user can read.
@@ -49,9 +51,7 @@ def parse_port_range(ports: str) -> tuple[int, int]:
 def publish_port(file: Path, port: int) -> None:
     """Write the port so that a reader sees all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(str(port), encoding="utf-8")
-    beside.replace(file)
+    replace_durably(file, str(port).encode())
 
 
 def read_published_port(file: Path) -> int | None:

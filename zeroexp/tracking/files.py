@@ -24,7 +24,7 @@ from typing import Any
 from zeroexp.config.keys import DamagedFile
 from zeroexp.measure.formats import FORMAT, KEY, from_json, refuse_newer_format
 from zeroexp.measure.record import RunSummary, StepRecord
-from zeroexp.process.durable import sync, write_durably
+from zeroexp.process.durable import replace_durably, sync
 from zeroexp.tracking import attempt
 from zeroexp.tracking.json_files import dumps, loads, read_json, write_json
 
@@ -154,9 +154,7 @@ def drop_records(
     _require_no_hole(path, [row["step"] for row in kept], until=from_step if rests_on else None)
     if not path.exists():
         return {}
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    write_durably(beside, "".join(f"{dumps(row)}\n" for row in kept).encode())
-    beside.replace(path)
+    replace_durably(path, "".join(f"{dumps(row)}\n" for row in kept).encode())
     repeated = [row for row in rows if from_step is not None and row["step"] >= from_step]
     return {row["step"]: row["written_at"] for row in repeated}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroexp.config.keys import DamagedFile
-from zeroexp.process.durable import write_durably
+from zeroexp.process.durable import replace_durably
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -58,10 +58,9 @@ def _mapped(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write atomically: a reader sees the old content or the new one, even after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with_room(path.parent, lambda: write_durably(beside, f"{dumps(content, indent=2)}\n".encode()))
-    beside.replace(path)
+    """Write a file that appears whole."""
+    text = f"{dumps(content, indent=2)}\n"
+    with_room(path.parent, lambda: replace_durably(path, text.encode()))
 
 
 def remove_unfinished(folder: Path) -> None:
