@@ -93,7 +93,7 @@ def test_sgd_with_momentum_and_decay(fused):
 
 def test_unknown_words_are_one_line():
     with pytest.raises(
-        ConfigError, match=r"optimizer.name=adam: unknown word; use optimizer=adamw"
+        ConfigError, match=r"^optimizer.name=adam: unknown word; use optimizer=adamw"
     ):
         optimizer_factory(OptimizerConfig(name="adam"))
     with pytest.raises(ConfigError, match=r"optimizer.schedule=step: use constant, cosine, linear"):
