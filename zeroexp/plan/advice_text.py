@@ -51,7 +51,7 @@ def _lines(advice: Advice) -> list[str]:
         return lines
     unit, size = unit_of([each.peak_bytes for each in rows])
     speeds = "; ".join(dict.fromkeys(each.rehearsed.speed for each in rows if each.rehearsed))
-    told = (
+    notes = (
         f"Rehearsed, with activations: {unit} of the fullest rank, and expected ms of a step ({speeds}). * is on the "
         "frontier: no other is as fast and holds less."
     )
@@ -67,7 +67,7 @@ def _lines(advice: Advice) -> list[str]:
         Column("step ms", lambda each: f"{1e3 * each.seconds:,.1f}"),
         Column("sent", lambda each: amount(each.planned.outcome.sent.fullest, size)),
     ]
-    return [*lines, *wrapped(told), "", *lines_of(columns, rows, 3)]
+    return [*lines, *wrapped(notes), "", *lines_of(columns, rows, 3)]
 
 
 def _first_line(advice: Advice) -> list[str]:

@@ -35,12 +35,12 @@ def measure_at_depth(
     config: Config,
     measure: Callable[[Config], list[Numbers]],
     check: Callable[[Config], list[Numbers]] | None = None,
-    choose: Callable[[Numbers, Numbers], Numbers] = lambda found, deep: found,
+    choose: Callable[[Numbers, Numbers], Numbers] = lambda numbers, deep: numbers,
 ) -> tuple[list[Numbers], tuple[int, ...]]:
     """Return what `measure` finds for the config, and the depths at which it ran.
 
     check: measures the third depth, and may return fewer: the first ones of `measure`, or none. None: it measures all.
-    choose: takes from what was found at one depth those numbers that count at the config's own, which it is given
+    choose: takes from the numbers of one depth those that count at the config's own, which it is given
     extrapolated.
     """
     depth = depth_of(config)
@@ -58,8 +58,8 @@ def measure_at_depth(
     near = near if three else near[:2]
     deep = [_extrapolate(a, b, times) for a, b in zip(one, two, strict=True)]
     one, two, three = (
-        [choose(each, d) for each, d in zip(found, deep, strict=False)]
-        for found in (one, two, three)
+        [choose(each, d) for each, d in zip(numbers, deep, strict=False)]
+        for numbers in (one, two, three)
     )
     expected = [_extrapolate(a, b, 2) for a, b in zip(one, two, strict=True)]
     if not all(_agree(a, b) for a, b in zip(expected, three, strict=False)):
@@ -96,14 +96,14 @@ def kinds_of(module: nn.Module, blocks: Sequence[str]) -> list[Kind]:
 
 def _made_of(block: nn.Module) -> dict[str, Any]:
     """Return the classes and plain settings of all modules inside, and the shapes of parameters and buffers."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for prefix, module in block.named_modules():
-        found[prefix] = type(module).__qualname__
+        values[prefix] = type(module).__qualname__
         plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
-        found |= {f"{prefix}:{name}": value for name, value in plain.items()}
+        values |= {f"{prefix}:{name}": value for name, value in plain.items()}
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        found[f"{name}()"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return found
+        values[f"{name}()"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return values
 
 
 def depth_of(config: Config) -> int:
@@ -127,9 +127,9 @@ def _extrapolate(one: Any, two: Any, times: int) -> Any:
         return {k: _extrapolate(one.get(k, 0), two.get(k, 0), times) for k in {**one, **two}}
     if not isinstance(one, int | float):
         return one
-    found = one + times * (two - one)
+    number = one + times * (two - one)
     # Less is waited for per block the deeper a model is, and a line would go on below nothing.
-    return max(0.0, found) if isinstance(found, float) else found
+    return max(0.0, number) if isinstance(number, float) else number
 
 
 def _agree(one: Any, two: Any) -> bool:

@@ -25,7 +25,7 @@ HEAD = (
 
 
 class Fit(NamedTuple):
-    """What is found for one point. Bytes are those of the fullest rank."""
+    """Fewest ranks and peaks of one point. Bytes are those of the fullest rank."""
 
     point: PlannedPoint
     limit: int
@@ -128,29 +128,29 @@ def largest(peak: Callable[[int], int], limit: int, *, step: int, most: int) -> 
     The next multiple has been seen to exceed the limit. Peaks are nearly on a line, so the line through two known ones
     tells where to look; where that does not halve what is left, the middle does.
     """
-    known: dict[int, int] = {}  # steps -> peak
+    peaks: dict[int, int] = {}  # by steps
     fits, exceeds = 0, -(-most // step) + 1
     guess = 1
     while fits < guess < exceeds:
         left = exceeds - fits
-        known[guess] = peak(min(guess * step, most))
-        if known[guess] <= limit:
+        peaks[guess] = peak(min(guess * step, most))
+        if peaks[guess] <= limit:
             fits = guess
         else:
             exceeds = guess
         if not fits:
             return None
-        is_slow = exceeds in known and 2 * (exceeds - fits) > left
-        guess = (fits + exceeds) // 2 if is_slow else _on_the_line(known, fits, exceeds, limit)
+        is_slow = exceeds in peaks and 2 * (exceeds - fits) > left
+        guess = (fits + exceeds) // 2 if is_slow else _on_the_line(peaks, fits, exceeds, limit)
     return min(fits * step, most)
 
 
-def _on_the_line(known: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
+def _on_the_line(peaks: dict[int, int], fits: int, exceeds: int, limit: int) -> int:
     """Return where the line through `fits` and another known number meets the limit; `fits` if nothing is left."""
-    smaller = max((steps for steps in known if steps < fits), default=None)
-    other = exceeds if exceeds in known else smaller
+    smaller = max((steps for steps in peaks if steps < fits), default=None)
+    other = exceeds if exceeds in peaks else smaller
     if other is None:
         return min(2 * fits, exceeds - 1)
-    rise = (known[other] - known[fits]) / (other - fits)
-    further = int((limit - known[fits]) / rise) if rise > 0 else exceeds
+    rise = (peaks[other] - peaks[fits]) / (other - fits)
+    further = int((limit - peaks[fits]) / rise) if rise > 0 else exceeds
     return min(fits + max(further, 1), exceeds - 1)

@@ -84,10 +84,10 @@ class ProductScratch:
 
 def product_scratch() -> ProductScratch:
     """Return what this CPU's calibration measured, or what its instructions say."""
-    found = load(calibration_path(Path(OUTPUTS), "cpu"))
-    if found is None or found.product_scratch is None:
+    calibration = load(calibration_path(Path(OUTPUTS), "cpu"))
+    if calibration is None or calibration.product_scratch is None:
         return prior_product_scratch()
-    return ProductScratch(found.product_scratch, "measured")
+    return ProductScratch(calibration.product_scratch, "measured")
 
 
 def prior_product_scratch() -> ProductScratch:

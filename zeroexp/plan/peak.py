@@ -40,8 +40,8 @@ def with_rehearsal(planned: PlannedPoint, *, quick: bool = False) -> PlannedPoin
     outcome = planned.outcome
     ranks = [outcome.fullest_rank] if quick else ()
     try:
-        found = rehearse_point(planned, ranks=ranks, checks=not quick)
-        return planned._replace(outcome=replace(outcome, rehearsed=found))
+        rehearsal = rehearse_point(planned, ranks=ranks, checks=not quick)
+        return planned._replace(outcome=replace(outcome, rehearsed=rehearsal))
     except ConfigError as error:
         return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
 
@@ -63,8 +63,8 @@ def rehearse_point(
 
     config, machines, form = planned.config, planned.machines, planned.form
     speed = speed or speed_of(config, machines)
-    found = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed, checks=checks)
-    peaks = [_rank_peak(each) for each in found.ranks]
+    rehearsal = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed, checks=checks)
+    peaks = [_rank_peak(each) for each in rehearsal.ranks]
     if machines.device == "cpu" and isinstance(form, FsdpForm):
         fullest = max(peaks, key=lambda peak: peak.num_bytes)
         (late,) = _rehearse(planned, [fullest.rank], late=True).ranks
@@ -72,20 +72,20 @@ def rehearse_point(
         peaks = [replace(peak, late_bytes=added) for peak in peaks]
     untold = 0.0
     if isinstance(form, DdpForm):
-        sent = sum(form.traffic(found.ranks[0].rank).bytes_by_kind.values())
+        sent = sum(form.traffic(rehearsal.ranks[0].rank).bytes_by_kind.values())
         untold = sent / speed.link_bytes_per_second
     data = config.data
     num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
     microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
-    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in found.ranks]
+    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsal.ranks]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     narrow = config.precision.autocast or config.precision.compute == "bfloat16"
     return RehearsedPeaks(
         peaks,
-        found.device,
-        found.depths,
+        rehearsal.device,
+        rehearsal.depths,
         step_seconds=times[slowest],
-        compute_seconds=compute_seconds(found.ranks[slowest].seconds, microbatches),
+        compute_seconds=compute_seconds(rehearsal.ranks[slowest].seconds, microbatches),
         speed=speed.label,
         product_scratch=str(product_scratch()) if narrow and machines.device == "cpu" else "",
     )
@@ -128,13 +128,15 @@ def _most_microbatches(form: ClosedForm) -> int:
     return MOST_MICROBATCHES + (0 if waits else schedule.facts.reductions_in_flight)
 
 
-def _rank_peak(found: RehearsedRank) -> RankPeak:
-    peak = found.peaks[found.peak_phase]
+def _rank_peak(rehearsed: RehearsedRank) -> RankPeak:
+    peak = rehearsed.peaks[rehearsed.peak_phase]
     return RankPeak(
-        rank=found.rank,
-        phase=found.peak_phase,
+        rank=rehearsed.rank,
+        phase=rehearsed.peak_phase,
         num_bytes=peak.num_bytes,
         by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
-        by_phase={name: peak.num_bytes for name, peak in found.peaks.items() if name != "build"},
+        by_phase={
+            name: peak.num_bytes for name, peak in rehearsed.peaks.items() if name != "build"
+        },
         largest=peak.largest,
     )

@@ -179,10 +179,10 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
     """Return the table of peaks with activations."""
     if not outcomes:
         return []
-    found = [o.rehearsed for o in outcomes if o.rehearsed]
-    unit, size = unit_of([each.fullest.num_bytes for each in found])
-    kinds = [k for k in REHEARSED if any(k in each.fullest.by_kind for each in found)]
-    late = any(each.fullest.late_bytes for each in found)
+    rehearsals = [o.rehearsed for o in outcomes if o.rehearsed]
+    unit, size = unit_of([each.fullest.num_bytes for each in rehearsals])
+    kinds = [k for k in REHEARSED if any(k in each.fullest.by_kind for each in rehearsals)]
+    late = any(each.fullest.late_bytes for each in rehearsals)
 
     def peak(o: Outcome) -> RankPeak:
         assert o.rehearsed is not None
@@ -199,14 +199,14 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
         Column("step ms", lambda o: "{:,.0f}-{:,.0f}".format(*_range_ms(o))),
     ]
     kernels = [
-        words for each in found for words in (f"{each.device} kernels", each.product_scratch)
+        words for each in rehearsals for words in (f"{each.device} kernels", each.product_scratch)
     ]
-    told = (
+    notes = (
         f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(filter(None, kernels)))}), {unit} at the peak "
         "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
-        f"units. {LATE if late else ''}Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in found))}."
+        f"units. {LATE if late else ''}Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
     )
-    return [*wrapped(told), "", *lines_of(columns, outcomes, len(point)), ""]
+    return [*wrapped(notes), "", *lines_of(columns, outcomes, len(point)), ""]
 
 
 def _at_peak(kind: str) -> Callable[[Outcome], float]:

@@ -156,10 +156,10 @@ def rehearse(
 
     # One rank tells whether further blocks cost what a line says.
     checked = ranks[:1] if Settings(**settings).checks else []
-    found, depths = measure_at_depth(
+    ranks_at_depth, depths = measure_at_depth(
         config, lambda at: measure(at, ranks), lambda at: measure(at, checked), _peaks_where
     )
-    return Rehearsal(size, device, found, depths)
+    return Rehearsal(size, device, ranks_at_depth, depths)
 
 
 def _peaks_where(rank: RehearsedRank, deep: RehearsedRank) -> RehearsedRank:
@@ -276,9 +276,9 @@ def _needs_of_values_told(family: str) -> Generator[None]:
                 f"model.family={family}: its forward decides by values, as by which experts tokens chose, "
                 "so that it can not be rehearsed; the closed forms plan it"
             ) from error
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"{Path(last.filename).name}, line {last.lineno}, can not run on tensors without values ({said}); "
+            f"{Path(last.filename).name}, line {last.lineno}, can not run on tensors without values ({message}); "
             "the closed forms plan it"
         ) from error
 

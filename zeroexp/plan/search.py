@@ -88,8 +88,8 @@ def first_that_fits(
     changes: Iterable[Change], of: PlannedPoint, named: Collection[str] = ()
 ) -> Candidate | None:
     """Return the first change at which model states fit, by closed forms."""
-    found = planned_changes(changes, of, named)
-    return next((each for each in found if each.planned.outcome.fits), None)
+    changed = planned_changes(changes, of, named)
+    return next((each for each in changed if each.planned.outcome.fits), None)
 
 
 def remedies(planned: PlannedPoint, named: Collection[str] = ()) -> list[str]:
@@ -97,14 +97,14 @@ def remedies(planned: PlannedPoint, named: Collection[str] = ()) -> list[str]:
     config, now = planned.config, planned.config.strategy.name
     later = LATER[LATER.index(now) + 1 if now in LATER else 0 :]
     stages = [Change(f"strategy={stage}", with_stage(config, stage)) for stage in later]
-    found = [first_that_fits(stages, planned, named)]
+    answers = [first_that_fits(stages, planned, named)]
     for stage in dict.fromkeys((now, "zero3")):
         words = "" if stage == now else f"strategy={stage} "
         ranks = more_ranks(with_stage(config, stage), planned.device, words, config.world_size)
         if more := first_that_fits(ranks, planned, named):
-            found.append(more)
+            answers.append(more)
             break
-    return [each.words for each in found if each]
+    return [each.words for each in answers if each]
 
 
 def most_ranks(device: str) -> int:

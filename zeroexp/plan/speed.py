@@ -154,43 +154,43 @@ def load(path: Path) -> Calibration | None:
     if not path.exists():
         return None
     try:
-        found = Calibration(**json.loads(path.read_text(encoding="utf-8")))
+        calibration = Calibration(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: no calibration ({error}); run zeroexp calibrate again"
         ) from None
-    if found.device == "cpu" and found.machine != this_machine():
+    if calibration.device == "cpu" and calibration.machine != this_machine():
         raise ConfigError(
-            f"{path}: of another machine ({found.machine}; this is {this_machine()}); run zeroexp calibrate "
+            f"{path}: of another machine ({calibration.machine}; this is {this_machine()}); run zeroexp calibrate "
             "here, or remove it"
         )
-    return found
+    return calibration
 
 
 def speed_of(config: Config, machines: Machines) -> Speed:
     """Return the speed of the device's calibration, where there is one and no GPU is named; else a prior's."""
-    found = load(calibration_path(Path(OUTPUTS), machines.device))
+    calibration = load(calibration_path(Path(OUTPUTS), machines.device))
     gpu, network = config.cluster.gpu, NETWORKS[config.cluster.network or USUAL_NETWORK]
-    if found and gpu is None:
-        return calibrated_speed(found, machines, network)
+    if calibration and gpu is None:
+        return calibrated_speed(calibration, machines, network)
     return prior_speed(machines, GPUS[gpu or USUAL_GPU], network)
 
 
 def calibrated_speed(
-    found: Calibration, machines: Machines, network: Network = NETWORKS[USUAL_NETWORK]
+    calibration: Calibration, machines: Machines, network: Network = NETWORKS[USUAL_NETWORK]
 ) -> Speed:
     """Return the prior with what was measured in its place; links between nodes of GPUs were not."""
     speed = replace(
         prior_speed(machines, network=network),
-        label=f"calibrated on {found.machine}",
-        product_rates=found.product_rates,
+        label=f"calibrated on {calibration.machine}",
+        product_rates=calibration.product_rates,
         products_read_memory=True,
-        bytes_per_second=found.bytes_per_second,
-        launch_seconds=found.launch_seconds,
+        bytes_per_second=calibration.bytes_per_second,
+        launch_seconds=calibration.launch_seconds,
         unsure=UNSURE_CALIBRATED if machines.device == "cpu" else UNSURE,
-        factors=found.factors or None,
+        factors=calibration.factors or None,
     )
-    link = found.links.get(machines.transport) or found.links.get("gloo")
+    link = calibration.links.get(machines.transport) or calibration.links.get("gloo")
     if link and (machines.device == "cpu" or machines.shape.nodes == 1):
         return replace(speed, latency_seconds=link[0], link_bytes_per_second=link[1])
     if machines.shape == JobShape(1, 1):

@@ -173,8 +173,8 @@ def _name(runs: Sequence[Run]) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if len(present) == len(values) else None
 
 
 # ---- what tells points apart

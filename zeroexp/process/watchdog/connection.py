@@ -79,14 +79,14 @@ class Connection:
             self._theirs = line
             self._say(f"{self._me} {self._proof(self._theirs, self._mine, self._me)}")
         else:
-            said = PROOF.fullmatch(line)
-            if not said or not hmac.compare_digest(
-                said[3], self._proof(self._mine, self._theirs, said[1])
+            proof = PROOF.fullmatch(line)
+            if not proof or not hmac.compare_digest(
+                proof[3], self._proof(self._mine, self._theirs, proof[1])
             ):
                 raise Stranger("it does not know the job's secret")
-            if not self._awaits(int(said[2])):
-                raise Stranger(f"nobody waits for {said[1]}")
-            self.name, self.rank = said[1], int(said[2])
+            if not self._awaits(int(proof[2])):
+                raise Stranger(f"nobody waits for {proof[1]}")
+            self.name, self.rank = proof[1], int(proof[2])
 
     def _proof(self, asked: str, asking: str, name: str) -> str:
         return hmac.new(self._secret, f"{asked} {asking} {name}".encode(), "sha256").hexdigest()

@@ -290,8 +290,8 @@ def _again(before: Any, line: Any) -> bool:
 
 
 def _describe_ring(ring: list[int], waits: Mapping[int, Any]) -> str:
-    told = (f"rank {r} waits for rank {waits[r]['peer']}: {waits[r]['what']}" for r in ring)
+    waiting = (f"rank {r} waits for rank {waits[r]['peer']}: {waits[r]['what']}" for r in ring)
     return (
-        f"the ranks do not do the same, {'; '.join(told)}. "
+        f"the ranks do not do the same, {'; '.join(waiting)}. "
         "Between hosts every rank must use the same units in the same order"
     )

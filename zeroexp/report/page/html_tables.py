@@ -40,8 +40,8 @@ def results_table(points: Sequence[Point]) -> str:
     # How ranks differ is shown rank by rank.
     results = [c for c in columns if c.part in ("memory", "traffic") and not c.is_mean]
     times, losses = ([c for c in columns if c.part == part] for part in ("times", "losses"))
-    told = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
-    table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *told])
+    status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
+    table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *status])
     meanings = {
         "runs": "over runs",
         "steps": "over the steps of one run, which do not know how much runs differ: repeats=5 would",
