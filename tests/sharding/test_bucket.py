@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroexp.cut.bucket import SMALL_SHARE, Range, Slice, cut_in_buckets
-from zeroexp.cut.chunk import Chunk, ParameterSpec
+from zeroexp.cut.bucket import SMALL_SHARE, Slice, cut_in_buckets
+from zeroexp.cut.chunk import Chunk, ParameterSpec, Span
 from zeroexp.cut.layout import lay_out
 
 Element = tuple[int, int, int]  # chunk, member, element of it
@@ -69,7 +69,7 @@ def test_no_bucket_is_larger_and_none_could_take_the_next(family, numels, world_
     sizes = [sum(part.chunk.unpadded_numel for part in bucket.slices) for bucket in buckets]
     assert max(sizes) <= most
 
-    def place(index: int, each: Range) -> tuple[bool, int, int, int]:
+    def place(index: int, each: Span) -> tuple[bool, int, int, int]:
         """The range taken first has the highest: a large member, and the last of those."""
         member = chunks[index].members[each.member]
         is_large = member.stop - member.start > SMALL_SHARE * most

@@ -201,7 +201,7 @@ class Direct(Transport):
 
     def _pieces(self, parts: Sequence[GatherPart]) -> list[Tensor]:
         """Return this rank's section of each part, without padding."""
-        return [part.piece[: _length(part.chunk.real_section(self._rank))] for part in parts]
+        return [part.piece[: part.chunk.real_numel(self._rank)] for part in parts]
 
     def _hand_out(
         self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int, what: str
@@ -239,10 +239,6 @@ class Direct(Transport):
     def _reduction_tag(self) -> int:
         self._num_reductions += 1
         return self._first_tag + 2 * self._num_reductions % NUM_TAGS + 1
-
-
-def _length(section: slice) -> int:
-    return section.stop - section.start
 
 
 def sum_into(out: Tensor, terms: Sequence[Tensor], accumulate: bool) -> None:

@@ -1,4 +1,4 @@
-"""A bucket holds the gradients that are reduced together. This file cuts units in buckets; it is pure arithmetic.
+"""Buckets of gradients that are reduced together.
 
 This is a unit of one chunk with members a (4 elements), b (3), c (3), in buckets of at most 4 elements:
 
@@ -17,36 +17,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from zeroexp.cut.chunk import Chunk, Member
+from zeroexp.cut.chunk import Chunk, Member, Span
 
 SMALL_SHARE = 1 / 64  # members of up to this share of a bucket come last
 
 
 @dataclass(frozen=True)
-class Range:
-    """A range is the elements [start, stop) of a flattened member."""
-
-    member: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class Slice:
-    """A slice holds ranges of one chunk, and the same elements as a chunk of their own: a member for each range."""
+    """Ranges of one chunk, and the same elements as a chunk of their own: a member for each range."""
 
     index: int  # index of the chunk in its unit
-    ranges: tuple[Range, ...]
+    ranges: tuple[Span, ...]  # `offset` counts from the beginning of the chunk
     chunk: Chunk
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket is what one reduction moves."""
+    """What one reduction moves."""
 
     slices: tuple[Slice, ...]
 
@@ -58,59 +45,48 @@ def cut_in_buckets(
     if not chunks:
         return ()
     if max_bytes is None:
-        whole = (Slice(index, _whole(chunk), chunk) for index, chunk in enumerate(chunks))
-        return (Bucket(tuple(whole)),)
+        return (Bucket(tuple(Slice(i, chunk.whole(), chunk) for i, chunk in enumerate(chunks))),)
     most = max(1, max_bytes // itemsize)
-    buckets: list[list[tuple[int, Range]]] = []
+    buckets: list[dict[int, list[Span]]] = []  # index of a chunk -> ranges
     room = 0
     for index, each in _backwards(chunks, most):
         if each.numel > room:
-            buckets.append([])
+            buckets.append({})
             room = most
-        buckets[-1].append((index, each))
+        buckets[-1].setdefault(index, []).append(each)
         room -= each.numel
-    return tuple(_bucket(chunks, each) for each in buckets)
+    return tuple(
+        Bucket(tuple(_slice(index, chunks[index], ranges[index]) for index in sorted(ranges)))
+        for ranges in buckets
+    )
 
 
-def _whole(chunk: Chunk) -> tuple[Range, ...]:
-    return tuple(Range(i, 0, m.stop - m.start) for i, m in enumerate(chunk.members))
-
-
-def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Range]]:
+def _backwards(chunks: Sequence[Chunk], most: int) -> Iterator[tuple[int, Span]]:
     """Yield chunk index and range, last first; a long member is cut in ranges of nearly equal size.
 
     Small members come last: a LLaMA block defines its norms last, and one of them is the last to get a gradient. The
     bucket of the norms waits for the whole block, so it must be the last bucket.
     """
-    members = [(index, each) for index, chunk in enumerate(chunks) for each in _whole(chunk)]
+    members = [(index, each) for index, chunk in enumerate(chunks) for each in chunk.whole()]
     members.reverse()
     members.sort(key=lambda pair: pair[1].numel <= SMALL_SHARE * most)  # sort is stable
     for index, each in members:
         num = -(-each.numel // most)
         ends = [each.numel * i // num for i in range(num + 1)]
         for start, stop in reversed(list(pairwise(ends))):
-            yield index, Range(each.member, start, stop)
+            yield index, Span(each.member, start, stop, each.offset + start)
 
 
-def _bucket(chunks: Sequence[Chunk], picked: Sequence[tuple[int, Range]]) -> Bucket:
-    ranges: dict[int, list[Range]] = {}
-    for index, each in picked:
-        ranges.setdefault(index, []).append(each)
-    return Bucket(tuple(_slice(i, chunks[i], ranges[i]) for i in sorted(ranges)))
-
-
-def _slice(index: int, chunk: Chunk, picked: Sequence[Range]) -> Slice:
+def _slice(index: int, chunk: Chunk, picked: Sequence[Span]) -> Slice:
     """Make a slice in the order of the chunk, so that owners follow one another as they do there."""
-    ranges = tuple(sorted(picked, key=lambda each: (each.member, each.start)))
-    members: list[Member] = []
+    ranges = tuple(sorted(picked, key=lambda each: each.offset))
+    ends = list(accumulate((each.numel for each in ranges), initial=0))
+    members = tuple(
+        Member(chunk.members[each.member].name, *place)
+        for each, place in zip(ranges, pairwise(ends), strict=True)
+    )
     owned = [0] * (len(chunk.cuts) - 1)
-    top = 0
     for each in ranges:
-        whole = chunk.members[each.member]
-        members.append(Member(whole.name, top, top + each.numel))
-        top += each.numel
-        low, high = whole.start + each.start, whole.start + each.stop
-        for rank, start, stop in chunk.shares(low, high):
+        for rank, start, stop in chunk.shares(each.offset, each.offset + each.numel):
             owned[rank] += stop - start
-    cuts = (0, *accumulate(owned))
-    return Slice(index, ranges, Chunk(tuple(members), cuts, chunk.kind))
+    return Slice(index, ranges, Chunk(members, (0, *accumulate(owned)), chunk.kind))

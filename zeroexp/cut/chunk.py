@@ -28,7 +28,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Member:
-    """A member is a parameter inside a chunk: it fills the elements [start, stop) of the chunk."""
+    """A parameter inside a chunk: it fills the elements [start, stop) of the chunk."""
 
     name: str
     start: int
@@ -37,7 +37,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Span:
-    """A span is the elements [start, stop) of a flattened member; it lies at `offset` in its owner's piece."""
+    """The elements [start, stop) of a flattened member; they lie at `offset` in their owner's piece."""
 
     member: int
     start: int
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk is what one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
+    """What one collective moves: members side by side, then padding; rank r owns cuts[r]:cuts[r+1]."""
 
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
@@ -91,6 +91,11 @@ class Chunk:
         """Return the elements of the chunk that `rank` owns, without padding."""
         start, stop = self.cuts[rank], self.cuts[rank + 1]
         return slice(min(start, self.unpadded_numel), min(stop, self.unpadded_numel))
+
+    def real_numel(self, rank: int) -> int:
+        """Return the number of elements that `rank` owns, without padding."""
+        real = self.real_section(rank)
+        return real.stop - real.start
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Return, in order, the parts of members that `rank` owns; padding belongs to no span."""

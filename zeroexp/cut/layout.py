@@ -1,4 +1,4 @@
-"""A layout cuts units into chunks and says where each chunk is padded. It is pure arithmetic, without torch.
+"""Layouts: units are cut into chunks, and each chunk is padded.
 
 The three families differ only in how they form chunks (chunk.py draws one); everything else works on chunks:
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zeroexp.cut.check_chunks import ChunkCheck
+from zeroexp.cut.check_chunks import refuse_chunks
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.owners import assign_owners
 from zeroexp.registry import Registry
@@ -39,9 +39,8 @@ def lay_out(
         rules = (assign_owners(owners, [spec for unit in units for spec in unit], world_size),)
     laid_out = [layout.cut(unit, world_size, *rules) for unit in units]
     if family not in LAYOUTS.own:  # ours have a property test
-        check = ChunkCheck(family, world_size)
         for chunks, unit in zip(laid_out, units, strict=True):
-            check.refuse(chunks, unit)
+            refuse_chunks(family, chunks, unit, world_size)
     return laid_out
 
 

@@ -224,7 +224,7 @@ class ShardedForm(StatesForm):
         if self.schedule.facts.is_collective:
             layout = message_layout_of(tuple(chunks), itemsize)
             return layout.numel, layout.part_numel(rank)
-        own = sum(_length(chunk.real_section(rank)) for chunk in chunks)
+        own = sum(chunk.real_numel(rank) for chunk in chunks)
         return sum(chunk.unpadded_numel for chunk in chunks), own
 
     # -- how often ---------------------------------------------------------------------------------
@@ -298,15 +298,15 @@ class ShardedForm(StatesForm):
         if self.schedule.facts.shares_memory:
             return rank  # what peers read of it differs
         return tuple(
-            (_length(chunk.section(rank)), _length(chunk.real_section(rank)), len(spans))
+            (chunk.section_numel(rank), chunk.real_numel(rank), len(spans))
             for chunk, _ in self._chunks
             for spans in (chunk.spans(rank),)
         )
 
     def _held_of_chunk(self, chunk: Chunk, rank: int) -> HeldElements:
         whole = self.stage.parameters is not Placement.SHARD
-        resting = chunk.padded_numel if whole else _length(chunk.section(rank))
-        real = chunk.unpadded_numel if whole else _length(chunk.real_section(rank))
+        resting = chunk.padded_numel if whole else chunk.section_numel(rank)
+        real = chunk.unpadded_numel if whole else chunk.real_numel(rank)
         if chunk.kind == FROZEN:
             return HeldElements(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
@@ -376,7 +376,3 @@ def _add(traffic: Traffic, kind: str, calls: int, num_bytes: int) -> None:
         sums, counts = traffic.bytes_by_kind, traffic.calls_by_kind
         sums[kind] = sums.get(kind, 0) + calls * num_bytes
         counts[kind] = counts.get(kind, 0) + calls
-
-
-def _length(section: slice) -> int:
-    return section.stop - section.start
