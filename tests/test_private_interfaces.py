@@ -26,6 +26,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 LOOK_UP = ("getattr", "hasattr", "setattr", "delattr")
 
 IMPORTED = {
+    "torch._C.DispatchKey",
     "torch._C._functorch.TransformType",
     "torch._C._functorch.get_interpreter_stack",
     "torch._C._functorch.get_unwrapped",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.vocabulary import vocabulary_of_data
@@ -16,7 +14,7 @@ from zeroexp.models import find_weights
 from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.fused_experts import check_experts
-from zeroexp.models.module import build_model
+from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.sharding.dtypes import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
@@ -24,7 +22,7 @@ RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 RAISED = (*RAISED, TypeError, ValueError)
 
 # Checked models are remembered, since a sweep has many points and few models.
-_fine: list[tuple[ModelConfig, int | None, str]] = []
+_num_blocks_of: list[tuple[tuple[ModelConfig, int | None, str], int]] = []
 
 
 def check_model(config: Config) -> None:
@@ -33,16 +31,25 @@ def check_model(config: Config) -> None:
     For ranks of this machine, weights on the hub are downloaded here, once.
     """
     operators_of(config.train.recompute_except)
-    model, dtype = config.model, config.precision.compute
-    vocabulary = vocabulary_of_data(config)
-    if (model, vocabulary, dtype) in _fine:
-        return
-    check_experts(_build(model, vocabulary), DTYPES[dtype])
-    _look_at_weights(model, config.cluster.kind)
-    _fine.append((model, vocabulary, dtype))
+    checked = (config.model, vocabulary_of_data(config), config.precision.compute)
+    known = [count for key, count in _num_blocks_of if key == checked]
+    num_blocks = known[0] if known else _check(*checked, config.cluster.kind)
+    if not known:
+        _num_blocks_of.append((checked, num_blocks))
+    if (every := config.train.recompute_every or 1) > num_blocks:
+        problem = f"none of its {num_blocks} blocks would be recomputed"
+        raise ConfigError(f"train.recompute_every={every}: {problem}; use at most {num_blocks}")
 
 
-def _build(model: ModelConfig, vocabulary: int | None) -> nn.Module:
+def _check(model: ModelConfig, vocabulary: int | None, dtype: str, cluster: str) -> int:
+    """Return the number of blocks of the model. Raises ConfigError."""
+    built = _build(model, vocabulary)
+    check_experts(built.module, DTYPES[dtype])
+    _look_at_weights(model, cluster)
+    return len(built.blocks)
+
+
+def _build(model: ModelConfig, vocabulary: int | None) -> BuiltModel:
     key = f"model.{MODELS[model.family].shape}"
     named = f"{key} of model.name={model.name}"
     try:
@@ -58,7 +65,7 @@ def _build(model: ModelConfig, vocabulary: int | None) -> nn.Module:
             f"name some: model.blocks=[{','.join(lists)}]" if lists else "use one layer or more"
         )
         raise ConfigError(f"{named}: the model has no block; {remedy}")
-    return built.module
+    return built
 
 
 def _look_at_weights(model: ModelConfig, cluster: str) -> None:

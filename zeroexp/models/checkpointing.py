@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from zeroexp.config.keys import ConfigError, TrainConfig
@@ -39,8 +40,7 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[str], kept: Sequence[s
 def operators_of(names: Sequence[str]) -> list[Any]:
     """Return the operators that are named, as `aten.mm`, or one overload of it, as `aten.mm.default`.
 
-    Raises ConfigError for what torch does not have, and for an operator that returns a view: of a weight, whose memory
-    may be freed before backward.
+    Raises ConfigError for what torch does not have, and for what it would keep nothing of, see `_can_be_kept`.
     """
     operators: list[Any] = []
     for name in names:
@@ -53,12 +53,27 @@ def operators_of(names: Sequence[str]) -> list[Any]:
         named = [getattr(named, each) for each in overloads] or [named]
         if not all(hasattr(each, "_schema") for each in named):
             raise ConfigError(f"{key}: torch has no such operator; name one as aten.mm")
-        named = [each for each in named if not any(r.alias_info for r in each._schema.returns)]
+        named = [each for each in named if _can_be_kept(each)]
         if not named:
-            problem = "returns a view or writes in place, so that nothing can be kept of it"
+            problem = "returns a view, writes in place or is made of others, so that nothing can be kept of it"
             raise ConfigError(f"{key}: {problem}; name one that computes, as aten.mm")
         operators += named
     return operators
+
+
+def _can_be_kept(operator: Any) -> bool:
+    """Tell whether the operator returns new tensors, and is seen where torch keeps them.
+
+    A view may be of a weight, whose memory may be freed before backward. What is made of others (aten.linear) has been
+    taken apart there.
+    """
+    schema = operator._schema
+    if schema.is_mutable or any(result.alias_info for result in schema.returns):
+        return False
+    try:
+        return not operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    except RuntimeError:  # TorchScript's own, of lists and numbers
+        return False
 
 
 def _recomputed(forward, operators: Sequence[Any]):
