@@ -18,6 +18,9 @@ from zeroexp.report.compare import (
     lines_of_unequal_facts,
     points_that_moved,
 )
+from zeroexp.report.results_table import render
+from zeroexp.report.statistics import why_doubtful
+from zeroexp.report.words import headline_cards
 
 
 @pytest.fixture
@@ -85,6 +88,28 @@ def test_faster_than_without_communication_is_noise(tmp_path: Path) -> None:
     assert "took 190.0 ms, less than 2 ranks need without any communication (205.0 ms" in doubt
 
 
+def test_a_time_that_others_spoilt_or_that_nobody_knows_is_in_doubt(tmp_path: Path) -> None:
+    repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [1.0, 1.05, 1.1]})
+    loads = {"ddp": 0.19, "ddp-1": 0.21}  # of two cores
+    for run, cores in loads.items():
+        (tmp_path / run / "load.json").write_text(f'{{"seconds": 9.0, "other_cores": {cores}}}')
+    made = points(tmp_path)
+    assert list(map(why_doubtful, made)) == [
+        "others used 0.2 of 2 cores",
+        "its 95 % interval is 27 % wide",
+    ]
+    (doubt,) = conclude(made).doubts
+    assert doubt == (
+        "In doubt, and marked with ?, are the times of ddp (others used 0.2 of 2 cores), zero3 "
+        "(its 95 % interval is 27 % wide): run them again by themselves."
+    )
+    assert " 1,010.0 ?  " in render(made)
+    (card,) = [card for card in headline_cards(made) if card.label == "shortest step"]
+    assert card.detail.endswith("in doubt: others used 0.2 of 2 cores")
+    (tmp_path / "ddp-1/load.json").unlink()
+    assert why_doubtful(points(tmp_path)[0]) is None
+
+
 def test_the_reference_is_chosen_by_name(sweep: Path) -> None:
     chosen = conclude(points(sweep), "c").reference
     assert chosen is not None and chosen.run.name == "c"
@@ -132,6 +157,35 @@ def test_who_got_faster_is_said_and_who_did_not(sweeps: Path) -> None:
     head, first, *_ = describe_moved(pairs, alone)
     assert head == "1 of 2 points moved (after over before):"
     assert first == "  zero3: step 0.75 [0.75, 0.75]: faster"
+
+
+def test_what_the_machine_did_between_two_sweeps_moves_nothing(tmp_path: Path) -> None:
+    """It was 30 % slower afterwards, and most in the second round: PyTorch's own point shows it."""
+    slower = (1.3, 1.5, 1.3)
+    for sweep, factors in (("before", (1.0, 1.0, 1.0)), ("after", slower)):
+        repeats(tmp_path / sweep, {"ddp": [*factors], "zero3": [0.8 * each for each in factors]})
+        for run in (tmp_path / sweep).glob("ddp*"):
+            edit(run / "config.yaml", "implementation: buffer", "implementation: torch")
+    pairs, _ = points_that_moved(points(tmp_path / "before"), points(tmp_path / "after"))
+    ratios = {one.point.name: one.comparison and one.comparison.ratio for one in pairs}
+    assert ratios == {"ddp": pytest.approx(1.364, abs=1e-3), "zero3": pytest.approx(1)}
+
+
+def test_many_points_of_which_nothing_can_be_told_are_one_line(tmp_path: Path) -> None:
+    times = {"ddp": [1.0, 1.0, 1.0], "zero1": [0.5, 0.5, 0.5]}
+    open_ = {"zero2": [0.9, 1.0, 1.1], "zero3": [0.9, 1.0, 1.11]}
+    repeats(tmp_path, {**times, **open_})
+    assert len(conclude(points(tmp_path)).verdicts) == 4
+    for name in ("a", "b"):
+        for number, seconds in enumerate((0.9, 1.0, 1.1)):
+            folder = write_run(tmp_path / f"{name}{number}")
+            edit(folder / "config.yaml", "seq_len: 128", f"seq_len: {ord(name)}")
+            change(folder / "summary.json", {"step_seconds_median": seconds})
+    _, *lines = conclude(points(tmp_path), "ddp").verdicts
+    assert len(lines) == 2 and lines[0] == "  zero1  0.50 [0.50, 0.50]: faster"
+    assert lines[1].startswith("  can't tell of 4 (not even 100 repeats tell of all)") and lines[
+        1
+    ].endswith(": a0, b0, zero2, zero3")
 
 
 def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:

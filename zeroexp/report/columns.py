@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
-from zeroexp.report.statistics import Comparison, step_time_interval, why_unsteady
+from zeroexp.report.statistics import Comparison, step_time_interval, why_doubtful, why_unsteady
 from zeroexp.report.theory import table_bytes, table_traffic
 
 MIB = 2**20
@@ -36,6 +36,7 @@ class Column:
     scale: float = 1
     part: str = ""  # point | losses | times | memory | plan | traffic | verdict | status
     is_mean: bool = False  # over ranks, beside the fullest rank's
+    doubt: Callable[[Point], str | None] = lambda _: None  # why a reader should not trust it
     is_shown: Callable[[Sequence[Point]], bool] = bool  # whether a table for readers needs it
 
     @property
@@ -47,7 +48,9 @@ class Column:
         value = self.value(point)
         if value is None:
             return ABSENT
-        return format(value * self.scale, self.form) if self.form else str(value)
+        if not self.form:
+            return str(value)
+        return format(value * self.scale, self.form) + (" ?" if self.doubt(point) else "")
 
     def differs(self, points: Sequence[Point]) -> bool:
         return len({self.text(point) for point in points}) > 1
@@ -81,22 +84,15 @@ def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Colum
 def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None) -> list[Column]:
     """Return every column, for programs and for who chooses."""
     peaks = peak_flops_by_name(points)
-    loss, validation, accuracy, *times = (
+    loss, validation, accuracy, step, *times = (
         _number(k, attrgetter(path), *looks) for k, path, *looks in NUMBERS
     )
     mfu = _number("mfu", lambda s: utilisation(s, peaks), "MFU", "%", ".1f", 100, "times")
     plan = _number("planned_bytes", lambda s: s.plan.get("total"), "planned", *MEBIBYTES, "plan")
     *memory, sent, wire = map(_spread, SPREADS)
     return [
-        *[
-            POINT,
-            *point_columns(points),
-            loss,
-            _if_any(validation),
-            _if_any(accuracy),
-            *times,
-            _if_any(mfu),
-        ],
+        *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
+        *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
         *[*chain(*memory), _if_any(plan), *sent, *wire],
         *(_quality_columns(conclusions) if conclusions else []),
         *(_comparison_columns(conclusions) if conclusions else []),
@@ -316,6 +312,7 @@ def _columns_for_programs(points: Sequence[Point], peaks: Mapping[str, float]) -
         _number("peak_flops", lambda s: peak_name(s) or None),
         _number("diverged_at", lambda s: s.diverged_at),
         Column("unsteady", why_unsteady),
+        Column("doubt", why_doubtful),
         Column("table_bytes", lambda p: _sum(table_bytes(p.run))),
         Column("table_sent_bytes_per_step", lambda p: _sum(table_traffic(p.run))),
     ]

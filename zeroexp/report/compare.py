@@ -19,6 +19,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import (
     OUTSIDE,
     Point,
+    Round,
     distinguishing_keys,
     seed_of,
     settings_of,
@@ -30,11 +31,13 @@ from zeroexp.report.statistics import (
     Verdict,
     compare_quality,
     compare_step_times,
+    why_doubtful,
     why_unsteady,
 )
 from zeroexp.tracking.run import Run
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
+MOST_OPEN = 3  # points of which nothing can be told that each get a line
 MOST_DOUBTS = 3  # points that each get a line
 MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise
@@ -213,11 +216,17 @@ def _named(points: Sequence[Point], name: str) -> Point:
 def points_that_moved(
     before: Sequence[Point], after: Sequence[Point]
 ) -> tuple[list[Judged], list[str]]:
-    """Return each point that both sweeps have, by its configuration, and a line for each that only one has."""
+    """Return each point that both sweeps have, by its configuration, and a line for each that only one has.
+
+    Times are taken over those of a point that the change left alone, in the same round of the same sweep: what the
+    machine did between the sweeps is no change of ours. That is the first point of PyTorch's own, if both have one.
+    """
     old = {settings_of(point.run): point for point in before}
     new = {settings_of(point.run): point for point in after}
     both = [key for key in new if key in old]
-    pairs = [_moved(old[key], new[key], len(both)) for key in both]
+    steady = next((key for key in both if new[key].run.implementation == "torch"), None)
+    unchanged = (old[steady], new[steady]) if steady else None
+    pairs = [_moved(old[key], new[key], unchanged, len(both)) for key in both]
     alone = [f"  only before: {old[key].name}" for key in old if key not in new]
     alone += [f"  only after: {new[key].name}" for key in new if key not in old]
     return pairs, alone
@@ -236,11 +245,26 @@ def describe_moved(pairs: Sequence[Judged], alone: Sequence[str]) -> list[str]:
     if still:
         number = "1 point has" if len(still) == 1 else f"{len(still)} points have"
         lines.append(f"{number} equal bytes, counts and losses; of the step time:")
-    lines += [f"  {one.point.name}: {one.verdict or 'unknown'}" for one in still]
-    return [*lines, *alone]
+    return [*lines, *_lines_of_verdicts(still), *alone]
 
 
-def _moved(old: Point, new: Point, number: int) -> Judged:
+def _lines_of_verdicts(judged: Sequence[Judged]) -> list[str]:
+    """Return a line for each point; where many are open, one line for all of these."""
+    is_open = [one for one in judged if one.comparison and one.comparison.verdict is Verdict.OPEN]
+    is_open = is_open if len(is_open) > MOST_OPEN else []
+    shown = [one for one in judged if one not in is_open]
+    width = max((len(one.point.name) for one in shown), default=0)
+    lines = [f"  {one.point.name:<{width}}  {one.verdict or 'unknown'}" for one in shown]
+    if is_open:
+        needed = [one.comparison.needed for one in is_open if one.comparison]
+        most = None if None in needed else max(filter(None, needed))
+        remedy = f"repeats={most} would tell of all" if most else "not even 100 repeats tell of all"
+        names = ", ".join(one.point.name for one in is_open)
+        lines.append(f"  can't tell of {len(is_open)} ({remedy}): {names}")
+    return lines
+
+
+def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Judged:
     changes = [
         f"{name}: {one} before, {two} after"
         for name, one, two in _changed_numbers(old.run, new.run)
@@ -248,8 +272,17 @@ def _moved(old: Point, new: Point, number: int) -> Judged:
     parted = [f"losses {words}" for words in _where_losses_part(old.losses, new.losses)]
     if not parted and len(old.losses) != len(new.losses):
         parted = [f"{len(old.losses)} steps before, {len(new.losses)} after"]
-    time = compare_step_times(new.seconds_by_round, old.seconds_by_round, num_comparisons=number)
+    before, after = old.seconds_by_round, new.seconds_by_round
+    if unchanged and new is not unchanged[1]:
+        before, after = _over(before, unchanged[0]), _over(after, unchanged[1])
+    time = compare_step_times(after, before, num_comparisons=number)
     return Judged(new, time, changes=(*changes, *parted))
+
+
+def _over(seconds: Mapping[Round, float], unchanged: Point) -> dict[Round, float]:
+    """Return the seconds over those of the unchanged point in the same round."""
+    other = unchanged.seconds_by_round
+    return {number: each / other[number] for number, each in seconds.items() if number in other}
 
 
 # ---- what differs beside the thing that is compared: precision, batch, versions, machine, load
@@ -337,10 +370,9 @@ class Conclusions:
             return self._quality_lines
         if all(one.comparison and one.comparison.num_pairs == 1 for one in compared):
             return [ONCE, *self._quality_lines]
-        width = max(len(one.point.name) for one in compared)
         return [
             f"Step time over that of {self.reference.name}, over runs, 95 % for all together:",
-            *(f"  {one.point.name:<{width}}  {one.verdict}" for one in compared),
+            *_lines_of_verdicts(compared),
             *self._quality_lines,
         ]
 
@@ -357,7 +389,11 @@ class Conclusions:
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
     chosen, judged = judge_points(points, reference)
-    doubts = [*_scattering_times(points), *(one.impossible for one in judged if one.impossible)]
+    doubts = [
+        *_scattering_times(points),
+        *_doubtful_times(points),
+        *(one.impossible for one in judged if one.impossible),
+    ]
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
@@ -387,6 +423,18 @@ def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality
 
 def _by_seed(summaries: Mapping[int, RunSummary], key: str) -> dict[int, Any]:
     return {seed: getattr(summary, key) for seed, summary in sorted(summaries.items())}
+
+
+def _doubtful_times(points: Sequence[Point]) -> list[str]:
+    """Return one line that names the times which others spoilt, or which runs do not tell well."""
+    doubtful = {
+        point.name: why
+        for point in points
+        if not why_unsteady(point) and (why := why_doubtful(point))
+    }
+    who = ", ".join(f"{name} ({why})" for name, why in doubtful.items())
+    remedy = "run them again by themselves"
+    return [f"In doubt, and marked with ?, are the times of {who}: {remedy}."] if who else []
 
 
 def _scattering_times(points: Sequence[Point]) -> list[str]:

@@ -10,6 +10,7 @@ from textwrap import wrap
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.columns import STATUS, Column, point_columns
 from zeroexp.report.measured_points import Point
+from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
 
 MEASURED = "measured"
@@ -26,6 +27,8 @@ def render(points: Sequence[Point], columns: Sequence[Column]) -> str:
     alike = [f"{c.name} {c.text(points[0])}" for c in every if c not in differ]
     shared = ", ".join([f"model {' and '.join(models)}", *alike])
     sentence = f"{_circumstances(points)} All points: {shared}. Bytes are MiB of the fullest rank."
+    if any(why_doubtful(point) for point in points):
+        sentence += f" {DOUBT}"
     table = Table.of(points, [*differ, *columns, *status])
     return f"{wrapped(sentence)}\n\n{table.as_markdown()}"
 

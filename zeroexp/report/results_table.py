@@ -14,6 +14,7 @@ from textwrap import wrap
 from zeroexp.config.engines import ENGINES
 from zeroexp.report.columns import Column, columns_of, describe_peak_flops, shares_memory
 from zeroexp.report.measured_points import Point
+from zeroexp.report.statistics import DOUBT, why_doubtful
 from zeroexp.report.tables import Table
 
 # What a narrow terminal shows, the most important first; rows keep the order of the wide table.
@@ -104,6 +105,7 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         if shares_memory(points)
         else "through the network.",
         describe_peak_flops(points),
+        DOUBT if any(map(why_doubtful, points)) else "",
         *_engine_meanings(points),
         *_stage_meanings(points),
     ]

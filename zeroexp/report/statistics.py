@@ -27,6 +27,12 @@ from zeroexp.report.measured_points import Point
 ALPHA = 0.05
 MARGIN = math.log(1.02)  # a smaller difference is none
 FEWEST, MOST = 3, 100  # pairs: with fewer nothing is claimed, and more are not asked for
+DOUBT = (
+    "A time with ? is in doubt: others used more than 10 % of the cores, or its interval is wider."
+)
+SPOILT = (
+    0.10  # a larger share of the cores that others used, or a wider interval of a time, is a doubt
+)
 UNSTEADY = 1.25  # slowest over fastest run
 UNSTEADY_STEPS = 2.0  # the 95th percentile of the steps of one run over their median
 
@@ -198,6 +204,18 @@ def why_unsteady(point: Point) -> str | None:
     else:
         return None
     return f"{why}: repeat it on a quieter machine"
+
+
+def why_doubtful(point: Point) -> str | None:
+    """Say in words why the point's time is in doubt: others spoilt a run of it, or runs scatter. None if it is not."""
+    for run in point.finished_runs:
+        cores = float(run.environment.get("machine.num_cpus", math.inf))
+        if run.other_cores is not None and run.other_cores > SPOILT * cores:
+            return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
+    interval = step_time_interval(point)
+    if interval and interval.high > interval.low * (1 + SPOILT):
+        return f"its 95 % interval is {100 * (interval.high / interval.low - 1):.0f} % wide"
+    return None
 
 
 def _p95_ratio(summary: RunSummary) -> float:

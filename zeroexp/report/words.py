@@ -17,7 +17,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import UNCOUNTED, Point
 from zeroexp.report.palette import KIND_NAMES
-from zeroexp.report.statistics import judge_losses, loss_curves, why_unsteady
+from zeroexp.report.statistics import judge_losses, loss_curves, why_doubtful, why_unsteady
 from zeroexp.report.theory import stage_of, table_bytes, table_traffic
 from zeroexp.tracking.run import Run
 
@@ -79,8 +79,10 @@ def _least(
         return None
     (least, low), (most, high) = (end(numbers, key=lambda pair: pair[0]) for end in (min, max))
     share = f", {least / most:.2f} of {high.name}" if most > least else ", like all others"
+    why = why_doubtful(low) if unit == "ms" else None
+    doubt = f"; in doubt: {why}" if why else ""
     once = ", measured once" if unit == "ms" and len(low.finished_runs) == 1 else ""
-    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}{once}")
+    return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}{once}{doubt}")
 
 
 def _loss_card(points: Sequence[Point]) -> Card | None:
