@@ -92,13 +92,15 @@ def test_points_are_tried_in_a_fork_and_their_errors_raised_here(local, tmp_path
     assert run(local, make_job(tmp_path / "say_who")).status == "done"
 
 
-def test_a_server_that_is_lost_while_points_are_tried_is_told(tmp_path, monkeypatch):
+def test_a_server_that_is_lost_while_points_are_tried_is_told_and_replaced(tmp_path, monkeypatch):
     (tmp_path / "dies_when_imported.py").write_text("import os; os._exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     start_servers_with(monkeypatch, Warm)
-    point = replace(composed("model=mlp_tiny", "data=vectors"), plugins=["dies_when_imported"])
-    with LocalCluster(Config().cluster) as local, pytest.raises(ConfigError, match=r"with code 3$"):
-        local.try_points([point])
+    fine = composed("model=mlp_tiny", "data=vectors")
+    with LocalCluster(Config().cluster) as local:
+        with pytest.raises(ConfigError, match=r"^no point can be tried: .* with code 3$"):
+            local.try_points([replace(fine, plugins=["dies_when_imported"])])
+        assert local.try_points([fine]) == [None]
 
 
 def test_imports_of_ranks_start_no_thread():

@@ -73,7 +73,8 @@ def serve(control: socket.socket, module: Any, main: Main) -> None:
                 ending = _run(Request(**content), control, module.prepare, main)
                 answer = {"ended": ending}
         except OSError as error:  # a disk may have no room for the reason of an end
-            answer = {"ended": "failed", "ServerLost": f"its end can not be written down: {error}"}
+            what = "no process can be started" if files else "its end can not be written down"
+            answer = {"ended": "failed", "ServerLost": f"{what}: {error}"}
         # A cancelled sweep waits for no answer.
         with contextlib.suppress(BrokenPipeError):
             control.send(json.dumps(answer).encode())

@@ -54,6 +54,7 @@ class LocalCluster:
         except OSError as error:
             remedy = failure.REMEDIES.get(error.errno or 0, "look at the limits of this machine")
             raise ConfigError(f"no rank can be started: {error.strerror}; {remedy}") from error
+        self._is_replaced()
         with open(descriptor, "r+b") as file:
             pickle.dump(list(configs), file)
             file.flush()
@@ -86,10 +87,8 @@ class LocalCluster:
             Tail(job.folder / "records.jsonl", skip=True),
             Complaints(job.folder / LOG),
         )
-        if self._process.poll() is not None:
+        if self._is_replaced():
             on_event("the process that starts ranks has died; starting another")
-            self._close()
-            self._start()
         request = {
             "folder": str(job.folder.resolve()),
             "world_size": config.world_size,
@@ -112,6 +111,14 @@ class LocalCluster:
             if exception in answer:
                 failure.write_unranked(job.folder, exception, answer[exception])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
+
+    def _is_replaced(self) -> bool:
+        """Start another server where this one has died, and tell so."""
+        if self._process.poll() is None:
+            return False
+        self._close()
+        self._start()
+        return True
 
     def _await_answer(
         self, hang_seconds: float | None, meanwhile: Callable[[], None] = lambda: None

@@ -1,10 +1,9 @@
 """Send a sweep to MLflow: a run when it begins, its files when it has ended, and its steps now and then in between.
 
-The store is opened while the ranks' server imports torch, since importing mlflow takes seconds too. The first point
-waits for both, because the rest of either import would disturb its measured steps, but it waits for the store only
-while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C: its
-error is printed at the end, with the command that sends the files of the runs. What a busy store does not take is tried
-again until then, and the end waits for other sweeps that still write to the store.
+The first point waits until the store is open, since importing mlflow for a second would disturb its measured steps, but
+only while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C:
+its error is printed at the end, with the command that sends the files of the runs. What a busy store does not take is
+tried again until then, and the end waits for other sweeps that still write to the store.
 """
 
 from __future__ import annotations
