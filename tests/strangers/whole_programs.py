@@ -136,7 +136,11 @@ def bf16_accumulated_over_sixteen_microbatches(lab: Lab) -> None:
     lab._wrapped.clear()  # masters are compared below
     for name, _ in t.model.named_parameters():
         tensor = state[name]["weight"]
-        lab.note(torch.cat([piece.tensor for piece in tensor.pieces]).view(tensor.shape))
+        lab.note(
+            torch.cat([p.tensor for p in sorted(tensor.pieces, key=lambda p: p.start)]).view(
+                tensor.shape
+            )
+        )
 
 
 # -- states that go round ---------------------------------------------------------------------------------
@@ -196,6 +200,17 @@ def the_best_weights_are_kept_and_taken_again(lab: Lab) -> None:
     with t.gathered(write=True):
         t.model.load_state_dict(best)
     lab.train(t, steps=[4])
+
+
+@scenario(BY_STAGE)
+def weights_from_one_vector_where_each_is_a_chunk(lab: Lab) -> None:
+    """`vector_to_parameters` gives each parameter other memory: all of a unit's chunks are taken over."""
+    t = lab.wrap(Net(), family="tensor")
+    lab.train(t, steps=[0])
+    with t.gathered(write=True):
+        vector = nn.utils.parameters_to_vector(t.model.parameters()).detach() * 0.5
+        nn.utils.vector_to_parameters(vector, t.model.parameters())
+    lab.train(t, steps=[1])
 
 
 @scenario(ODD_WORLDS)

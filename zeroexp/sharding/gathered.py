@@ -55,7 +55,7 @@ def gathered(
     alike = write and _show_the_same(units, wire)
     try:
         yield
-        # `sum` visits every unit, since `_was_written` also takes back parameters that were moved.
+        # `sum` visits every unit, since parameters that were moved are taken back as well.
         written = sum(_was_written(unit, wire.group.rank) for unit in units) > 0
         if alike and not _show_the_same(units, wire):
             raise RuntimeError(
@@ -124,17 +124,19 @@ def _unpin(unit: Unit) -> None:
 
 def _was_written(unit: Unit, rank: int) -> bool:
     """Tell whether this rank's part of the weights was changed through the parameters that are shown."""
-    for tensors in unit.chunks:
-        if _restore_moved(tensors):
-            return True
-        if tensors.pinned is not None:
-            shown = tensors.pinned[tensors.chunk.real_section(rank)]
-            if not _same_bytes(shown, tensors.piece[: len(shown)]):
-                return True
-        elif tensors.master_flat is not None:
-            shown = torch.cat([_shown_span(tensors, span) for span in tensors.owned])
-            if not _same_bytes(shown, tensors.master_flat.to(shown)):
-                return True
+    # `sum` visits every chunk, as above.
+    return sum(_chunk_was_written(tensors, rank) for tensors in unit.chunks) > 0
+
+
+def _chunk_was_written(tensors: ChunkTensors, rank: int) -> bool:
+    if _restore_moved(tensors):
+        return True
+    if tensors.pinned is not None:
+        shown = tensors.pinned[tensors.chunk.real_section(rank)]
+        return not _same_bytes(shown, tensors.piece[: len(shown)])
+    if tensors.master_flat is not None:
+        shown = torch.cat([_shown_span(tensors, span) for span in tensors.owned])
+        return not _same_bytes(shown, tensors.master_flat.to(shown))
     return False
 
 
