@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.test_sweep import LIGHT as SHORT
+from tests.cluster.test_sweep import statuses
 from tests.composing import compose_once
 from tests.warm import Warm
 from zeroexp import __main__ as zeroexp
+from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
+from zeroexp.tracking.files import read_records
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ["model=tiny", "tracking=files", "world_size=1", "cluster.device=cpu", "train.steps=1"]
@@ -39,21 +45,85 @@ def test_a_folder_that_has_been_removed(monkeypatch, capsys, tmp_path):
     assert line == "zeroexp: the folder that you are in has been removed; change to one that exists"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of 64 KiB."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of this size."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_disk_of_64_kib(monkeypatch, capsys, small_disk):
-    code, line = told_by(monkeypatch, capsys, f"outputs={small_disk}", "data=synthetic")
+def test_a_disk_of_64_kib(monkeypatch, capsys, tmp_path):
+    with mounted(tmp_path / "disk", "64k") as disk:
+        code, line = told_by(monkeypatch, capsys, f"outputs={disk}", "data=synthetic")
     assert code == zeroexp.FAILED
     assert "No space left on device; make room, or choose another folder" in line
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", "1m") as folder:
+        yield folder
+
+
+def run(folder: Path, *words: str, redirected: str = "") -> subprocess.CompletedProcess[str]:
+    """A command of ours in a process of its own, with its output where the shell's words say."""
+    shell = ["bash", "-o", "pipefail", "-c", f'"$@" {redirected}', "bash"]
+    return subprocess.run(
+        [*shell, sys.executable, "-m", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+TINY = [
+    *("zeroexp", "model=tiny", "data=synthetic", "data.global_batch_size=4", "data.seq_len=32"),
+    *("train.warmup_steps=1", "cluster.device=cpu"),
+]
+
+
+@pytest.mark.slow
+def test_records_that_no_longer_fit(disk: Path) -> None:
+    """Somebody else fills the disk; what the run has to say about its end was kept room for."""
+    (disk / "of_somebody_else").write_bytes(bytes((1 << 20) - (250 << 10)))
+    words = [f"outputs={disk}", "train.steps=100000", "tracking=files"]
+    done = run(disk.parent, *TINY, *words)
+    (config,) = disk.glob("*/*/config.yaml")
+    job = Job(config.parent)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert job.state["status"] == "failed"
+    assert "No space left on device" in job.state["reason"], job.state
+    assert json.loads((job.folder / "failure.json").read_text())["rank"] == 0
+    assert len(read_records(job.folder)) > 5
+
+
+@pytest.mark.slow
+def test_a_store_beside_the_runs_that_takes_the_last_byte(disk: Path) -> None:
+    """No reason can be written down then, not even by who starts the ranks: one line says what is wrong."""
+    (disk / "of_somebody_else").write_bytes(bytes((1 << 20) - (200 << 10)))
+    done = run(disk.parent, *TINY, f"outputs={disk}", "train.steps=200", "tracking=mlflow")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+
+
+def test_a_sweep_and_its_report_end_for_no_output(tmp_path):
+    """A full disk, a closed descriptor, a reader that leaves: work and exit codes stay the same."""
+    done = run(tmp_path, "zeroexp", *SHORT, "world_size=1", redirected=">/dev/full 2>&-")
+    assert done.returncode == 0
+    assert list(statuses(tmp_path).values()) == ["done"]
+    (sweep,) = tmp_path.glob("outputs/*-*")
+    many = [str(sweep)] * 200  # more than a pipe holds
+    first = run(tmp_path, "zeroexp.report", *many, redirected="| head -1")
+    assert (first.returncode, first.stdout, first.stderr) == (0, f"{sweep}\n", "")
 
 
 @pytest.fixture
