@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.composing import composed
+from tests.model_folders import assert_same as assert_tensors_same
 from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.shrunk import loss_of, shrunk
 from zeroexp.config.keys import ModelConfig
@@ -91,6 +92,16 @@ def test_any_constructor_draws_the_same_later():
         torch.manual_seed(11)
         assert_same(module, Odd())
     assert not module.frozen.requires_grad and module.orthogonal.requires_grad
+
+
+def test_what_is_drawn_alone_brings_what_it_is_made_of():
+    _, values = defer(Odd, 11, lambda made: made)
+    alone = {name: read(0, 36).clone() for name, read in values.only({"copied.weight"})}
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        embedding = torch.empty(9, 4).normal_()
+    embedding[2] = 0  # the padding
+    assert_tensors_same(alone, {"copied.weight": embedding.view(-1) * 0.5})
 
 
 def test_recurrent_layers_which_watch_their_weights_can_be_built_later():
