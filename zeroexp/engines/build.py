@@ -12,7 +12,6 @@ from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
 from zeroexp.engines.torch_ddp import TorchDDP
-from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
@@ -84,6 +83,9 @@ def _ddp(config: Config, model: BuiltModel, world: World, common: dict[str, Any]
 
 
 def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, Any]) -> Strategy:
+    # torch imports its sharding for half a second.
+    from zeroexp.engines.torch_fsdp2 import TorchFSDP2
+
     return TorchFSDP2(
         model.module,
         blocks=model.blocks,
