@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from tests.composing import composed
 from zeroexp.cut.stage import STAGES
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import (
-    ITEMSIZE,
     OptimizerForm,
     PrecisionForm,
     ScheduleForm,
     ShardedForm,
 )
+from zeroexp.plan.form_of_config import build_on_meta
+from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.process.world import World, barrier, fake_world
 from zeroexp.sharding.dtypes import DTYPES, Dtypes
 from zeroexp.sharding.engine import Sharded
@@ -216,27 +218,16 @@ def test_the_steps_between_two_that_drain_send_as_much_as_others(keep):
 )
 def test_plain_schedule_is_the_table(stage, times, family, transport):
     """Nothing kept, one microbatch, even cuts: `times` x P x (N-1)/N on every rank."""
-    world_size = 4
-    options = Options(family=family, keep="none", transport=transport, reduce_each="step")
-    schedule = ScheduleForm(keep="none", transport=transport)
-    with fake_world(0, world_size) as world:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 16, bias=False) for _ in range(3)))
-        strategy = Sharded(
-            model,
-            blocks=["0", "1", "2"],
-            stage=STAGES[stage],
-            param_groups=[{"params": list(model.parameters())}],
-            optimizer_factory=OPTIMIZERS["sgd"][0],
-            world=world,
-            options=options,
-        )
-        form = form_of(strategy, stage, options, schedule)
-    parameter_bytes = 3 * 8 * 16 * ITEMSIZE["float32"]
-    for rank in range(world_size):
+    words = ("model=mlp_tiny", "data=vectors", "world_size=4", "data.global_batch_size=4")
+    config = composed(*words, f"strategy={stage}", f"strategy.implementation={family}")
+    config.strategy.keep = "none" if stage == "zero3" else None
+    model = build_on_meta(config)
+    form = form_of_config(config, model, transport)
+    parameter_bytes = sum(p.nbytes for p in model.module.parameters())
+    for rank in range(4):
         sent = dict(form.traffic(rank).bytes_by_kind)
-        sent.pop("norm", None)  # the form's own kind: 12 bytes
-        assert sum(sent.values()) == times * parameter_bytes * (world_size - 1) // world_size
+        sent.pop("norm")  # the form's own kind
+        assert sum(sent.values()) == times * parameter_bytes * 3 // 4
 
 
 # -- real ranks ------------------------------------------------------------------------------------

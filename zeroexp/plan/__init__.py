@@ -10,7 +10,7 @@ The peak and the seconds: the real engine as one rank, on tensors without memory
     stand_ins.py, extrapolate_depth.py        peers, reducer and samples; a deep model by three small depths
     speed.py, timing.py                       how fast a rank and its links are; the seconds of a rehearsed step
 Answers
-    __main__.py, plan_points.py               the command, and the points of its line
+    __main__.py, composed_points.py, plan_points.py    the command; the points of its line, refused or planned
     plan_table.py                             what they hold and send
     changes.py, search.py                     other settings; changes of a point, planned
     fewest_ranks.py, advise.py, explain_plan.py    --fit, --advise, --explain
