@@ -30,6 +30,7 @@ from zeroexp.commandline.mistakes import MISTAKES, explain, first_line
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.process import safe_output, signals
+from zeroexp.process.json_output import json_alone, wants_json
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking import failure
 
@@ -53,8 +54,15 @@ def main() -> int:
     """
     if module := commands.module_of(sys.argv[1:]):
         return commands.run(module, sys.argv[1:])
+    wanted = wants_json()
     arguments = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
     safe_output.keep_going()
+    with json_alone(wanted) as told:
+        return _sweep_or_explain(arguments, told if wanted else None)
+
+
+def _sweep_or_explain(arguments: list[str], told: list[str] | None) -> int:
+    """Run the line's sweep and return its exit code; `told`, if it is wanted, gets the results as JSON."""
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
         return REFUSED
@@ -65,7 +73,10 @@ def main() -> int:
     with Sweep(arguments) as sweep:
         try:
             _run(sweep, arguments)
-            return sweep.conclude()
+            code = sweep.conclude()
+            if told is not None:
+                told.append(sweep.as_json())
+            return code
         except MISTAKES as error:
             print(f"zeroexp: {explain(error)}", file=sys.stderr)
             sweep.conclude()  # a sweeper that learns may have run points already

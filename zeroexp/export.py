@@ -23,11 +23,19 @@ from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
 from zeroexp.process import safe_output
 from zeroexp.process.durable import appearing
+from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.tracking.json_files import dumps
 
 
 def main() -> int:
     safe_output.keep_going()
+    wanted = wants_json()
     arguments = parse_arguments()
+    with json_alone(wanted) as told:
+        return _export_or_explain(arguments, told)
+
+
+def _export_or_explain(arguments: argparse.Namespace, told: list[str]) -> int:
     try:
         checkpoint = choose_checkpoint(arguments.run, arguments.step)
         target = arguments.to or default_target(checkpoint)
@@ -35,6 +43,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"zeroexp: {error}", file=sys.stderr)
         return 2
+    told.append(
+        dumps({"folder": str(target), "checkpoint": str(checkpoint), "dtype": arguments.dtype})
+    )
     print(f"{target}: {_what_was_written(target, checkpoint, arguments.dtype)}")
     return 0
 

@@ -15,6 +15,8 @@ from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
+from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.uploads import Uploads
 
 
@@ -23,8 +25,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sweep", type=Path, help="folder of the sweep")
+    parser.add_argument(
+        "sweep", type=Path, help="folder of the sweep; --json: the answer for programs"
+    )
+    wanted = wants_json()
     folder = parser.parse_args().sweep.resolve()
+    with json_alone(wanted) as told:
+        code = _send(folder)
+        told.append(dumps({"sweep": str(folder), "sent": code == 0}))
+    return code
+
+
+def _send(folder: Path) -> int:
     jobs = [Job(path.parent) for path in sorted(folder.glob("*/config.yaml"))]
     try:
         if not jobs:

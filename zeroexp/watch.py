@@ -4,6 +4,7 @@
     zeroexp watch outputs/<sweep> --once           show it as it is now
     zeroexp watch outputs/<sweep> --cancel         cancel all that has not ended
     zeroexp watch outputs/<sweep> --rerun failed   submit again what did not come to its end
+    zeroexp watch outputs/<sweep> --json           and say it to programs, as `zeroexp report --json -` does
 
 Exit codes: 0 nothing has failed, 1 something has, 2 no such sweep, 130 Ctrl-C in --rerun, which cancels the jobs.
 """
@@ -22,6 +23,8 @@ from zeroexp.cluster.submit import is_held, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
+from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import Progress
@@ -36,7 +39,16 @@ EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     safe_output.keep_going()
+    wanted = wants_json()
     arguments = parse_arguments()
+    with json_alone(wanted) as told:
+        code = _watch_or_explain(arguments)
+        folders = sorted(path.parent for path in arguments.sweep.glob("*/config.yaml"))
+        told += [runs_as_json(read_runs(folders))] if wanted and folders else []
+    return code
+
+
+def _watch_or_explain(arguments: argparse.Namespace) -> int:
     try:
         return watch(arguments)
     except ConfigError as error:

@@ -10,6 +10,7 @@ NCCL, without factors. It is kept in outputs/links/calibration-cuda.json, from w
 copy it there. Links between nodes are not measured; those of a plan are a named network's.
 
 --outputs FOLDER   instead of outputs/
+--json             what is kept, on standard output
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from zeroexp.plan.speed import (
     this_machine,
 )
 from zeroexp.process import safe_output
+from zeroexp.process.json_output import json_alone, wants_json
 
 
 def main() -> int:
@@ -48,7 +50,13 @@ def main() -> int:
     )
     parser.add_argument("--outputs", type=Path, default=Path("outputs"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    wanted = wants_json()
     args = parser.parse_args()
+    with json_alone(wanted) as told:
+        return _measure(args, told)
+
+
+def _measure(args: argparse.Namespace, told: list[str]) -> int:
     outputs: Path = args.outputs
     if args.device == "cuda" and not (num_gpus() and torch.backends.cuda.is_built()):
         print(
@@ -65,6 +73,7 @@ def main() -> int:
     except OSError as error:
         print(f"zeroexp: --outputs {outputs}: {error}", file=sys.stderr)
         return 2
+    told.append(path.read_text(encoding="utf-8"))
     print(_summary_lines(calibration))
     print(f"kept in {path}, after {time.perf_counter() - began:.0f} s")
     return 0

@@ -41,6 +41,7 @@ from zeroexp.config.keys import (
     save,
 )
 from zeroexp.process.writable import require_writable
+from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import Point as RunPoint
 from zeroexp.report.measured_points import points_of as runs_as_points
 from zeroexp.report.results_table import print_lines, print_table
@@ -169,6 +170,10 @@ class Sweep:
             )
             print(f"  zeroexp --rerun {folder}")
         return int(failed > 0 or self._num_damaged > 0 or not holds)
+
+    def as_json(self) -> str:
+        """Return the results as `zeroexp report --json` does; null if no point was run."""
+        return runs_as_json(read_runs(job.folder for job in self._jobs)) if self._jobs else "null"
 
     # ---- the steps of a batch
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroexp.report.columns import Column
-from zeroexp.report.compare import Conclusions, differences
-from zeroexp.report.measured_points import Point
+from zeroexp.report.columns import FOR_READERS, Column, all_columns
+from zeroexp.report.compare import Conclusions, conclude, differences
+from zeroexp.report.measured_points import Point, points_of
 from zeroexp.tracking.json_files import dumps
+from zeroexp.tracking.run import Run
 
 FORMAT = 2  # grows when a name of a row changes its meaning or goes
 
@@ -40,6 +41,14 @@ def as_json(
         "broken": conclusions.broken,
     }
     return dumps({**content, **more}, indent=1)
+
+
+def runs_as_json(runs: Sequence[Run]) -> str:
+    """Return what `zeroexp report --json` says of these runs."""
+    points = points_of(runs)
+    conclusions = conclude(points)
+    columns = [c for c in all_columns(points, conclusions) if c.key not in FOR_READERS]
+    return as_json(points, columns, conclusions, problems=[])
 
 
 def as_csv(points: Sequence[Point], columns: Sequence[Column]) -> str:

@@ -161,7 +161,8 @@ def ranks_chart(points: Sequence[Point]) -> Chart:
         {
             **{"type": "heatmap", "name": name, "y": rows, "x": list(range(size))},
             "z": [_padded(spread, size) for spread in spreads[name]],
-            "colorbar": {"title": {"text": "MiB"}},
+            # From nothing on, so that a few bytes of difference are no colour of their own.
+            **{"zmin": 0, "colorbar": {"title": {"text": "MiB"}}},
             "texttemplate": "%{z:,.1f}" if size <= MANY_RANKS and len(rows) <= MANY else "",
             "visible": name == names[0],
             "hovertemplate": "%{y}, rank %{x}: %{z:,.2f} MiB<extra></extra>",
