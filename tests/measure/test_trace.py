@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.test_train import Numbers, make_config
 from tests.trace_events import read_trace
 from zeroexp.check import rules_of_one_key
 from zeroexp.config import keys as configs
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.keys import Config
 from zeroexp.measure.allocations import Block, Log, logging_allocations
 from zeroexp.measure.causes import Causes, Reading, Times
 from zeroexp.measure.instruments import Instruments
@@ -268,24 +267,12 @@ def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):
         assert peak.bytes_by_cause["parameters"] == summary.memory.by_kind["parameters"].fullest
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "rest"),
-    [
-        (
-            "trace_steps",
-            [99],
-            "train.trace_steps=99: no step of this run; use numbers from 0 to 22",
-        ),
-        ("profile_steps", [-1], "train.profile_steps=-1: no step of this run"),
-        (
-            "profile_ranks",
-            [2],
-            "train.profile_ranks=2: no rank of this run; use numbers from 0 to 1",
-        ),
-    ],
-)
-def test_a_step_or_rank_that_does_not_exist_is_refused(key, value, rest):
+def test_a_step_or_rank_that_does_not_exist_is_refused():
     config = Config()
-    setattr(config.train, key, value)
-    with pytest.raises(ConfigError, match=re.escape(rest)):
-        rules_of_one_key.check_watched_steps(config)
+    config.train.trace_steps, config.train.profile_steps = [3, 99], [-1]
+    config.train.profile_ranks = [1, 2]
+    assert list(rules_of_one_key.check_watched_steps(config)) == [
+        ("train.trace_steps=99", "no step of this run", "use numbers from 0 to 22"),
+        ("train.profile_steps=-1", "no step of this run", "use numbers from 0 to 22"),
+        ("train.profile_ranks=2", "no rank of this run", "use numbers from 0 to 1"),
+    ]
