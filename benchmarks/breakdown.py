@@ -26,16 +26,16 @@ from benchmarks.ranks import Ranks, Spec, Training
 from zeroexp.comm import direct
 from zeroexp.comm.shared_memory import Arena, SharedChannel
 from zeroexp.comm.wake_up import Bell
+from zeroexp.engines.sharded import Sharded
 from zeroexp.process import world as worlds
-from zeroexp.sharding import gradient_norm
-from zeroexp.sharding.engine import Sharded
+from zeroexp.zero import norm
 
 # Part -> where its functions are found.
 PARTS: dict[str, Sequence[tuple[Any, str]]] = {
     "forward": [(Training, "_loss")],
     "backward": [(Limit, "backward"), (Sharded, "backward")],
     "optimizer": [(Limit, "step"), (Sharded, "_update")],
-    "norm": [(gradient_norm, "sum_squares")],
+    "norm": [(norm, "sum_squares")],
     "lay out": [(Arena, "stage")],
     "sum": [(direct, "sum_into")],
     "copy": [(SharedChannel, "copy_offered")],

@@ -16,12 +16,12 @@ from benchmarks.engines import model_config
 from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models.loss import loss_sum
 from zeroexp.models.module import BuiltModel, build_deferred
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 GIB = 2**30
 NUM_TOKENS = 8

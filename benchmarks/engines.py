@@ -25,11 +25,10 @@ from zeroexp.config.keys import (
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.build import build_strategy
+from zeroexp.engines.sharded import Sharded
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.process.world import World
-from zeroexp.sharding.dtypes import DTYPES, Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import DTYPES, Dtypes, Options
 
 SEQ_LEN = 128
 CONF = Path(__file__).resolve().parent.parent / "conf" / "model"

@@ -37,13 +37,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Dtypes, Options
 
 FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 CPU = torch.device("cpu")

@@ -9,8 +9,10 @@ import gc
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 # Before torch is imported anywhere: two ranks on two cores each compute with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +22,6 @@ import pytest
 import torch
 
 from tests import rank_code
-from tests.how_a_run_goes import Run
 from tests.mlflow_server import MlflowServer
 from tests.ranks import Ranks
 from tests.run_folders import log_study
@@ -68,6 +69,32 @@ def mlflow(
 
 
 # ---- how a run goes
+
+
+class Run:
+    """Knows which tests were to run and which have: in the one process that tells of it."""
+
+    def __init__(self) -> None:
+        self._chosen: list[str] = []
+        self._ended: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._chosen = self._chosen or [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._chosen = ids
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        missed = Counter(name.split("::")[0] for name in self._chosen if name not in self._ended)
+        if missed:
+            terminalreporter.section(f"{missed.total()} tests have not run to their end")
+            for file, number in missed.items():
+                terminalreporter.write_line(f"{number:5} of {file}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -30,7 +30,8 @@ ORDER = [
     {"zeroexp.interface"},
     {"zeroexp.measure", "zeroexp.models"},
     {"zeroexp.comm", "zeroexp.data", "zeroexp.tracking"},
-    {"zeroexp.sharding", "zeroexp.training", "zeroexp.checkpoint", "zeroexp.report"},
+    {"zeroexp.zero", "zeroexp.training", "zeroexp.checkpoint", "zeroexp.report"},
+    {"zeroexp.zero_safety"},
     {"zeroexp.engines", "zeroexp.export"},
     {"zeroexp.check"},
     {"zeroexp.plan"},
@@ -145,7 +146,7 @@ def test_the_engine_knows_no_transport():
     doors = ("base", "collectives", "facts", "sizes")
     known = {
         module.split(".")[2]
-        for path in (ROOT / "zeroexp/sharding").rglob("*.py")
+        for path in (ROOT / "zeroexp/zero").rglob("*.py")
         for _, module in imported_modules(path)
         if module.startswith("zeroexp.comm.")
     }
@@ -153,7 +154,7 @@ def test_the_engine_knows_no_transport():
 
 
 @pytest.mark.parametrize(
-    "package", ["cut", "config", "interface", "comm", "sharding", "engines", "plan"]
+    "package", ["cut", "config", "interface", "comm", "zero", "zero_safety", "engines", "plan"]
 )
 def test_imports_run_one_way_inside_a_folder_too(package):
     """No two files need each other, however far apart: a reader can begin with those that need none."""
@@ -171,25 +172,22 @@ def test_imports_run_one_way_inside_a_folder_too(package):
     assert list(TopologicalSorter(needed).static_order())  # raises CycleError
 
 
-def test_one_line_of_the_engine_names_its_refusals():
-    """So they observe it; tests/sharding/test_without_refusals.py trains without them."""
-    inside = ROOT / "zeroexp/sharding/refusals"
-    naming = [
-        (path.relative_to(ROOT).as_posix(), module)
+def test_the_engine_does_not_know_its_refusals():
+    """So they observe it; tests/zero/test_without_safety.py trains without them."""
+    inside = ROOT / "zeroexp/zero_safety"
+    naming = {
+        path.relative_to(ROOT).as_posix()
         for path in SOURCES
         if not path.is_relative_to(inside)
         for _, module in imported_modules(path)
-        if module.startswith("zeroexp.sharding.refusals")
-    ]
-    door = "zeroexp.sharding.refusals.engine_refusals"
-    assert {(path, module.removesuffix(".EngineRefusals")) for path, module in naming} == {
-        ("zeroexp/sharding/engine.py", door)
+        if module.startswith("zeroexp.zero_safety")
     }
+    assert naming == {"zeroexp/engines/sharded.py"}
 
 
 def test_the_loop_knows_no_engine():
     path = ROOT / "zeroexp/training/loop.py"
-    assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.sharding")] == []
+    assert [m for _, m in imported_modules(path) if m.startswith("zeroexp.zero")] == []
 
 
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
@@ -203,11 +201,9 @@ def depth_of(node: ast.AST) -> int:
 
 
 def test_functions_nest_three_blocks_at_most():
-    folders = {"sharding"}  # not yet
     deep = {
         f"{module_name(path)}.{node.name}"
         for path in SOURCES
-        if not folders & set(path.relative_to(ROOT).parts)
         for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef) and depth_of(node) > 3
     }
@@ -258,9 +254,10 @@ def test_collectives_are_called_in_few_files():
 @pytest.mark.parametrize(
     ("guide", "package"),
     [
-        ("docs/architecture.md", "sharding"),
+        ("docs/architecture.md", "zero"),
         ("docs/architecture.md", "comm"),
-        ("zeroexp/sharding/__init__.py", "sharding"),
+        ("zeroexp/zero/__init__.py", "zero"),
+        ("zeroexp/zero_safety/__init__.py", "zero_safety"),
         ("zeroexp/comm/__init__.py", "comm"),
     ],
 )
@@ -326,7 +323,7 @@ IMPORT_WITHOUT_LIBRARIES = """
 import sys
 for library in ("hydra", "omegaconf", "mlflow", "datasets", "submitit", "deepspeed"):
     sys.modules[library] = None
-import zeroexp.sharding, zeroexp.engines.build, zeroexp.models.module, zeroexp.training.loop
+import zeroexp.zero, zeroexp.engines.build, zeroexp.models.module, zeroexp.training.loop
 """
 
 

@@ -19,13 +19,13 @@ from tests.oracle import Recipe, assembled, configured, pieces_of
 from tests.shrunk import loss_of, shrunk
 from zeroexp.config.keys import ModelConfig
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.values import Read, fill_in, is_deferred, make_places
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models import mlp
 from zeroexp.models.deferred import CannotDefer, defer
 from zeroexp.models.module import BuiltModel, build_deferred, build_model
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.engine import Sharded
 
 FAMILIES = ["parameter", "tensor", "buffer"]
 NAMES = ["gpt2_tiny", "mixtral_tiny", "mlp_tiny", "moe_tiny", "tiny"]

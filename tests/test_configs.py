@@ -34,8 +34,8 @@ from zeroexp.config.keys import (
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Stage
 from zeroexp.models.module import build_model
-from zeroexp.sharding.options import WORDS, Options
 from zeroexp.tracking.run import read_run
+from zeroexp.zero.options import WORDS, Options
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())

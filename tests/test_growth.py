@@ -7,8 +7,8 @@ import pytest
 from benchmarks import growth
 from benchmarks.growth import Size, costs_of, growth_of, objects_a_step, too_steep
 from zeroexp.comm.collectives import Collectives
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import count_cpu_allocations
-from zeroexp.sharding.engine import Sharded
 
 LAYERS = [4, 8, 16]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.warm import Warm
 from zeroexp.process.world import World
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2"]

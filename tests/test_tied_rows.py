@@ -13,10 +13,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.models.tied_rows import keep_rows_apart
 from zeroexp.process.world import World
-from zeroexp.sharding.engine import Sharded
 
 VOCABULARY, WIDTH = 50, 6
 IDS = torch.tensor([[3, 7, 3, 49], [0, 3, 7, 1]])  # some of them more than once

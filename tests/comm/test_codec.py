@@ -17,7 +17,7 @@ from zeroexp.comm.direct import Direct
 from zeroexp.comm.facts import Facts
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 RECIPE = Recipe(steps=2)
 

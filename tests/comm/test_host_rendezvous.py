@@ -18,9 +18,9 @@ from zeroexp.comm.base import GatherPart
 from zeroexp.comm.collectives import Collectives
 from zeroexp.comm.host_rendezvous import TOKEN_BYTES, Listener, connect
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.process.world import World, barrier
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 
 def call(address: str, words: bytes) -> socket.socket:

@@ -15,10 +15,10 @@ from torch import nn
 from benchmarks.growth import Dispatched, fsdp2, ours, take_step
 from tests.comm.asked import LISTS, asking
 from zeroexp.comm.collectives import take_traffic
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import Strategy
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.engine import Sharded
+from zeroexp.zero.options import Dtypes
 
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units

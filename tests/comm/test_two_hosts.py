@@ -20,10 +20,10 @@ from tests.oracle import (
 from tests.strategies.engine import Ours
 from zeroexp.comm import shared_memory
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 RECIPE = Recipe(world_size=3)
 

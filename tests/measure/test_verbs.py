@@ -11,13 +11,13 @@ from torch import nn
 from tests.measure.test_clock import Seconds
 from zeroexp.comm.base import Pending
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure import verb_seconds
 from zeroexp.measure.record import VerbSeconds
 from zeroexp.measure.verb_seconds import meter, sum_up_moves, timed_as_verb
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tests.composing import composed
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
 from zeroexp.plan.closed_forms import (
@@ -28,10 +29,8 @@ from zeroexp.plan.closed_forms import (
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.process.world import World, barrier, fake_world
-from zeroexp.sharding.dtypes import DTYPES, Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.grouping import stage_for_world
-from zeroexp.sharding.options import MIB, Options
+from zeroexp.zero.grouping import stage_for_world
+from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options
 
 NUM_BLOCKS = 4
 WORDS = 11

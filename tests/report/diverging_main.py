@@ -11,7 +11,7 @@ from zeroexp.comm import direct
 from zeroexp.comm.shared_memory import SharedChannel
 from zeroexp.process import progress
 from zeroexp.run import rank
-from zeroexp.sharding.unit import Unit
+from zeroexp.zero.unit import Unit
 
 BUG_IN_STEP = 1
 prepare = rank.prepare

@@ -224,7 +224,7 @@ def ranks_with_different_models(lab: Lab, kind: str) -> None:
 )
 def ranks_with_different_settings(lab: Lab, kind: str) -> None:
     """A script that reads its settings from each machine's own file: rank 0's are meant, or it is refused."""
-    from zeroexp.sharding.dtypes import Dtypes
+    from zeroexp.zero.options import Dtypes
 
     model, other = Net(), lab.ranks[0] != 0
     if kind == "blocks":

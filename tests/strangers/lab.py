@@ -30,10 +30,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.oracle import assembled
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 WIDTH, CLASSES, SAMPLES, VOCABULARY, SEQ_LEN = 6, 3, 4, 11, 5
 # What a message says that tells how to read weights, and not that they were written.

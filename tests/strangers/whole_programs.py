@@ -25,11 +25,10 @@ from tests.strangers.lab import (
 )
 from tests.strangers.models import Block, Language, Net
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import merge
 from zeroexp.process import world as worlds
-from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Dtypes, Options
 
 ODD_WORLDS = (
     Setting("zero3"),

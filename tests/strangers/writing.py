@@ -159,7 +159,7 @@ def loaded_by_assignment(lab: Lab) -> None:
 @scenario()
 def loaded_with_a_master_of_another_dtype(lab: Lab) -> None:
     """The next step would cast the old master over what was loaded."""
-    from zeroexp.sharding.dtypes import Dtypes
+    from zeroexp.zero.options import Dtypes
 
     t = lab.wrap(Net(), dtypes=Dtypes(torch.float32, torch.float32, torch.float64))
     lab.train(t, steps=[0])

@@ -22,7 +22,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-from zeroexp.sharding.options import MIB, Options
+from zeroexp.zero.options import MIB, Options
 
 MISSING = (
     "skip"  # what a parameter gets of which no rank has a gradient: zeros | skip (tests/oracle.py)

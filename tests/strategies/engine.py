@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from tests.oracle import PRECISIONS, Recipe
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-from zeroexp.sharding.dtypes import DTYPES, Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.engine import Engine
+from zeroexp.zero.options import DTYPES, Dtypes, Options
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Ours:
 
     stage: str
     options: Options
+    kind: type[Engine] = Sharded
 
-    def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Sharded:
+    def __call__(self, built: BuiltModel, recipe: Recipe, world: World) -> Engine:
         config, precision = recipe.optimizer_config(), PRECISIONS[recipe.precision]
         dtypes = (precision.compute, precision.reduce, precision.master)
-        return Sharded(
+        return self.kind(
             built.module,
             blocks=built.blocks,
             stage=STAGES[self.stage],

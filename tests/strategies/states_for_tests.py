@@ -14,13 +14,12 @@ from tests.oracle import Recipe
 from zeroexp.checkpoint.load import load
 from zeroexp.checkpoint.save import Saver
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.engines.torch_fsdp2 import TorchFSDP2
 from zeroexp.interface.strategy import Strategy
 from zeroexp.process.world import World
-from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Dtypes, Options
 
 
 class Net(nn.Module):

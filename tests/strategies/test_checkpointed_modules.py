@@ -26,7 +26,7 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import BuiltModel, build_model
 from zeroexp.process.world import World
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 2
 

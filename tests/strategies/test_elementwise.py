@@ -21,10 +21,10 @@ from tests.optimizers_for_tests import (
     TrustRatio,
 )
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.elementwise import refuse_unless_elementwise
 from zeroexp.process.world import fake_world
-from zeroexp.sharding.dtypes import Dtypes
-from zeroexp.sharding.engine import Sharded
+from zeroexp.zero.options import Dtypes
 
 
 def matrices():

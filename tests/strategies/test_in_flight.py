@@ -25,12 +25,12 @@ from tests.oracle import (
 from tests.strategies.engine import Ours
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
 from zeroexp.interface.canonical import canonical_whole, merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

@@ -10,7 +10,7 @@ import pytest
 from tests.models_for_tests import MANY_WORDS, SAMPLES, SEQ_LEN, WIDTH
 from tests.strategies.test_parity import AXES, check
 from zeroexp.cut.stage import STAGES
-from zeroexp.sharding.options import MIB
+from zeroexp.zero.options import MIB
 
 PLAIN = {name: values[0] for name, values in AXES.items()}
 every_stage = pytest.mark.parametrize("stage", list(STAGES))

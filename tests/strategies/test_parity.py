@@ -34,7 +34,7 @@ from tests.strategies.pairwise import Row, pairwise
 from zeroexp.cut.stage import STAGES
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World
-from zeroexp.sharding.options import MIB, Options
+from zeroexp.zero.options import MIB, Options
 
 AXES: dict[str, Sequence[Any]] = {
     "stage": list(STAGES),

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, build_engine, model_config
+from zeroexp.engines.sharded import Sharded
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.models.loss import loss_sum
 from zeroexp.models.module import build_model
 from zeroexp.process.world import World, barrier
-from zeroexp.sharding.engine import Sharded
 
 CPU = torch.device("cpu")
 MODEL = "small"

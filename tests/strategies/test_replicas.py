@@ -33,7 +33,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.interface.canonical import merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.process.world import World, fake_world
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 STAGES_IN_GROUPS = [name for name in STAGES if name != "ddp"]
 MESH: dict[str, Any] = {**AXES, "stage": STAGES_IN_GROUPS, "world_size": [4], "replicas": [2]}

@@ -18,7 +18,7 @@ from tests.strategies.engine import Ours
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.models.module import build_model
 from zeroexp.process.world import World
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import Options
 
 RANKS, STEPS = 2, 2
 NAMES = [name for name in options("model") if name != "hf"]

@@ -15,7 +15,7 @@ from zeroexp.models.blocks import list_names
 from zeroexp.models.checkpointing import operators_of
 from zeroexp.models.fused_experts import check_experts
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.sharding.dtypes import DTYPES
+from zeroexp.zero.options import DTYPES
 
 # Libraries raise these when they cannot build a model from a number; the message goes behind our key.
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError)

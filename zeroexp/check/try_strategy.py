@@ -10,7 +10,7 @@ from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.sharding.grouping import group_parameters, specs_of
+from zeroexp.zero.grouping import group_parameters, specs_of
 
 
 def refused_strategy(config: Config) -> str | None:

@@ -154,7 +154,7 @@ class StrategyConfig:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine
 
 
-# What `of_engine` has declared, by name. Options of zeroexp/sharding has the same choices and defaults.
+# What `of_engine` has declared, by name. Options of zeroexp/zero has the same choices and defaults.
 ENGINE_SETTINGS = {item.name: item.metadata for item in fields(StrategyConfig) if item.metadata}
 
 

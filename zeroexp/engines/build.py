@@ -11,13 +11,12 @@ from zeroexp.config.keys import AUTO, TORCH_DDP, Config, ConfigError, StrategyCo
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
+from zeroexp.engines.sharded import Sharded
 from zeroexp.engines.torch_ddp import TorchDDP
 from zeroexp.interface.strategy import Strategy
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-from zeroexp.sharding.dtypes import DTYPES, Dtypes
-from zeroexp.sharding.engine import Sharded
-from zeroexp.sharding.options import Options
+from zeroexp.zero.options import DTYPES, Dtypes, Options
 
 MEMBERS = (*Strategy.__annotations__, *(n for n in vars(Strategy) if not n.startswith("_")))
 

@@ -39,7 +39,7 @@ from zeroexp.interface.strategy import (
 from zeroexp.interface.values import Values
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
-from zeroexp.sharding.dtypes import Dtypes
+from zeroexp.zero.options import Dtypes
 
 
 class TorchFSDP2:

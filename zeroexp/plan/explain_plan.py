@@ -20,7 +20,7 @@ from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import planned_changes
 from zeroexp.plan.text_table import WIDTH, mib, wrapped
-from zeroexp.sharding.grouping import group_parameters
+from zeroexp.zero.grouping import group_parameters
 
 NUM_LARGEST = 3
 

@@ -23,8 +23,8 @@ from zeroexp.plan.closed_forms import (
     ShardedForm,
 )
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
-from zeroexp.sharding.grouping import group_parameters, specs_of, stage_for_world
-from zeroexp.sharding.options import settle_options
+from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
+from zeroexp.zero.options import settle_options
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
 

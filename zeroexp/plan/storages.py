@@ -13,7 +13,7 @@ two does not. So the peak of each half of a phase is told.
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
 `peaks` goes through them again once the phase is over.
 
-[Note: guarded parameters] While an engine guards a parameter (sharding/guard.py), it has another class, by which
+[Note: guarded parameters] While an engine guards a parameter (zero_safety/guard.py), it has another class, by which
 FakeTensorMode does not know it as fake. To give it a gradient is to ask for its device, which is answered here.
 """
 

@@ -50,7 +50,6 @@ from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 from zeroexp.run import bucket_size
-from zeroexp.sharding.dtypes import DTYPES
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
     RecordWriter,
@@ -61,6 +60,7 @@ from zeroexp.tracking.files import (
 )
 from zeroexp.training.agree_to_stop import ASKS_TO_STOP, SAVED, Stop
 from zeroexp.training.loop import train
+from zeroexp.zero.options import DTYPES
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 PEER_SECONDS = 600.0

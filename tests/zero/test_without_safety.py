@@ -1,0 +1,27 @@
+"""zero_safety/ observes and decides nothing: without it the engine trains the same model from right code."""
+
+from tests.oracle import Outcome, Recipe, assert_same, outcome_of, train_on_ranks, train_oracle
+from tests.strategies.engine import Ours
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.process.world import World
+from zeroexp.zero.engine import Engine
+from zeroexp.zero.options import Options
+
+RECIPE = Recipe(optimizer="adamw", max_grad_norm=1e6)  # never reached
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def train_unobserved(world: World) -> list[tuple[Outcome, CanonicalState]]:
+    return [
+        train_on_ranks(world, RECIPE, Ours(stage, Options(family="parameter"), kind=Engine))
+        for stage in STAGES
+    ]
+
+
+def test_the_engine_trains_the_same_model_unobserved(ranks):
+    """That no other file imports zero_safety/, so that it could be deleted, test_architecture.py says."""
+    answers = ranks(train_unobserved, world_size=2)
+    for index, stage in enumerate(STAGES):
+        outcome = outcome_of([answer[index] for answer in answers])
+        assert_same(outcome, train_oracle(RECIPE))
+        assert outcome.losses, stage

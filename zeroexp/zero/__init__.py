@@ -1,0 +1,50 @@
+"""This folder is ZeRO, written by hand: one engine runs every stage, and a stage is a row of three placements.
+
+Compute needs parameters *replicated*; backward leaves gradients *partial*, a summand on every rank; the optimizer needs
+gradient and weight *where its state rests*. P, G, O say where parameters, gradients and optimizer state rest between
+uses. Every collective takes a tensor from where it rests to where it is needed next:
+
+    moment          verb       change          ddp         zero1_      zero1        zero2        zero3
+                                                           allreduce
+                                               R,R,R       R,R,S       R,partial,S  R,S,S        S,S,S
+    before use *    gather     P -> replicate  -           -           -            -            all-gather
+    after use *     free       replicate -> P  -           -           -            -            drop
+    gradients ready reduce     partial -> G    all-reduce  all-reduce  -            red.-scatter red.-scatter
+    before step     hand_over  G -> O          -           own slice   red.-scatter -            -
+    optimizer step  (torch's)  on its pieces   all         1/N         1/N          1/N          1/N
+    after step      publish    O -> P          -           all-gather  all-gather   all-gather   -
+    bytes sent, x P (N-1)/N                    2           3           2            2            3
+
+    * in forward, and again in backward
+
+With replicas N is the size of a group of ranks, and what its ranks have summed is summed between groups in the last
+microbatch (zeroexp/comm/replicas.py). Nothing else changes.
+
+The drawing shows what each of two ranks holds after backward (# held, . not held; the optimizer has two moments):
+
+                 zero1                  zero2                  zero3
+    rank 0       P ########  G ########  P ########  G ####....  P ####....  G ####....
+                 O ####....              O ####....              O ####....
+    rank 1       P ########  G ########  P ########  G ....####  P ....####  G ....####
+                 O ....####              O ....####              O ....####
+
+Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imports run in the order of this list.
+
+    options.py          dtypes of parameters, gradients and masters; how a stage is carried out
+    grouping.py         which parameters of a module move together
+    held.py *           what memory a rank holds of one chunk: piece, gathered parameters, masters
+    gradients.py        one chunk's gradients, from autograd to the optimizer
+    unit.py *           what moves together: the five verbs
+    observer.py         events of the engine; zero_safety/ is an observer, which raises where code around the engine
+                        would train another model without a word
+    build.py            ranks start alike; units are cut and filled
+    gathers.py          units are gathered when they are needed, and ahead in the order of the microbatch before; freed
+    schedule.py *       events in a module become verbs, in an order that all ranks agree on
+    hooks.py            reports the events, and what autograd saves of gathered parameters
+    whole.py            every parameter shown whole
+    norm.py             the sum over ranks before a step: norm of the gradients, and who has one
+    state_dict.py       weights and moments as canonical pieces, and back
+    engine.py *         microbatch, backward and step: the verbs in their order
+
+Bytes move in `zeroexp/comm/`; `zeroexp/plan/closed_forms.py` predicts what a step sends and holds.
+"""

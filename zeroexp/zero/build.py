@@ -1,0 +1,214 @@
+"""How an engine is built: ranks start alike, each unit is cut, its memory allocated, its values moved there."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import slot_bytes, slot_bytes_of_sums
+from zeroexp.cut.chunk import FROZEN, Chunk
+from zeroexp.cut.layout import LAYOUTS, Units, lay_out
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.values import Read, Values
+from zeroexp.process import world as worlds
+from zeroexp.zero.grouping import Group, specs_of
+from zeroexp.zero.held import Held, allocate
+from zeroexp.zero.observer import Observer
+from zeroexp.zero.options import Dtypes, Options, SettledOptions
+from zeroexp.zero.unit import Unit
+
+ELEMENTS_AT_ONCE = 1 << 18  # what a sum of bits takes at once, since it needs 16 bytes for each
+
+
+def start_alike(
+    module: nn.Module,
+    settings: Sequence[Any],
+    param_groups: Sequence[dict[str, Any]],
+    values: Values | None,
+    wire: Collectives,
+) -> None:
+    """Give all ranks the weights of rank 0. Raises ValueError on all of them if settings or models differ."""
+    agree_on_settings([*settings, describe_param_groups(module, param_groups)], wire)
+    agree_on_weights(module, wire, values)
+
+
+def describe_param_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> str:
+    """Return words for the parameter groups, which must be equal on every rank."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return repr(
+        [
+            {k: [names[p] for p in v] if k == "params" else v for k, v in group.items()}
+            for group in param_groups
+        ]
+    )
+
+
+def agree_on_settings(settings: Sequence[Any], wire: Collectives) -> None:
+    """Raise ValueError on all ranks if they were given different settings."""
+    if not wire.same_everywhere(zlib.crc32(repr(settings).encode())):
+        raise ValueError(
+            "ranks were given different settings (stage, options, dtypes, max_grad_norm, blocks or param_groups): "
+            f"give the same on each; here {settings[0]}, {settings[1]}"
+        )
+
+
+def agree_on_weights(module: nn.Module, wire: Collectives, values: Values | None = None) -> None:
+    """Give every rank the weights of rank 0, as DistributedDataParallel does; they are sent only if they differ.
+
+    Raises ValueError where names, shapes, dtypes or `requires_grad` differ, and where `values` do, since no rank has
+    them all.
+    """
+    if wire.world.size == 1 or wire.world.is_fake:
+        return
+    shapes = [
+        f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
+        for name, p in module.named_parameters()
+    ]
+    if not wire.same_everywhere(zlib.crc32("\n".join(shapes).encode())):
+        raise ValueError(
+            "ranks have different models (names, shapes, dtypes or what is frozen): build the same model on each"
+        )
+    tensors: list[Tensor] = list(module.buffers())
+    if values is None:
+        tensors += module.parameters()
+    elif not wire.same_everywhere(values.fingerprint()):
+        raise ValueError(
+            "ranks would start from different weights: give each the same seed and the same files"
+        )
+    sums = [sum_of_bits(tensor) for tensor in tensors]
+    if wire.same_everywhere(zlib.crc32(repr(sums).encode())):
+        return
+    if wire.world.rank == 0:
+        warnings.warn("ranks start from different weights: all take those of rank 0", stacklevel=4)
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        worlds.broadcast(whole)
+        tensor.detach().copy_(whole)
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return a sum over the bits of the values, each times its place; other values almost certainly have another sum.
+
+    A plain sum would be that of the same values in another order too. Products and sums wrap around.
+    """
+    flat = tensor.detach().reshape(-1)
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.itemsize, torch.uint8)
+    total = 0
+    for index, part in enumerate(flat.view(as_integers).split(ELEMENTS_AT_ONCE)):
+        places = torch.arange(1, len(part) + 1, device=part.device)
+        total += (2 * index + 1) * int((places * part).sum())
+    return total
+
+
+def make_units(
+    groups: Sequence[Group],
+    stage: Stage,
+    options: Options,
+    settled: SettledOptions,
+    dtypes: Dtypes,
+    wire: Collectives,
+    observer: Observer,
+    values: Values | None = None,
+) -> list[Unit]:
+    """Cut every group and move its parameters, or their `values`, to where they rest."""
+    specs = [specs_of(group) for group in groups]
+    layout = _agreed_layout(options.family, specs, options.owners, wire)
+    bucket_bytes = settled.bucket_bytes
+    _reserve(layout, stage, dtypes, wire, bucket_bytes)
+    units: list[Unit] = []
+    for group, chunks in zip(groups, layout, strict=True):
+        held: list[Held] = []
+        for chunk in chunks:
+            held.append(allocate(chunk, group.parameters, stage, dtypes, wire, observer.shown))
+            _move_into(held[-1], deferred=values is not None)
+            observer.held(held[-1])
+        units.append(Unit(group.name, held, stage, dtypes, wire, bucket_bytes))
+    if values is not None:
+        _load_values(values, units)
+    for unit in units:
+        unit.rest()
+    return units
+
+
+def _agreed_layout(
+    family: str, specs: Units, owners: str, wire: Collectives
+) -> list[tuple[Chunk, ...]]:
+    """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
+    size, layout, refusal = wire.group.size, [], None
+    try:
+        layout = lay_out(family, specs, size, owners=owners)
+    except ValueError as error:
+        refusal = error
+    if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
+        rule = f"strategy.owners={owners} or its layout" if LAYOUTS[family].has_owners else "it"
+        raise ValueError(
+            f"strategy.implementation={family}: ranks cut the parameters differently: {rule} must follow from names, "
+            "sizes and the number of ranks alone (`hash` of a text, pids, time and unseeded chance differ by rank)"
+        )
+    if refusal is not None:
+        raise refusal
+    return layout
+
+
+def _move_into(held: Held, *, deferred: bool) -> None:
+    """Copy what the parameters hold, if anything, to where it rests; whole ones become views of that memory."""
+    if not deferred:
+        for member, parameter in enumerate(held.parameters):
+            held.write_parameter(member, _ranges_of(parameter))
+    if held.full is not None:
+        held.views = held.views_of(held.full)
+        for parameter, view in zip(held.parameters, held.views, strict=True):
+            parameter.data = view
+
+
+def _reserve(
+    layout: Sequence[Sequence[Chunk]],
+    stage: Stage,
+    dtypes: Dtypes,
+    wire: Collectives,
+    bucket_bytes: int | None,
+) -> None:
+    """Announce the bytes of each tensor of parameters at rest, and of the largest reductions of a unit in flight."""
+    rank = wire.group.rank
+    sharded = stage.parameters is Placement.SHARD
+    resting = [
+        (chunk.section_numel(rank) if sharded else chunk.padded_numel) * dtypes.compute.itemsize
+        for chunks in layout
+        for chunk in chunks
+    ]
+    trainable = [[chunk for chunk in chunks if chunk.kind != FROZEN] for chunks in layout]
+    itemsize, holders = dtypes.reduce.itemsize, wire.holders
+    wire.reserve(
+        resting,
+        slot_bytes(trainable, stage, rank, itemsize, bucket_bytes),
+        slot_bytes_of_sums(trainable, (rank, holders.rank), holders.size, itemsize, bucket_bytes),
+    )
+
+
+def _load_values(values: Values, units: Sequence[Unit]) -> None:
+    """Fill parameters that had no values yet, one after the other, with what this rank holds of each."""
+    places = {
+        member.name: (held, index)
+        for unit in units
+        for held in unit.chunks
+        for index, member in enumerate(held.chunk.members)
+    }
+    for name, read in values:
+        if name in places:  # no unit holds an empty parameter
+            held, member = places.pop(name)
+            held.write_parameter(member, read)
+    if places:
+        raise ValueError(
+            f"values: there are none of {next(iter(places))}; give those of every parameter"
+        )
+
+
+def _ranges_of(parameter: nn.Parameter) -> Read:
+    flat = parameter.detach().reshape(-1)
+    return lambda start, stop: flat[start:stop]

@@ -1,0 +1,264 @@
+"""The engine: microbatch, backward and step. Every hand-written stage and implementation is this one class.
+
+ZeRO-1, -2 and -3 differ in the `Stage` that the engine is given; parameter-, tensor- and buffer-level differ in the
+family of its layout. The step below is the whole algorithm; the other files of this folder define its verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.stage import Stage
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import WEIGHT
+from zeroexp.interface.elementwise import make_optimizer
+from zeroexp.interface.load_state import load_state
+from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.strategy import (
+    CanonicalState,
+    CanonicalTensor,
+    ModelStates,
+    OptimizerFactory,
+)
+from zeroexp.interface.values import Values, make_places
+from zeroexp.process.world import World
+from zeroexp.zero.build import make_units, start_alike
+from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
+from zeroexp.zero.held import unguarded
+from zeroexp.zero.hooks import SavedViews, attach
+from zeroexp.zero.norm import GradientNorm
+from zeroexp.zero.observer import Observer
+from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
+from zeroexp.zero.schedule import Schedule
+from zeroexp.zero.state_dict import canonical_state, held_elements
+from zeroexp.zero.unit import MasterGradient, Unit
+from zeroexp.zero.whole import gathered
+
+
+class Engine:
+    """The engine trains `module` under one stage. The optimizer sees this rank's pieces only.
+
+    Callers may read the parts `units` and `wire`, and must not change them.
+    """
+
+    observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        blocks: Sequence[str],
+        stage: Stage,
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        world: World,
+        dtypes: Dtypes | None = None,
+        max_grad_norm: float | None = None,
+        options: Options | None = None,
+        values: Values | None = None,
+    ):
+        """Build the engine. `values` are what the parameters of a module on meta are to hold."""
+        options = options or Options()
+        param_groups = groups_of_lists(param_groups, optimizer_factory)
+        self._observer = self.observed_by()
+        self._observer.building(
+            module,
+            blocks,
+            param_groups,
+            optimizer_factory,
+            stage,
+            options,
+            max_grad_norm,
+            values,
+            world,
+        )
+        dtypes = dtypes or own_dtypes(module)
+        stage = stage_for_world(stage, world.size)
+        if values is not None:
+            make_places(module, world.device)
+        # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
+        self.model = module if world.is_fake else module.to(world.device)
+        self._stage = stage
+        self._max_grad_norm = max_grad_norm
+        self.wire = Collectives(world, transport=options.transport, replicas=options.replicas)
+        settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
+        start_alike(self.model, settings, param_groups, values, self.wire)
+        self._buffers = Buffers(module, world)
+        self.wire.connect()
+        settled = settle_options(options, stage, self.wire.facts, world.size)
+        self.settings = settled.as_record(options, stage, self.wire.facts)
+        if self.wire.facts_between is not None:
+            self.settings["transport_between_replicas"] = self.wire.facts_between.name
+        groups = group_parameters(module, blocks, options.unit)
+        self.units = make_units(
+            groups, stage, options, settled, dtypes, self.wire, self._observer, values
+        )
+        self._schedule = Schedule(self.units, self.wire, options, settled, self._observer)
+        self._saved = SavedViews(self._schedule)
+        for unit, group in zip(self.units, groups, strict=True):
+            attach(unit, group.module, self._schedule, self._observer)
+        self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
+        masters = _masters_in_groups(self.units, param_groups)
+        self.optimizer = make_optimizer(optimizer_factory, masters)
+        self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
+        self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        self._observer.begin_microbatch()
+        self._schedule.begin_microbatch(last=last)
+        try:
+            with self._saved.watch():
+                yield
+            self._schedule.end_microbatch()
+        except BaseException:
+            self._schedule.abandon_microbatch()
+            raise
+
+    def backward(self, loss: Tensor) -> None:
+        with self._schedule.closing_backward(loss):
+            loss.backward()
+        self._observer.backward_ended()
+
+    @contextmanager
+    def gathered(self, *, write: bool = False) -> Iterator[None]:
+        """Show all parameters whole inside; all ranks enter and leave together, see whole.py."""
+        with (
+            self._observer.gathered(write=write, in_microbatch=self._schedule.in_microbatch),
+            gathered(self.units, self._schedule, self.wire, write=write),
+        ):
+            yield
+
+    def step(self, *, drain: bool = False) -> Tensor:
+        """Hand over the reduced gradients, clip, update all masters at once, publish unit by unit; return the norm."""
+        self._observer.step(is_gathered=any(unit.is_pinned for unit in self.units))
+        self._schedule.drain()
+        handed = [each for unit in self.units for each in unit.hand_over()]
+        self.wire.quiesce()
+        sums = GradientNorm(
+            self._trainable, handed, self._stage, self.wire, self._gradient_presence()
+        )
+        sums.expect_same_gathers()
+        scale = None
+        # Without clipping the sum of the norm may arrive during the update.
+        if self._max_grad_norm is not None:
+            scale = self._clip_scale(sums.norm(), self._max_grad_norm)
+        self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
+        for unit in self.units:  # to drain is to free what was gathered ahead
+            self._schedule.gathers.publish(unit, ahead=not drain)
+        # A backward of a forward from before this step then raises, as in torch.
+        if not self._schedule.gathers.sharded:
+            torch.autograd.graph.increment_version(self._trainable)
+        self._buffers.share()
+        # Code in C++ (scripted, traced) is seen by no guard: it would read weights that are on their way.
+        self._schedule.gathers.await_published()
+        self._observer.weights_changed(stepped=True)
+        if drain:
+            self.drain()
+        return sums.norm()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients; `model.zero_grad()` and `optimizer.zero_grad()` call this too."""
+        for unit in self.units:
+            unit.zero_grad()
+        self._observer.zero_grad()
+
+    def drain(self) -> None:
+        """Wait for everything in flight; afterwards the parameters may be read outside of `model`.
+
+        Like `model_states` and `state_dict` it concerns this rank alone: one rank may call it where others do not.
+        """
+        self._schedule.wait()
+
+    def model_states(self) -> ModelStates:
+        self.drain()
+        states = ModelStates(hidden_bytes=self.wire.staging_bytes)
+        for unit in self.units:
+            for kind, tensors in unit.states().items():
+                getattr(states, kind).extend(tensors)
+        for state in self.optimizer.state.values():
+            states.optimizer.extend(v for v in state.values() if isinstance(v, Tensor))
+        return states
+
+    def state_dict(self) -> CanonicalState:
+        self.drain()
+        state = canonical_state(
+            self.units,
+            self._stage,
+            self.optimizer,
+            self.wire,
+            self._python,
+            self._buffers,
+        )
+        for name, parameter in self.model.named_parameters():
+            if not parameter.numel():  # no unit holds an empty parameter
+                state[name] = {WEIGHT: CanonicalTensor(tuple(parameter.shape), parameter.dtype, [])}
+        return state
+
+    def load_state_dict(self, state: CanonicalState) -> None:
+        self._schedule.drain()
+        load_state(
+            state,
+            held_elements(self.units),
+            names=[name for name, _ in self.model.named_parameters()],
+            optimizer=self.optimizer,
+            python=self._python,
+            buffers=self._buffers,
+            same_everywhere=self.wire.same_everywhere,
+            before_writes=self.wire.quiesce,
+        )
+        for unit in self.units:
+            self._schedule.gathers.publish(unit)
+        self._schedule.drain()
+        self._observer.weights_changed()
+
+    def _gradient_presence(self) -> list[bool]:
+        return [present for unit in self.units for present in unit.gradient_presence()]
+
+    def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
+        """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # Elsewhere reading the value would stop the stream.
+        on_host = norm.device.type == "cpu" and not self.wire.world.is_fake
+        return None if on_host and float(scale) == 1.0 else scale
+
+    def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
+        """Run one step of the optimizer on all masters that have a gradient."""
+        if scale is not None and handed:
+            gradients = [each.gradient for each in handed]
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        with unguarded():
+            for each in handed:
+                each.master.grad = each.gradient
+        try:
+            with self._observer.updating():
+                self.optimizer.step()
+        finally:
+            with unguarded():
+                for each in handed:
+                    each.master.grad = None
+
+
+def _masters_in_groups(
+    units: Sequence[Unit], param_groups: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the user's parameter groups, each parameter replaced by the masters that this rank holds of it."""
+    masters: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for unit in units:
+        for parameter, master in unit.parameters_with_masters():
+            masters.setdefault(parameter, []).append(master)
+    return [
+        {**group, "params": [m for p in group["params"] for m in masters.get(p, ())]}
+        for group in param_groups
+    ]
+
+
+def _names_in_groups(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    named = {parameter: name for name, parameter in module.named_parameters()}
+    return [[named[p] for p in group["params"] if p in named] for group in param_groups]

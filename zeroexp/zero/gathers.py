@@ -1,0 +1,158 @@
+"""Parameters that rest sharded are gathered when they are needed, and ahead; they are freed when they are not.
+
+    compute         block 0        block 1        block 2
+    all-gather        gather 1 ....  gather 2 ....  gather 3 ...
+
+The order of gathers repeats itself, microbatch after microbatch: the first one records it, and units are gathered ahead
+in it. A wrong guess costs a gather and never a wrong result: the unit is freed when the microbatch ends.
+
+[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In that of
+microbatches they would follow the last backward, and every further step would gather the root in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from zeroexp.zero.held import Residence
+from zeroexp.zero.unit import Unit
+
+NO_TASK = -1  # autograd's task id where no backward runs
+
+
+class GatherOrder:
+    """The order of gathers that the following microbatches are expected to repeat."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        # Index of the first unit that backward needed: forward gathers none ahead from there on, since these would lie
+        # beside the logits.
+        self._turn: int | None = None
+        self._position = 0
+        self._lost = False
+
+    def rewind(self) -> None:
+        if self._lost:
+            self.units, self._turn = [], None
+        self._position = 0
+        self._lost = False
+
+    def record(self, unit: Unit) -> None:
+        """Record that `unit` is needed now. An unexpected unit switches guessing off until the next microbatch."""
+        if self._lost:
+            return
+        if current_task() != NO_TASK and self._turn is None:
+            self._turn = self._position
+        if self._position == len(self.units):
+            self.units.append(unit)
+        self._lost = self.units[self._position] is not unit
+        self._position += not self._lost
+
+    def units_after(self, depth: int) -> list[Unit]:
+        stop = self._position + depth
+        if self._turn is not None and self._position <= self._turn:
+            stop = min(stop, self._turn)
+        return [] if self._lost else self.units[self._position : stop]
+
+    def first_units(self, depth: int) -> list[Unit]:
+        return [] if self._lost else self.units[:depth]
+
+
+class Gathers:
+    """The gathers of the units of one engine."""
+
+    def __init__(self, units: Sequence[Unit], *, depth: int, overlap: bool):
+        """Gather `depth` units ahead; without `overlap` wait for each move at once."""
+        self.sharded = [unit for unit in units if unit.is_sharded]
+        self.in_use: set[Unit] = set()  # sharded units whose parameters are in use
+        # [Note: two orders]
+        self.order_of_microbatch, self._order_outside = GatherOrder(), GatherOrder()
+        self._order = self._order_outside
+        self.depth = depth
+        self._replicated = [unit for unit in units if not unit.is_sharded]
+        self._overlap = overlap
+
+    def begin_pass(self, *, in_microbatch: bool) -> None:
+        """Expect the gathers of the last microbatch again, or of the last forward outside of one."""
+        self._order = self.order_of_microbatch if in_microbatch else self._order_outside
+        self._order.rewind()
+
+    def end_microbatch(self) -> None:
+        self._order = self._order_outside
+        self._free_unused()
+
+    def make_ready(self, unit: Unit) -> None:
+        """Return when the unit's parameters can be used; they stay until the unit is freed."""
+        if unit.is_sharded and unit not in self.in_use:
+            self._order.record(unit)
+            self.in_use.add(unit)
+            self._gather(unit)
+            for ahead in self._order.units_after(self.depth):
+                self._gather(ahead)
+        unit.arrive()
+
+    def free(self, unit: Unit) -> None:
+        """Free the unit if it is in use."""
+        if unit in self.in_use:
+            self.in_use.remove(unit)
+            unit.free()
+
+    def abandon_microbatch(self) -> None:
+        """Free everything after an exception."""
+        self.in_use.clear()
+        self._free_unused()
+
+    def publish(self, unit: Unit, *, ahead: bool = True) -> None:
+        """Start O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already."""
+        unit.publish()
+        if not self._overlap:
+            unit.arrive()
+        if ahead and self.depth and unit in self.order_of_microbatch.first_units(1 + self.depth):
+            self._gather(unit)
+
+    def await_published(self) -> None:
+        """Return when all parameters that rest replicated are there."""
+        for unit in self._replicated:
+            unit.arrive()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; what was gathered ahead stays for its use."""
+        self.await_published()
+        for unit in self.sharded:
+            unit.wait()
+
+    def drain(self) -> None:
+        """Return when nothing is in flight and nothing is gathered ahead; what is in use stays."""
+        self.wait()
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        """Free what was gathered ahead; what is in use stays."""
+        for unit in self.sharded:
+            if unit not in self.in_use:
+                unit.free()
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.residence is Residence.FREED:  # else it was gathered ahead
+            _refuse_in_transform(unit)
+            unit.gather()
+            if not self._overlap:
+                unit.arrive()
+
+
+def current_task() -> int:
+    """Return autograd's task id of the backward that runs in this thread, or NO_TASK."""
+    return torch._C._current_graph_task_id()
+
+
+def _refuse_in_transform(unit: Unit) -> None:
+    """Raise RuntimeError inside of a transform that differentiates, which would wrap what is gathered."""
+    levels = get_interpreter_stack() or []
+    if any(level.key() != TransformType.Vmap for level in levels):
+        raise RuntimeError(
+            f"{unit} is freed, and a transform of torch.func (grad, vjp, jvp, jacrev) uses it: put `with "
+            "strategy.gathered():` around the transform, outside of a microbatch, or use zero2"
+        )

@@ -1,0 +1,153 @@
+"""Gradients of one chunk, from where autograd leaves them to where the optimizer takes them.
+
+    parameter.grad ──take──▶ whole gradient ──a bucket at a time──▶ sum of all ranks, where it rests
+
+A whole gradient is dropped when the last of its elements is on its way, unless it rests partial. The reductions of a
+microbatch cover each element once, so the number of reduced elements tells a first sum, which is written, from a later
+one, which is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroexp.comm.base import ReducePart
+from zeroexp.cut.bucket import Slice
+from zeroexp.cut.chunk import Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.process.world import World
+from zeroexp.zero.held import Held, unguarded
+from zeroexp.zero.options import Dtypes
+
+Keep = Callable[[], None]
+
+
+class Gradients:
+    """All gradients of one chunk under one stage."""
+
+    def __init__(self, held: Held, stage: Stage, dtypes: Dtypes, world: World):
+        self._chunk = held.chunk
+        self._parameters = held.parameters
+        self._owned = held.owned
+        self._span_of = held.span_of
+        self._rank, self._device = world.rank, world.device
+        self._rests = stage.gradients
+        self._dtype = dtypes.reduce
+        # Whether sums lie in the whole gradients, which stay anyway.
+        self._in_place = self._rests is Placement.PARTIAL or world.size == 1
+        for parameter in self._parameters:
+            # Autograd adds up the gradients of microbatches, and bfloat16 keeps three digits of a sum.
+            parameter.grad_dtype = torch.promote_types(dtypes.compute, dtypes.reduce)
+        self._whole: dict[int, Tensor] = {}  # whole gradients by member
+        self._sums: dict[int, Tensor] = {}  # sums by owned span; all-reduced sums by member
+        self._num_reduced = 0  # elements reduced since `clear`
+        # For each parameter, whether it got a gradient on this rank since `clear`.
+        self.present = [False] * len(self._parameters)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All gradients of this chunk that exist now; some may share memory."""
+        with unguarded():
+            left = [p.grad for p in self._parameters if p.grad is not None]
+        return [*left, *self._whole.values(), *self._sums.values()]
+
+    def to_scatter(self, part: Slice) -> ReducePart:
+        """Return what partial -> sharded moves: the elements, and where this rank's share of their sum goes."""
+        accumulate = self._accumulates(part)
+        terms = self._gradients_in(part)
+        windows = [self._window(part, span) for span in part.chunk.spans(self._rank)]
+        if not accumulate:
+            self._allocate_sums(part, [index for index, _ in windows])
+        out = [_part(self._sums[index], *window) for index, window in windows]
+        self._drop_reduced(part)
+        return ReducePart(part.chunk, terms, out, accumulate)
+
+    def to_sum(self, part: Slice) -> tuple[ReducePart, Keep]:
+        """Return what partial -> replicated sums in place, and a call that keeps the sums once they are there."""
+        accumulate = self._accumulates(part)
+        terms = self._gradients_in(part)
+        whole = {each.member: self._whole[each.member] for each in part.ranges}
+        self._drop_reduced(part)
+
+        def keep() -> None:
+            for each, term in zip(part.ranges, terms, strict=True):
+                if accumulate:
+                    self._sums[each.member][each.start : each.stop].add_(term)
+                else:
+                    self._sums[each.member] = whole[each.member]
+
+        return ReducePart(part.chunk, terms), keep
+
+    def owned(self) -> list[Tensor]:
+        """Return the sums of the owned spans; where gradients rest replicated they are cut out of whole sums."""
+        assert self._num_reduced, f"{self._chunk}: no gradient was reduced since the last step"
+        if self._rests is Placement.REPLICATE:
+            return [self._sums[span.member][span.start : span.stop] for span in self._owned]
+        return [self._sums[index] for index in range(len(self._owned))]
+
+    def clear(self) -> None:
+        self._whole.clear()
+        self._sums.clear()
+        self._num_reduced = 0
+        self.present = [False] * len(self._parameters)
+        with unguarded():
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _accumulates(self, part: Slice) -> bool:
+        accumulates = self._num_reduced >= self._chunk.unpadded_numel
+        self._num_reduced += part.chunk.unpadded_numel
+        return accumulates
+
+    def _gradients_in(self, part: Slice) -> list[Tensor]:
+        """Return views of each range's gradient in the reduce dtype; the parameters keep no gradient."""
+        for each in part.ranges:
+            if each.member not in self._whole:
+                self._whole[each.member] = self._take_whole(each.member)
+        return [_part(self._whole[each.member], each.start, each.stop) for each in part.ranges]
+
+    def _take_whole(self, member: int) -> Tensor:
+        parameter, place = self._parameters[member], self._chunk.members[member]
+        with unguarded():
+            if parameter.grad is None:
+                numel = place.stop - place.start
+                return torch.zeros(numel, dtype=self._dtype, device=self._device)
+            self.present[member] = True
+            # A sparse embedding leaves a sparse gradient.
+            gradient = parameter.grad.to_dense().reshape(-1).to(self._dtype)
+            parameter.grad = None
+            return gradient
+
+    def _drop_reduced(self, part: Slice) -> None:
+        """Drop members that are all on their way: buckets come last range first, so a member's first range ends it."""
+        if self._rests is Placement.PARTIAL:
+            return
+        for each in part.ranges:
+            if each.start == 0:
+                del self._whole[each.member]
+
+    def _allocate_sums(self, part: Slice, indices: Sequence[int]) -> None:
+        if self._in_place:
+            for index in indices:
+                span = self._owned[index]
+                self._sums[index] = self._whole[span.member][span.start : span.stop]
+        elif not self._sums and self._owned:
+            sizes = [span.numel for span in self._owned]
+            device = next(iter(self._whole.values())).device
+            flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+            self._sums = dict(enumerate(flat.split(sizes)))
+
+    def _window(self, part: Slice, span: Span) -> tuple[int, tuple[int, int]]:
+        """Return the index of the owned span in which this span of a bucket lies, and its start and stop there."""
+        each = part.ranges[span.member]
+        index = self._span_of[each.member]
+        start = each.start + span.start - self._owned[index].start
+        return index, (start, start + span.numel)
+
+
+def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Return these elements; where they are all of the tensor return it itself, since a view costs an operation."""
+    return flat if (start, stop) == (0, flat.numel()) else flat[start:stop]

@@ -1,0 +1,130 @@
+"""Which parameters of a module move together; nothing is allocated here.
+
+Every parameter is claimed once, by identity. Tied weights are one parameter. A parameter that several modules share, or
+that lies outside all of them, belongs to the root unit, whose parameters are there for the whole pass.
+
+[Note: world of one] The piece of a single rank is the whole: parameters that rest sharded over one rank rest
+replicated, and nothing is gathered or copied. Only `stage_for_world` decides this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroexp.cut.chunk import FROZEN, ParameterSpec
+from zeroexp.cut.stage import Placement, Stage
+
+# These modules compute with the weights of modules inside them whose forward they never call.
+USES_ITS_PARTS = (nn.MultiheadAttention,)
+
+Named = dict[str, nn.Parameter]
+
+
+@dataclass
+class Group:
+    """A module and the parameters that move with it, by their full name."""
+
+    name: str
+    module: nn.Module
+    parameters: Named
+
+
+def stage_for_world(stage: Stage, world_size: int) -> Stage:
+    """Return the stage that `world_size` ranks carry out, see [Note: world of one]."""
+    return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
+
+
+def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> list[Group]:
+    """Return the root's group, then those of modules that move on their own, in the order of their definition."""
+    names = {
+        "model": [],
+        "block": list(blocks),
+        "module": list(_parameter_modules(module, blocks)),
+    }[unit]
+    claims: dict[nn.Parameter, set[str]] = {}
+    homes = set(names)
+    for full_name, parameter in module.named_parameters(remove_duplicate=False):
+        claims.setdefault(parameter, set()).add(_home_of(full_name, homes))
+    members: dict[str, Named] = {name: {} for name in ["", *names]}
+    for full_name, parameter in module.named_parameters():
+        if not parameter.numel():
+            continue  # an empty parameter has nothing to hold or to train
+        claimed = claims[parameter]
+        members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
+    return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
+
+
+def groups_of_lists(
+    param_groups: Sequence[dict[str, Any]], optimizer_factory: object
+) -> list[dict[str, Any]]:
+    """Return the groups, each with a list of its parameters, which may have been an iterator."""
+    if not callable(optimizer_factory):
+        raise ValueError(
+            f"optimizer_factory is a {type(optimizer_factory).__name__}: give a function that takes parameter "
+            "groups and makes the optimizer"
+        )
+    groups: list[dict[str, Any]] = []
+    for group in param_groups:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ValueError(
+                f"param_groups hold a {type(group).__name__} without params: give a list of "
+                '{"params": [...], ...}'
+            )
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if not all(isinstance(each, nn.Parameter) for each in params):
+            raise ValueError(
+                "param_groups hold what is no parameter: take them from model.parameters()"
+            )
+        groups.append({**group, "params": params})
+    return groups
+
+
+def specs_of(group: Group) -> list[ParameterSpec]:
+    """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
+    return [
+        ParameterSpec(name, p.numel(), p.itemsize, "trainable" if p.requires_grad else FROZEN)
+        for name, p in group.parameters.items()
+    ]
+
+
+def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
+    """Yield the modules that hold parameters directly; a module that holds a list inside a block owns all within.
+
+    Such a list holds experts or adapters. Its holder decides in its forward which of them run, and whether a router
+    runs: if they had collectives of their own, a rank that skips them would make the others hang.
+    """
+    lists = [
+        name for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)
+    ]
+    named_blocks = set(blocks)
+    inside = [name for name in lists if not named_blocks.isdisjoint(outer_names(name))]
+    choosers = {name.rpartition(".")[0] for name in inside}
+    choosers |= {name for name, m in module.named_modules() if isinstance(m, USES_ITS_PARTS)}
+    taken: set[str] = set()
+    for name, submodule in module.named_modules():
+        # A list of parameters has no forward, so its parameters belong to the module that holds the list.
+        is_list = isinstance(submodule, nn.ParameterList | nn.ParameterDict)
+        user = name.rpartition(".")[0] if is_list else name
+        owner = next((name for name in [*outer_names(user), user] if name in choosers), user)
+        if not owner or owner in taken or not list(submodule.parameters(recurse=False)):
+            continue
+        taken.add(owner)
+        yield owner
+
+
+def outer_names(name: str) -> list[str]:
+    """Return the names of the modules around a module, the outermost first, without the root."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]
+
+
+def _home_of(full_name: str, names: Collection[str]) -> str:
+    """Return the innermost of the named modules that contains the parameter; "" is the root."""
+    module_name = full_name.rpartition(".")[0]
+    while module_name and module_name not in names:
+        module_name = module_name.rpartition(".")[0]
+    return module_name

@@ -1,0 +1,191 @@
+"""What a rank holds of one chunk: its piece, the gathered parameters, the master weights.
+
+Rank 1 of 4 holds this ('#' real memory, '.' not held):
+
+    parameters rest sharded     full  . . . .  (# # # # only while gathered)      piece  # (its quarter)
+    parameters rest replicated  full  # # # #                                     piece  = full[section 1]
+    master of another dtype     one flat tensor over the spans the optimizer owns here
+    master of the same dtype    views of piece / full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.chunk import FROZEN, Chunk, Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.values import Read
+from zeroexp.zero.options import Dtypes
+
+# The engine's own code reads parameters under this context: an observer may have given them a class that raises.
+unguarded = torch._C.DisableTorchFunctionSubclass
+
+
+class Residence(Enum):
+    """What memory the parameters of a unit occupy."""
+
+    FREED = "freed"  # only this rank's piece exists
+    GATHERING = "gathering"  # a collective is writing the full parameters
+    READY = "ready"  # the full parameters can be used
+
+
+# What a unit may become. GATHERING follows READY where masters are published into parameters that rest replicated.
+MAY_BECOME = {
+    Residence.FREED: (Residence.GATHERING,),
+    Residence.GATHERING: (Residence.READY,),
+    Residence.READY: (Residence.FREED, Residence.GATHERING),
+}
+
+
+@dataclass
+class Held:
+    """The tensors of one chunk on this rank."""
+
+    chunk: Chunk
+    parameters: list[nn.Parameter]  # the members, in order
+    shapes: list[torch.Size]
+    piece: Tensor  # this rank's section, flat, compute dtype
+    owned_memory: Tensor  # the memory that the offsets of the owned spans refer to: the piece, or all parameters
+    owned: tuple[Span, ...]  # the elements of which this rank keeps the weight: its own, or all
+    report: Callable[..., None]  # the observer's `shown`
+    masters: list[nn.Parameter] = field(default_factory=list)  # one for each owned span
+    master_flat: Tensor | None = None  # the masters' memory, where it is not the parameters' own
+    full: Tensor | None = None  # flat and padded; None until the unit rests
+    views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
+    # A copy of full in memory of its own, while `whole` shows it (whole.py).
+    pinned: Tensor | None = None
+    # One nan in the shape of each parameter, which it shows while it is freed: code in C++ makes nan of it.
+    nothing: list[Tensor] = field(init=False)
+    # Index of the owned span, by member: a rank owns one at most.
+    span_of: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        nan = self.piece.new_full((), float("nan"))
+        self.nothing = [nan.expand(shape) for shape in self.shapes]
+        self.span_of = {span.member: index for index, span in enumerate(self.owned)}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the chunk was trainable when the engine was built; a parameter frozen later gets no gradient."""
+        return self.chunk.kind != FROZEN
+
+    @property
+    def whole(self) -> Tensor:
+        """The full parameters, flat and padded: those that are shown."""
+        whole = self.full if self.pinned is None else self.pinned
+        assert whole is not None
+        return whole
+
+    @property
+    def full_bytes(self) -> int:
+        return self.chunk.padded_numel * self.piece.itemsize
+
+    def place_in(self, full: Tensor) -> None:
+        """Let the full parameters lie in `full`: flat, padded, of any dtype."""
+        self.full = full = full.view(self.piece.dtype)
+        self.views = self.views_of(full)
+
+    def views_of(self, full: Tensor) -> list[Tensor]:
+        """Return a view of each parameter, in its shape, of a flat tensor that holds the chunk."""
+        return [
+            full[member.start : member.stop].view(shape)
+            for member, shape in zip(self.chunk.members, self.shapes, strict=True)
+        ]
+
+    def show(self, *, there: bool) -> None:
+        """Point the parameters at their values, or at `nothing` where the values are not there."""
+        there = there or self.pinned is not None
+        views = self.nothing
+        if there:
+            views = self.views if self.pinned is None else self.views_of(self.pinned)
+        with unguarded():
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.data = view
+        self.report(self, there=there)
+
+    def own_elements(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each owned span with the compute-dtype memory of its elements, flat."""
+        return ((s, self.owned_memory[s.offset : s.offset + s.numel]) for s in self.owned)
+
+    def weights(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each owned span with its weights: the master, or what rests here of a frozen parameter."""
+        return (
+            zip(self.owned, self.masters, strict=True) if self.is_trainable else self.own_elements()
+        )
+
+    def parameters_with_masters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield each parameter with the master weights that this rank updates of it."""
+        for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
+            yield self.parameters[span.member], master
+
+    def cast_masters(self) -> None:
+        """Copy masters of another dtype into the parameters they stand for."""
+        if self.master_flat is not None:
+            targets = [elements for _, elements in self.own_elements()]
+            torch._foreach_copy_(targets, [master.detach().view(-1) for master in self.masters])
+
+    @torch.no_grad()
+    def write_parameter(self, member: int, read: Read) -> None:
+        """Copy the values of one parameter to where they rest, and to its masters before any rounding."""
+        if self.full is not None:
+            place = self.chunk.members[member]
+            self.full[place.start : place.stop].copy_(read(0, place.stop - place.start))
+        index = self.span_of.get(member)
+        if index is None:
+            return
+        span = self.owned[index]
+        if self.full is None:
+            elements = self.owned_memory[span.offset : span.offset + span.numel]
+            elements.copy_(read(span.start, span.stop))
+        if self.master_flat is not None:
+            self.masters[index].detach().view(-1).copy_(read(span.start, span.stop))
+
+
+def allocate(
+    chunk: Chunk,
+    named: Mapping[str, nn.Parameter],
+    stage: Stage,
+    dtypes: Dtypes,
+    wire: Collectives,
+    report: Callable[..., None],
+) -> Held:
+    """Make the memory in which one chunk rests, filled with zeros, and its masters."""
+    rank = wire.group.rank
+    parameters = [named[member.name] for member in chunk.members]
+    shapes = [parameter.shape for parameter in parameters]
+    full = None
+    if stage.parameters is Placement.SHARD:
+        piece = wire.empty(chunk.section_numel(rank), dtypes.compute).zero_()
+    else:
+        full = wire.empty(chunk.padded_numel, dtypes.compute).zero_()
+        piece = full[chunk.section(rank)]
+    kept = stage.parameters if chunk.kind == FROZEN else stage.optimizer
+    if kept is Placement.SHARD or full is None:
+        owned_memory, owned = piece, chunk.spans(rank)
+    else:
+        owned_memory, owned = full, chunk.whole()
+    held = Held(chunk, parameters, shapes, piece, owned_memory, owned, report, full=full)
+    if held.is_trainable:
+        _make_masters(held, dtypes)
+    return held
+
+
+def _make_masters(held: Held, dtypes: Dtypes) -> None:
+    """Make masters: views of the parameters' own memory where dtypes agree, else memory of their own."""
+    values: Sequence[Tensor] = [elements for _, elements in held.own_elements()]
+    if dtypes.master is not dtypes.compute and values:
+        sizes = [span.numel for span in held.owned]
+        held.master_flat = held.piece.new_empty(sum(sizes), dtype=dtypes.master)
+        values = held.master_flat.split(sizes)
+    for value, span in zip(values, held.owned, strict=True):
+        shape = held.shapes[span.member]
+        # A parameter that is owned whole keeps its shape, so that optimizers of matrices work.
+        whole = span.numel == shape.numel()
+        # `.data` gives it a version counter of its own, which only writes into the master advance.
+        held.masters.append(nn.Parameter((value.view(shape) if whole else value).data))

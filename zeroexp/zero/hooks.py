@@ -1,0 +1,172 @@
+"""Hooks tie a unit to the forward and backward of its module, and keep places of what autograd saves of it.
+
+forward-pre hook            the unit's parameters are needed
+forward hook                they are not needed until backward; each output tensor gets a hook
+hook on an output tensor    backward reaches the module (module backward hooks do not fire where the output is
+                            no tuple of tensors, as at the root of a Hugging Face model)
+post-accumulate hook        a parameter's gradient is complete
+saved-tensors hooks         autograd saves a view of gathered parameters, or asks for it again
+
+`tensors_in` looks for tensors in outputs. For a tensor that it does not find the gather starts later, when autograd
+asks for what it saved.
+
+[Note: saved places] Between forward and backward a unit is freed. So each saved view of a unit's full parameters is
+kept as its place in their storage. When backward asks for the view, the unit is gathered if need be and the view made
+again. This is right however backward gets there, whatever form a module's output had, and in a second backward through
+the first. What is recomputed under `torch.utils.checkpoint(use_reentrant=False)` does not pass through these hooks,
+since checkpointing's own hooks come first. It keeps views, which keep the unit's bytes until backward has used them
+(unit.py, [Note: one storage]).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from zeroexp.zero.held import Residence
+from zeroexp.zero.observer import Observer
+from zeroexp.zero.schedule import Schedule, Ticks
+from zeroexp.zero.unit import Unit
+
+
+def attach(unit: Unit, module: nn.Module, schedule: Schedule, observer: Observer) -> None:
+    """Report what happens to `module` and its unit's parameters to the schedule.
+
+    A copy of the module takes the hooks along, which then do nothing. The pre-hook comes first, since other pre-hooks
+    compute with the weights (`weight_norm`). The compiler does not trace the two forward hooks.
+    """
+
+    def before_forward(called: nn.Module, _args: Any) -> None:
+        if called is module:
+            schedule.before_forward(unit)
+
+    def after_forward(called: nn.Module, _args: Any, output: Any) -> None:
+        if called is not module:
+            return
+        ticks = schedule.after_forward(unit, differentiable=torch.is_grad_enabled())
+        for tensor in tensors_in(output):
+            observer.returned(unit, tensor)
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(partial(before_backward, ticks))
+
+    def before_backward(ticks: Ticks, _gradient: Tensor) -> None:
+        schedule.before_backward(unit, ticks)
+
+    module.register_forward_pre_hook(_uncompiled(before_forward), prepend=True)
+    module.register_forward_hook(_uncompiled(after_forward), always_call=True)
+    for parameter in unit.trainable_parameters:
+        report = partial(_gradient_ready, weakref.ref(schedule), weakref.ref(unit))
+        parameter.register_post_accumulate_grad_hook(report)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile calls without tracing it."""
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
+
+
+def _gradient_ready(
+    schedule: weakref.ref[Schedule], unit: weakref.ref[Unit], parameter: Tensor
+) -> None:
+    """Report a gradient to the schedule.
+
+    Autograd keeps this hook as long as the parameter, where the cycle collector does not see it. So the hook holds only
+    weak references to the engine.
+    """
+    engine, its = schedule(), unit()
+    if engine is not None and its is not None:
+        assert isinstance(parameter, nn.Parameter)
+        engine.gradient_ready(its, parameter)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output: in containers that pytree knows, in dataclasses and mappings."""
+    for leaf in tree_leaves(output):
+        inside: list[Any] = []
+        if isinstance(leaf, Tensor):
+            yield leaf
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            inside = [getattr(leaf, field.name) for field in fields(leaf)]
+        if isinstance(leaf, Mapping):
+            inside = list(leaf.values())
+        if inside:
+            yield from tensors_in(inside)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedView:
+    """The place of a view in the storage of a unit's full parameters."""
+
+    unit: Unit
+    generation: int  # generation of the weights when they were saved
+    # The parameter, where a parameter itself was saved; the fields after it describe any other view.
+    parameter: nn.Parameter | None = None
+    dtype: torch.dtype = torch.float32
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0  # in elements
+
+
+class SavedViews:
+    """What autograd saves of the parameters of one engine, see [Note: saved places]."""
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+        units = schedule.gathers.sharded
+        self._unit_of = {p: unit for unit in units for p in unit.parameters}
+        self._unit_at = {unit.storage: unit for unit in units}
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Return a context in which autograd saves places of gathered parameters instead of their values."""
+        return saved_tensors_hooks(self._pack, self._unpack) if self._unit_at else nullcontext()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            unit = self._unit_of.get(tensor)
+            return tensor if unit is None else SavedView(unit, unit.generation, tensor)
+        return self._place_of(tensor)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, SavedView):
+            return kept
+        unit = kept.unit
+        if unit.generation != kept.generation:
+            raise RuntimeError(
+                f"{unit}: backward needs weights that an optimizer step has changed since the forward; run backward "
+                "before strategy.step()"
+            )
+        self._schedule.make_ready_for_backward(unit)
+        if kept.parameter is not None:
+            return kept.parameter
+        assert unit.memory is not None
+        return unit.memory.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+
+    def _place_of(self, tensor: Tensor) -> SavedView | Tensor:
+        """Return the place of a view of full parameters; a tensor of other memory is saved as it is."""
+        try:
+            unit = self._unit_at.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError) as error:
+            raise RuntimeError(
+                "autograd saves a tensor without memory of its own (a transform of torch.func, forward mode) while "
+                "weights rest sharded: run it inside `with strategy.gathered():` outside of a microbatch, or use zero2"
+            ) from error
+        if unit is None:
+            return tensor
+        if unit.residence is Residence.FREED:
+            raise RuntimeError(
+                f"a view of freed parameters is used, of shape {list(tensor.shape)}: the module that holds them has "
+                "ended; clone what is to be used later, or use it inside `with strategy.gathered():`"
+            )
+        offset = int(tensor.storage_offset())
+        size, stride = tensor.size(), tensor.stride()
+        return SavedView(unit, unit.generation, None, tensor.dtype, size, stride, offset)

@@ -1,0 +1,95 @@
+"""One small sum over ranks carries what the ranks tell each other before the optimizer's step.
+
+    [ sum of squares of the gradients | for each trainable parameter: how many ranks have a gradient for it
+      | where parameters are gathered by the backend: how many ranks, a checksum of what they issued, its square ]
+
+The optimizer skips a parameter for which no rank has a gradient, as torch does in one process: the parameter does not
+decay and its momentum does not move it. A rank that has a gradient for every parameter does not wait for the sum before
+it updates.
+
+[Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
+that use blocks of one size in different orders would compute with the weights of other blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.collectives import Collectives, checksum_terms, checksums_were_equal
+from zeroexp.cut.stage import Move, Placement, Stage
+from zeroexp.zero.unit import MasterGradient
+
+
+class GradientNorm:
+    """The sum of one step: it starts at once, and the methods that need its result wait for it."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        handed: Sequence[MasterGradient],
+        stage: Stage,
+        wire: Collectives,
+        has_gradient: Sequence[bool],
+    ):
+        """Start the sum.
+
+        parameters: all trainable ones, in the same order on every rank.
+        has_gradient: whether this rank has a gradient, for each of them.
+        """
+        self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
+        self._all_here = all(has_gradient)
+        self._is_fake = wire.world.is_fake
+        issued = wire.issued_checksum if stage.gather is Move.ALL_GATHER else None
+        self._compares = issued is not None
+        checks = [] if issued is None else checksum_terms(issued)
+        self._contributed = [0.0, *has_gradient, *checks]
+        self._sums = torch.tensor(self._contributed, dtype=torch.float64).to(wire.world.device)
+        # Of the ranks that hold the same gradients, all or the replicas, only the first contributes their squares.
+        holders = wire.holders if stage.optimizer is Placement.SHARD else wire.world
+        if holders.rank == 0:
+            self._sums[0] = sum_squares([each.gradient for each in handed], wire)
+        self._summed = wire.sum_scalar_later(self._sums, "norm")
+        self._counts: list[float] = []
+
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients, 0-dim float32."""
+        self._summed.wait()
+        return self._sums[0].sqrt().float()
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Tell whether any rank has a gradient for the parameter."""
+        if self._all_here:
+            return True
+        return self._summed_values()[self._index[parameter]] > 0
+
+    def expect_same_gathers(self) -> None:
+        """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
+        if not self._compares:
+            return
+        if not checksums_were_equal(self._summed_values()[-len(checksum_terms(0)) :]):
+            raise RuntimeError(
+                "the ranks do not do the same: at some time they used their blocks in different orders, so that "
+                "they computed with the weights of other blocks; run the same blocks in one order on every rank, "
+                "or use zero2"
+            )
+
+    def _summed_values(self) -> list[float]:
+        if not self._counts:
+            self._summed.wait()
+            # Ranks that do not exist tell nothing, and what this rank told is known without reading a tensor.
+            self._counts = self._contributed if self._is_fake else self._sums.tolist()
+        return self._counts
+
+
+def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:
+    """Sum the squares of all elements in float64, so that every element counts; 0-dim."""
+    total = torch.zeros((), dtype=torch.float64, device=wire.world.device)
+    if gradients:
+        # Norms in bfloat16 would keep three digits only.
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        norms = torch._foreach_norm(list(gradients), dtype=dtype)
+        total += torch.stack(list(norms)).double().square().sum()
+    return total

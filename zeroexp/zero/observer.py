@@ -1,0 +1,95 @@
+"""Events of the engine, in the order in which they happen, for an observer that may raise and computes nothing.
+
+Without one the engine trains the same model from code that does nothing wrong; zero_safety/ is the observer of every
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.stage import Stage
+from zeroexp.interface.strategy import OptimizerFactory
+from zeroexp.interface.values import Values
+from zeroexp.process.world import World
+from zeroexp.zero.held import Held
+from zeroexp.zero.options import Options
+from zeroexp.zero.unit import Unit
+
+
+class Observer:
+    """An observer that lets everything pass."""
+
+    def building(
+        self,
+        module: nn.Module,
+        blocks: Sequence[str],
+        param_groups: Sequence[dict[str, Any]],
+        optimizer_factory: OptimizerFactory,
+        stage: Stage,
+        options: Options,
+        max_grad_norm: float | None,
+        values: Values | None,
+        world: World,
+    ) -> None:
+        """An engine is to be built from these; nothing has been touched."""
+
+    def held(self, held: Held) -> None:
+        """The engine holds the parameters of a chunk from now on; they have their values."""
+
+    def built(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: Optimizer,
+        zero_grad: Callable[..., None],
+        wire: Collectives,
+    ) -> None:
+        """The engine around `module` is built; `zero_grad` is its own."""
+
+    def begin_microbatch(self) -> None:
+        """A microbatch is about to begin."""
+
+    def shown(self, held: Held, *, there: bool) -> None:
+        """The parameters of a chunk show their values, or one nan in their shape where these are not `there`."""
+
+    def released(self, unit: Unit, gather_again: Callable[[], None]) -> None:
+        """The root was freed before its last gradients: whoever uses a parameter of it must `gather_again` first."""
+
+    def returned(self, unit: Unit, tensor: Tensor) -> None:
+        """The module of `unit` has run and returns `tensor`, perhaps among others."""
+
+    def gradient(self, unit: Unit, parameter: nn.Parameter, *, is_reduced: bool) -> None:
+        """A parameter got its gradient. `is_reduced`: those of this microbatch had been reduced."""
+
+    def backward_ended(self) -> None:
+        """`Strategy.backward` has run: the gradients of the parameters are the engine's."""
+
+    def end_microbatch(self, *, last: bool) -> None:
+        """All gradients of the microbatch are on their way, and nothing is gathered ahead."""
+
+    def abandon_microbatch(self, *, reduced: bool) -> None:
+        """An exception has ended the microbatch. `reduced`: some of its gradients had been reduced."""
+
+    def gathered(self, *, write: bool, in_microbatch: bool) -> AbstractContextManager[None]:
+        """Inside of what is returned all parameters are shown whole."""
+        return nullcontext()
+
+    def step(self, *, is_gathered: bool) -> None:
+        """A step is about to begin. `is_gathered`: inside of `gathered`."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Inside of what is returned the optimizer updates this rank's pieces by their gradients."""
+        return nullcontext()
+
+    def weights_changed(self, *, stepped: bool = False) -> None:
+        """The engine has changed the weights, by a step or by loading them."""
+
+    def zero_grad(self) -> None:
+        """Gradients were cleared."""

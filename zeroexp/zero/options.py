@@ -1,0 +1,100 @@
+"""Dtypes and options of an engine: what a tensor is stored as, and how a stage is carried out.
+
+What the options leave open is settled by transport and stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroexp.comm.facts import Facts
+from zeroexp.cut.stage import Placement, Stage
+
+MIB = 1 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The three dtypes of the strategy's table."""
+
+    compute: torch.dtype  # dtype of parameters and of the gradients autograd makes
+    # dtype of gradients on the wire, of sums of microbatches, and of what reduction leaves
+    reduce: torch.dtype
+    master: torch.dtype  # dtype of the weights the optimizer updates
+
+
+def own_dtypes(module: nn.Module) -> Dtypes:
+    """Return the model's own dtype for all uses; ValueError if its parameters have several."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) > 1:
+        listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(
+            f"parameters of {listed}: say what they are to become with dtypes=Dtypes(...)"
+        )
+    dtype = dtypes.pop() if dtypes else torch.float32
+    return Dtypes(dtype, dtype, dtype)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the engine carries out a stage; no option changes what is computed."""
+
+    family: str = "buffer"  # the layout, a word of LAYOUTS
+    owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
+    unit: str = "block"  # model | block | module
+    overlap: bool = True
+    prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
+    keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
+    reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
+    bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
+    transport: str = "auto"  # a word of comm.collectives.TRANSPORTS
+    replicas: int = 1  # groups of ranks that each hold all states, sharded inside of the group
+
+
+@dataclass(frozen=True)
+class SettledOptions:
+    """The options that may stay open, with the values they got."""
+
+    prefetch: int
+    reduce_each: str
+    bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
+
+    def as_record(self, options: Options, stage: Stage, facts: Facts) -> dict[str, Any]:
+        """Return what a run writes down of its engine; None: not applicable."""
+        sharded = stage.parameters is Placement.SHARD
+        return {
+            "transport": facts.name,
+            "bucket_mb": None if self.bucket_bytes is None else self.bucket_bytes / MIB,
+            "prefetch": self.prefetch if sharded else None,
+            "reduce_each": self.reduce_each,
+            "reductions_in_flight": facts.reductions_in_flight if options.overlap else 0,
+        }
+
+
+def settle_options(options: Options, stage: Stage, facts: Facts, world_size: int) -> SettledOptions:
+    """Give each open option the value that is best for this stage over this transport."""
+    bucket_bytes = facts.bucket_bytes if world_size > 1 else None
+    if options.bucket_mb is not None:
+        bucket_bytes = int(options.bucket_mb * MIB)
+    return SettledOptions(
+        prefetch=_prefetch(options, facts),
+        reduce_each=options.reduce_each or stage.reduce_each,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _prefetch(options: Options, facts: Facts) -> int:
+    """Return how many units are gathered ahead.
+
+    Without overlap, or where the gathering rank copies by itself, gathering ahead gains nothing and costs memory.
+    """
+    if not options.overlap:
+        return 0
+    if options.prefetch is None:
+        return 0 if facts.moves_on_wait else 1
+    return options.prefetch

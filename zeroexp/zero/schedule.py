@@ -1,0 +1,395 @@
+"""When the moves of a step happen: events in a module become verbs of units.
+
+    forward         block 0        block 1        block 2     |  backward     block 2        block 1
+    compute         ######         ######         ######      |               ######         ######
+    all-gather        gather 1 ....  gather 2 ....            |                 gather 1 ....
+    reduce                                                    |                              2a 2b .....
+
+With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
+for bit equal and shows what overlap buys. gathers.py gathers and frees; hooks.py reports the events.
+
+[Note: one order] All ranks issue the same moves in one order: only what the program does decides which, that is a
+forward or backward of a module that begins, the end of a microbatch, a call of the engine. **No decision of one rank
+alone does**: which parameters have a gradient, how many references a tensor has, whether garbage was collected, how
+much time has passed. So reductions start in an order that all ranks agreed on, a bucket whose gradients are there early
+waits for its turn, and a unit whose parameters get no gradient is closed when backward has passed it. Where no gather
+needs all ranks, gradients that are there may start a reduction between two events, since nothing but reductions is
+ordered there. What one rank alone decides is how long bytes stay (unit.py, [Note: one storage]).
+
+[Note: when a unit is closed] Among the nodes that are ready, autograd runs the one created last. So when the gradient
+of a module's output is about to be used, everything created after that output has run already: a unit whose first use
+began after that module ended gets no further gradient and needs its parameters no more.
+
+[Note: which backward] Only the backward that `Strategy.backward` runs closes units and starts reductions. Another
+backward (`torch.autograd.grad`, a plain `loss.backward()`) gathers units where it needs them; the gradients it leaves
+in the parameters are reduced at the end of the microbatch. A backward inside the closing one (reentrant checkpointing)
+may come several times to one parameter: its gradients are not counted, and the unit is closed in one of the other ways.
+
+[Note: release of the root] Once the first block has its backward, the head has had its own, and of the root the
+embedding's gradient alone is left, which needs no weights and comes when most memory is in use. So the root is freed
+then. If something needs it again (a norm beside the embedding), it is gathered again, as all ranks do, and stays in the
+microbatches that follow.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor, nn
+
+from zeroexp.comm.base import Pending
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.bucket import Bucket
+from zeroexp.zero.gathers import Gathers, current_task
+from zeroexp.zero.held import Residence
+from zeroexp.zero.observer import Observer
+from zeroexp.zero.options import Options, SettledOptions
+from zeroexp.zero.unit import Unit
+
+# The ticks (events so far) at which a use of a module began and ended, and the number of its microbatch.
+Ticks = tuple[int, int, int]
+
+
+@dataclass
+class Progress:
+    """How far one unit has come in this microbatch."""
+
+    # Parameters that have no gradient yet, and how many by bucket.
+    missing: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
+    missing_in: list[int] = field(default_factory=list[int])
+    first: int | None = None  # tick at which the unit's first forward began
+    running: list[int] = field(
+        default_factory=list[int]
+    )  # ticks at which forwards began that still run
+    in_backward: bool = False
+    began: int = 0  # tick at which the forward began whose backward runs
+    closed: bool = False  # gradients are complete and parameters are needed no more
+    num_launched: int = 0  # buckets whose reduction was launched
+
+
+class Schedule:
+    """The moves of one engine; hooks.py calls the methods of forward and backward."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        wire: Collectives,
+        options: Options,
+        settled: SettledOptions,
+        observer: Observer,
+    ):
+        self.in_microbatch = False
+        self._observer, self._wire = observer, wire
+        self._units = list(units)  # the root first, then in order of definition
+        self._root = self._units[0]
+        self.gathers = Gathers(units, depth=settled.prefetch, overlap=options.overlap)
+        self._keep = options.keep
+        self._overlap = options.overlap
+        # Where a gather needs all ranks, reductions start only at events, see [Note: one order].
+        self._at_events_only = bool(self.gathers.sharded) and not wire.facts.moves_on_wait
+        self._uses = {unit: Progress() for unit in units}
+        # Parameters that got no gradient in the previous microbatch.
+        self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
+        self._tick = 0
+        self._num_running = 0  # forwards of modules that run now
+        self._microbatch = 0  # number of microbatches so far
+        self._last = False  # whether this microbatch is the last of its step
+        self._agreed = False  # whether the ranks have compared their first microbatch
+        self._closing = ClosingBackward()
+        # Units gathered by another backward than the closing one, and autograd's task id of it.
+        self._inner: dict[Unit, int] = {}
+        # [Note: release of the root]
+        self._root_released = self._root_needed_again = False
+        # Comparisons of the ranks, which come once all ranks have launched their reductions.
+        self.at_end_of_microbatch: list[Callable[[], None]] = []
+        trainable = [unit for unit in units if unit.trainable]
+        self._order = [*reversed(trainable[1:]), *trainable[:1]]  # of reductions
+        self._turn = 0  # index in the order of the unit whose buckets may be launched
+        self._closed: list[Unit] = []  # units closed in this microbatch, in order
+        self._reduces_each_microbatch = settled.reduce_each == "microbatch"
+        self._most_in_flight = wire.facts.reductions_in_flight if options.overlap else 0
+        self._in_flight: deque[Pending] = deque()  # reductions
+        self._reduced = False  # whether any reduction of this microbatch was launched
+        self._buckets_of = {unit: _buckets_by_parameter(unit) for unit in units}
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        self.in_microbatch, self._last = True, last
+        self._microbatch += 1
+        self._tick = self._num_running = self._turn = 0
+        self._root_released = self._reduced = False
+        self.at_end_of_microbatch, self._closed = [], []
+        self.gathers.begin_pass(in_microbatch=True)
+        for unit in self._units:
+            self._silent[unit] = self._uses[unit].missing
+            counts = [len(unit.parameters_in(bucket)) for bucket in unit.buckets]
+            self._uses[unit] = Progress(set(unit.trainable_parameters), counts)
+
+    def before_forward(self, unit: Unit) -> None:
+        self._tick += 1
+        if not self._num_running and not self.in_microbatch:
+            self.gathers.begin_pass(in_microbatch=False)
+        self._num_running += 1
+        use = self._uses[unit]
+        use.first = use.first if use.first is not None else self._tick
+        use.running.append(self._tick)
+        self._free_after_inner_backward()
+        if not unit.is_pinned:
+            self.gathers.make_ready(unit)
+
+    def after_forward(self, unit: Unit, *, differentiable: bool) -> Ticks:
+        """Return when this use began and ended, for `before_backward` of its outputs."""
+        self._tick += 1
+        use = self._uses[unit]
+        began = use.running.pop()
+        self._num_running -= 1
+        kept = self._keep == "all" or (unit.is_root and self._keep == "last")
+        if self._is_idle(unit) and not use.in_backward and not (kept and differentiable):
+            self.gathers.free(unit)
+        return began, self._tick, self._microbatch if self.in_microbatch else 0
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def closing_backward(self, loss: Tensor) -> Iterator[None]:
+        """Let the backward of `loss` that runs inside close units, see [Note: which backward]."""
+        self._expect_microbatch("backward", ": run forward and backward inside it")
+        with self._closing.of_loss(loss):
+            yield
+
+    def before_backward(self, unit: Unit, ticks: Ticks) -> None:
+        """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
+        began, ended, microbatch = ticks
+        if not self.in_microbatch or microbatch != self._microbatch:
+            raise RuntimeError(
+                f"backward of {unit} outside of the microbatch in which its forward ran: run forward and backward "
+                "inside the same `with strategy.microbatch(last=...):`"
+            )
+        closes = self._closing.is_current()
+        for other, use in self._uses.items():
+            if use.first is not None and use.first > ended:
+                # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
+                if closes and (self._at_events_only or use.missing <= self._silent[other]):
+                    self._close(other)
+                else:
+                    self._after_backward(other)
+            elif use.in_backward and use.began > ended:
+                # It was used twice: backward of the earlier use comes later.
+                self._after_backward(other)
+        if closes and not unit.is_root:
+            self._release_root()
+        if not self._uses[unit].closed:
+            self._uses[unit].began = began
+            self.make_ready_for_backward(unit)
+
+    def make_ready_for_backward(self, unit: Unit) -> None:
+        """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
+        self._expect_microbatch(f"backward of {unit}")
+        self._uses[unit].in_backward = True
+        if unit is self._root and self._root_released:
+            self._root_needed_again = True
+        if unit not in self.gathers.in_use and not self._closing.is_current():
+            self._inner[unit] = current_task()
+        self.gathers.make_ready(unit)
+
+    def gradient_ready(self, unit: Unit, parameter: nn.Parameter) -> None:
+        use = self._uses[unit]
+        self._expect_microbatch(f"{unit} got a gradient", ", where nobody reduces it")
+        self._observer.gradient(unit, parameter, is_reduced=use.closed)
+        if not self._closing.is_current():
+            return
+        use.missing.discard(parameter)
+        if self._at_events_only:
+            return
+        for bucket in self._buckets_of[unit][parameter]:
+            use.missing_in[bucket] -= 1
+        self._launch()
+        # Gradients of inputs may still need frozen parameters.
+        if not use.missing and len(unit.trainable) == len(unit.chunks):
+            self._close(unit)
+
+    def end_microbatch(self) -> None:
+        for unit in reversed(self._units):
+            self._close(unit)
+        self._inner.clear()
+        if self._last or not self._overlap:
+            self._finish_reductions()
+        for compare in self.at_end_of_microbatch:
+            compare()
+        if not self._agreed:
+            self._agree()
+        self.gathers.end_microbatch()
+        self.in_microbatch = False
+        self._observer.end_microbatch(last=self._last)
+
+    def abandon_microbatch(self) -> None:
+        """Free everything after an exception in the microbatch; launched reductions cannot be taken back."""
+        self.in_microbatch = False
+        self._observer.abandon_microbatch(reduced=self._abandon_reductions())
+        self.gathers.abandon_microbatch()
+        self._uses = {unit: Progress() for unit in self._units}
+        self._inner.clear()
+        self._num_running = 0
+
+    # -- after the step ---------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait for all that is in flight. Nothing is issued or freed, so that one rank alone may wait."""
+        self._finish_reductions()
+        self.gathers.wait()
+
+    def drain(self) -> None:
+        """Wait for all that is in flight and free what was gathered ahead; what is kept for backward stays.
+
+        All ranks call it together: what is freed has to be gathered again.
+        """
+        self._finish_reductions()
+        self.gathers.drain()
+
+    # -- how units are closed and freed -----------------------------------------------------------
+
+    def _close(self, unit: Unit) -> None:
+        """Reduce the gradients of the unit, missing ones as zeros, and free it: this microbatch needs it no more."""
+        use = self._uses[unit]
+        if not use.closed:
+            use.closed = True
+            self._closed.append(unit)
+            self._launch()
+        self._after_backward(unit)  # a second backward may have gathered a closed unit again
+
+    def _after_backward(self, unit: Unit) -> None:
+        self._uses[unit].in_backward = False
+        self.gathers.free(unit)
+
+    def _release_root(self) -> None:
+        """Free the root until it is used, see [Note: release of the root]."""
+        if self._root_released or not self._is_idle(self._root) or self._root.is_pinned:
+            return
+        if self._keep == "all" or self._root_needed_again:
+            return
+        self._root_released = True
+        self._after_backward(self._root)
+        self._observer.released(self._root, partial(self.make_ready_for_backward, self._root))
+
+    def _free_after_inner_backward(self) -> None:
+        """Free what was gathered by a backward that ran inside the closing one, or before it, and has ended."""
+        if self._at_events_only and not self._closing.is_open:
+            return
+        for unit, task in list(self._inner.items()):
+            if task > current_task():  # a backward inside another has the greater id
+                del self._inner[unit]
+                if not self._uses[unit].running:
+                    self._after_backward(unit)
+
+    def _is_idle(self, unit: Unit) -> bool:
+        """Tell whether the unit is gathered for use and none of its forwards runs."""
+        in_use = unit in self.gathers.in_use and unit.residence is Residence.READY
+        return in_use and not self._uses[unit].running
+
+    def _expect_microbatch(self, what: str, why: str = "") -> None:
+        if not self.in_microbatch:
+            raise RuntimeError(f"{what} outside of `with strategy.microbatch(last=...):`{why}")
+
+    # -- how reductions start ---------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        """Launch every bucket that has its gradients and whose predecessors were launched, see [Note: one order]."""
+        while self._turn < len(self._order):
+            unit = self._order[self._turn]
+            use = self._uses[unit]
+            for index in range(use.num_launched, len(unit.buckets)):
+                if use.missing_in[index] and not use.closed:
+                    return
+                use.num_launched += 1
+                self._reduce(unit, unit.buckets[index])
+            if not use.closed:
+                return
+            self._turn += 1
+
+    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
+        if not (self._last or self._reduces_each_microbatch):
+            return
+        self._in_flight.append(unit.reduce(bucket, last=self._last))
+        self._reduced = True
+        while len(self._in_flight) > self._most_in_flight:
+            self._in_flight.popleft().wait()
+
+    def _finish_reductions(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        self._wire.finish_sums()
+
+    def _abandon_reductions(self) -> bool:
+        """Forget the microbatch; return whether reductions are lost, because it had launched some of its own.
+
+        Reductions of earlier microbatches are finished: the other ranks have launched them too, or are about to, and
+        wait for this rank to take its part.
+        """
+        lost = self._reduced
+        try:
+            if not lost:
+                self._finish_reductions()
+        except Exception:
+            # A peer is gone; the exception that ended the microbatch is the one to raise.
+            lost = True
+        finally:
+            self._in_flight.clear()
+        return lost
+
+    def _agree(self) -> None:
+        """After the first microbatch adopt its order of reductions, if ranks gathered and closed units in one order.
+
+        Any such order will do: ranks whose gradients differ later launch at the same events. Without agreement nothing
+        is gathered ahead.
+        """
+        self._agreed = True
+        closed = [unit for unit in self._closed if unit.trainable]
+        names = [unit.name for unit in (*closed, *self.gathers.order_of_microbatch.units)]
+        if self._wire.same_everywhere(zlib.crc32("\n".join(names).encode())):
+            self._order = closed
+        else:
+            self.gathers.depth = 0
+
+
+class ClosingBackward:
+    """The backward of a microbatch that closes units, told from others, see [Note: which backward]."""
+
+    def __init__(self) -> None:
+        self.is_open = False  # whether `Strategy.backward` runs
+        self._task: int | None = None  # autograd's task id of the closing backward
+
+    @contextmanager
+    def of_loss(self, loss: Tensor) -> Iterator[None]:
+        """Let the backward of `loss` that runs inside close units."""
+        self.is_open = True
+        # The hook on the loss runs before any other, so that the first task seen is the closing one.
+        handle = loss.register_hook(lambda _: self._note()) if loss.requires_grad else None
+        try:
+            yield
+        finally:
+            self.is_open, self._task = False, None
+            if handle is not None:
+                handle.remove()
+
+    def is_current(self) -> bool:
+        """Tell whether the backward that runs now is the one that closes units, and not one inside it."""
+        self._note()
+        return self.is_open and self._task == current_task()
+
+    def _note(self) -> None:
+        if self.is_open and self._task is None:
+            self._task = current_task()
+
+
+def _buckets_by_parameter(unit: Unit) -> dict[nn.Parameter, list[int]]:
+    found: dict[nn.Parameter, list[int]] = {}
+    for index, bucket in enumerate(unit.buckets):
+        for parameter in unit.parameters_in(bucket):
+            found.setdefault(parameter, []).append(index)
+    return found

@@ -1,0 +1,84 @@
+"""The engine's pieces as canonical tensors and back; every rank gives what it owns, ungathered.
+
+The master is the canonical weight. Ranks that hold the same elements give even shares of them, so that each element
+comes from one rank: all ranks what is whole, replicas what is sharded. Values of a whole parameter (the optimizer's
+step, Python values) come from the first rank that owns its first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroexp.comm.collectives import Collectives
+from zeroexp.cut.chunk import Span
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.buffers import Buffers
+from zeroexp.interface.canonical import WEIGHT, moments_of
+from zeroexp.interface.load_state import Held as HeldElements
+from zeroexp.interface.python_values import PythonValues
+from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
+from zeroexp.process.world import World
+from zeroexp.zero.held import Held
+from zeroexp.zero.unit import Unit
+
+
+def canonical_state(
+    units: Sequence[Unit],
+    stage: Stage,
+    optimizer: Optimizer,
+    wire: Collectives,
+    python: PythonValues | None = None,
+    buffers: Buffers | None = None,
+) -> CanonicalState:
+    """Return the canonical state; its pieces are views of live memory, so copy those kept past the next step."""
+    state: CanonicalState = {} if buffers is None else buffers.canonical()
+    for held in _chunks(units):
+        holders = wire.holders if _rests_sharded(held, stage) else wire.world
+        for member, shape in zip(held.chunk.members, held.shapes, strict=True):
+            if not shape.numel():  # no rank owns an element of an empty parameter
+                state[member.name] = {WEIGHT: CanonicalTensor(tuple(shape), held.piece.dtype, [])}
+        for span, weight in held.weights():
+            shape = tuple(held.shapes[span.member])
+            name = held.chunk.members[span.member].name
+            entry = state.setdefault(name, {})
+            first = span.start == 0 and holders.rank == 0
+            if first and python is not None:
+                entry.update(python.of(name, weight))
+            moments = moments_of(optimizer.state.get(weight, {}))
+            for key, tensor in {WEIGHT: weight, **moments}.items():
+                elementwise = tensor.shape == weight.shape
+                whole = shape if elementwise else tuple(tensor.shape)
+                canonical = entry.setdefault(key, CanonicalTensor(whole, tensor.dtype, []))
+                given = Piece(0, tensor.detach().reshape(-1)[: None if first else 0])
+                piece = _piece_of(span, tensor, holders) if elementwise else given
+                canonical.pieces.extend([piece] if piece.tensor.numel() else [])
+    return state
+
+
+def held_elements(units: Sequence[Unit]) -> list[HeldElements]:
+    """Return what this rank holds of each parameter; masters must be published after they are filled."""
+    held: list[HeldElements] = []
+    for each in _chunks(units):
+        for span, weight in each.weights():
+            name, shape = each.chunk.members[span.member].name, each.shapes[span.member]
+            held.append(HeldElements(name, tuple(shape), weight, span.start, each.is_trainable))
+    return held
+
+
+def _chunks(units: Sequence[Unit]) -> Iterator[Held]:
+    return (held for unit in units for held in unit.chunks)
+
+
+def _rests_sharded(held: Held, stage: Stage) -> bool:
+    rests = stage.optimizer if held.is_trainable else stage.parameters
+    return rests is Placement.SHARD
+
+
+def _piece_of(span: Span, tensor: Tensor, holders: World) -> Piece:
+    """Return the piece this rank gives of a span: its even share of what all `holders` hold."""
+    flat = tensor.detach().reshape(-1)
+    first, last = (flat.numel() * rank // holders.size for rank in (holders.rank, holders.rank + 1))
+    return Piece(span.start + first, flat[first:last])

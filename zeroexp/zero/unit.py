@@ -1,0 +1,268 @@
+"""A unit is a set of parameters that move together; its five verbs are gather, free, reduce, hand_over, publish.
+
+held.py draws what a rank holds of a unit. cut/stage.py derives from the stage what each verb does.
+
+[Note: one storage] The full parameters of a unit that rests sharded lie in one storage, from the first day to the
+last. It is resized to nothing while the unit is freed, and back; it is never replaced. So a view of it, such as
+backward makes of what autograd saved (hooks.py), is right again once the unit is gathered again. Where somebody else
+holds a view, the bytes stay until that view is gone: reading it ends in no crash, and the observer refuses it. Neither
+assigning `.data` nor writing into the storage advances a parameter's version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroexp.comm.base import GatherPart, Pending
+from zeroexp.comm.collectives import Collectives
+from zeroexp.comm.sizes import aligned
+from zeroexp.cut.bucket import Bucket, cut_in_buckets
+from zeroexp.cut.chunk import FROZEN
+from zeroexp.cut.stage import Move, Stage
+from zeroexp.measure.verb_seconds import meter, timed_as_verb
+from zeroexp.zero.gradients import Gradients
+from zeroexp.zero.held import MAY_BECOME, Held, Residence
+from zeroexp.zero.options import Dtypes
+
+
+@dataclass(frozen=True)
+class MasterGradient:
+    """What the optimizer is given for one span that this rank updates."""
+
+    parameter: nn.Parameter
+    master: nn.Parameter  # the elements that this rank updates
+    gradient: Tensor  # the sum over ranks, of the master's shape, dtype and device
+
+
+class Unit:
+    """One set of parameters under one stage. The verbs stand in the order of the step."""
+
+    def __init__(
+        self,
+        name: str,
+        chunks: list[Held],
+        stage: Stage,
+        dtypes: Dtypes,
+        wire: Collectives,
+        bucket_bytes: int | None = None,
+    ):
+        """One reduction takes at most `bucket_bytes`, or the whole unit where that is None."""
+        self.name = name
+        self.is_root = not name
+        self.chunks = chunks
+        self.residence = Residence.READY
+        self.is_sharded = stage.gather is Move.ALL_GATHER and bool(chunks)
+        # The full parameters, flat and uint8, where they rest sharded.
+        self.memory: Tensor | None = None
+        self.generation = 0  # number of optimizer steps that the weights have taken
+        self.trainable = [held for held in chunks if held.is_trainable]
+        self.parameters = [parameter for held in chunks for parameter in held.parameters]
+        self.trainable_parameters = [p for held in self.trainable for p in held.parameters]
+        # Gradients that rest partial are summed on the way to the optimizer.
+        self.reduces_at_hand_over = stage.hand_over is Move.REDUCE_SCATTER
+        self._sums_by = stage.hand_over if self.reduces_at_hand_over else stage.reduce
+        self._publishes = stage.publish is Move.ALL_GATHER and bool(self.trainable)
+        self._wire = wire
+        self._offer: int | None = None
+        self._arriving: Pending | None = None
+        self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in chunks if h.full is not None]
+        self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
+        self._gradients = [Gradients(h, stage, dtypes, wire.group) for h in self.trainable]
+        self.buckets = cut_in_buckets(
+            [held.chunk for held in self.trainable], dtypes.reduce.itemsize, bucket_bytes
+        )
+
+    def __repr__(self) -> str:
+        return f"unit {self.name or '(root)'}"
+
+    def rest(self) -> None:
+        """Take up the memory of full parameters that rest sharded, free it, and offer the pieces to peers.
+
+        All ranks call it in one order, when the pieces have their values.
+        """
+        if not self.is_sharded:
+            return
+        starts = [0]
+        for held in self.chunks:
+            starts.append(aligned(starts[-1] + held.full_bytes))
+        device = self._wire.world.device
+        self.memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        for held, start in zip(self.chunks, starts, strict=False):
+            held.place_in(self.memory[start : start + held.full_bytes])
+        self._parts = [GatherPart(held.chunk, held.whole, held.piece) for held in self.chunks]
+        self._become(Residence.FREED)
+        self.show()
+        self._own_uses = torch._C._storage_Use_Count(self.storage)
+        self.drop_bytes()
+        self.offer()
+
+    # -- gather: P -> replicate, before forward and before backward ------------------------------
+
+    @timed_as_verb("gather")
+    def gather(self) -> None:
+        """Start P -> replicate; `arrive` ends it."""
+        assert self.memory is not None
+        self._become(Residence.GATHERING)
+        self.memory.untyped_storage().resize_(self.memory.numel())
+        self._arriving = self._wire.all_gather(self._parts, "gather", self._offer, str(self))
+
+    def arrive(self) -> None:
+        """Return when nothing is in flight, and show the full parameters to the module."""
+        if self._arriving is not None:
+            self.wait()
+            self._arriving = None
+            self._become(Residence.READY)
+            if self.is_sharded:
+                self.show()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; what has arrived is not shown yet."""
+        if self._arriving is not None:
+            self._arriving.wait()
+
+    # -- free: replicate -> P, after forward and after backward ----------------------------------
+
+    def free(self) -> None:
+        """Carry out replicate -> P."""
+        self.arrive()
+        if self.residence is Residence.READY:
+            self._become(Residence.FREED)
+        self.show()
+        self.drop_bytes()
+
+    def drop_bytes(self) -> None:
+        """Give back the memory of a freed unit, if nobody else holds a view of it."""
+        if self.residence is Residence.FREED and self.memory is not None and not self.is_viewed:
+            self.memory.untyped_storage().resize_(0)
+
+    # -- reduce: partial -> G, when gradients are ready ------------------------------------------
+
+    def reduce(self, bucket: Bucket, *, last: bool) -> Pending:
+        """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros.
+
+        Gradients that rest partial begin to be handed over here, in place in the owner's span.
+        last: the microbatch is the last of its step. With replicas its sums are summed between these too.
+        """
+        with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):
+            if self._sums_by is Move.REDUCE_SCATTER:
+                parts = [self._gradients[part.index].to_scatter(part) for part in bucket.slices]
+                return self._wire.reduce_scatter(parts, "reduce", str(self), last=last)
+            sums = [self._gradients[part.index].to_sum(part) for part in bucket.slices]
+            summed = self._wire.all_reduce([part for part, _ in sums], "reduce", str(self))
+
+        def keep() -> None:
+            for _, keep_one in sums:
+                keep_one()
+
+        return Pending([summed], keep)
+
+    # -- hand_over: G -> O, before the optimizer's step ------------------------------------------
+
+    @timed_as_verb("hand_over")
+    def hand_over(self) -> list[MasterGradient]:
+        """Carry out G -> O: return each master weight with its gradient, which has the master's dtype and device."""
+        handed: list[MasterGradient] = []
+        for held, gradients in zip(self.trainable, self._gradients, strict=True):
+            owned = zip(held.parameters_with_masters(), gradients.owned(), strict=True)
+            for (parameter, master), gradient in owned:
+                gradient = gradient.to(master.dtype).view(master.shape)
+                handed.append(MasterGradient(parameter, master, gradient))
+        return handed
+
+    # -- publish: O -> P, after the optimizer's step ---------------------------------------------
+
+    @timed_as_verb("publish")
+    def publish(self) -> None:
+        """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
+        self.generation += 1
+        for held in self.trainable:
+            held.cast_masters()
+        if self.is_sharded:
+            self.offer()
+        if self._publishes:
+            self._become(Residence.GATHERING)
+            self._arriving = self._wire.all_gather(self._parts_published, "publish", what=str(self))
+
+    def zero_grad(self) -> None:
+        for gradients in self._gradients:
+            gradients.clear()
+
+    # -- what it shows and holds -----------------------------------------------------------------
+
+    def show(self) -> None:
+        """Point the parameters at the memory that holds their values, or at no memory where none does."""
+        for held in self.chunks:
+            held.show(there=self.residence is Residence.READY)
+
+    def offer(self) -> None:
+        """Allow peers to gather this rank's pieces until the next optimizer step. All ranks call it in one order."""
+        self._offer = self._wire.offer(self._parts, self._offer)
+
+    def gather_into(self, fulls: list[Tensor]) -> None:
+        """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
+        parts = [GatherPart(h.chunk, f, h.piece) for h, f in zip(self.chunks, fulls, strict=True)]
+        self._wire.all_gather(parts, "gather", self._offer, str(self)).wait()
+
+    def states(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that exist now, by kind of memory."""
+        return {
+            "parameters": [h.piece if self.is_sharded else h.whole for h in self.chunks],
+            "gradients": [tensor for each in self._gradients for tensor in each.tensors],
+            "master": [h.master_flat for h in self.chunks if h.master_flat is not None],
+            "buffers": [] if self.memory is None else [self.memory],
+        }
+
+    def gradient_presence(self) -> list[bool]:
+        """Tell for each trainable parameter whether this rank's backward gave it a gradient since `zero_grad`."""
+        return [present for gradients in self._gradients for present in gradients.present]
+
+    def parameters_with_masters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return each parameter with the master weights that this rank updates of it."""
+        return [pair for held in self.trainable for pair in held.parameters_with_masters()]
+
+    def parameters_in(self, bucket: Bucket) -> set[nn.Parameter]:
+        """Return the parameters of which the bucket holds elements."""
+        return {
+            self.trainable[part.index].parameters[each.member]
+            for part in bucket.slices
+            for each in part.ranges
+        }
+
+    @property
+    def storage(self) -> int:
+        """The address by which torch knows the storage of the full parameters."""
+        assert self.memory is not None
+        return self.memory.untyped_storage()._cdata
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether anybody but the engine and the unit's parameters holds a view of the full parameters."""
+        if self.memory is None:
+            return False
+        shown = 0 if self.residence is Residence.FREED else len(self.parameters)
+        return torch._C._storage_Use_Count(self.storage) > self._own_uses + shown
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the parameters lie whole in memory of their own, see whole.py."""
+        return any(held.pinned is not None for held in self.chunks)
+
+    def own_views(self) -> Iterator[Tensor]:
+        """Yield the engine's tensors over the storage of the full parameters."""
+        if self.memory is not None:
+            yield self.memory
+        for held, part in zip(self.chunks, self._parts, strict=True):
+            yield from (held.whole, *held.views)
+            if part.by_rank is not None:
+                yield part.by_rank
+
+    def _become(self, residence: Residence) -> None:
+        if residence not in MAY_BECOME[self.residence]:
+            raise RuntimeError(
+                f"{self} is {self.residence.value} and can not become {residence.value}"
+            )
+        self.residence = residence

@@ -1,0 +1,194 @@
+"""Bad arguments are refused before the engine touches a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroexp.comm.collectives import TRANSPORTS
+from zeroexp.cut.layout import LAYOUTS
+from zeroexp.cut.owners import OWNERS
+from zeroexp.cut.stage import Placement, Stage
+from zeroexp.interface.values import Values
+from zeroexp.zero.options import Options
+from zeroexp.zero_safety.guard import is_guarded
+
+WORDS = {
+    "family": LAYOUTS,
+    "owners": OWNERS,
+    "unit": ("model", "block", "module"),
+    "keep": ("none", "last", "all"),
+    "reduce_each": ("microbatch", "step", None),
+    "transport": TRANSPORTS,
+}
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_Replicated = DataParallel | DistributedDataParallel
+
+
+def refuse_arguments(
+    module: nn.Module,
+    blocks: Sequence[str],
+    param_groups: Sequence[dict[str, Any]],
+    stage: Stage,
+    options: Options,
+    max_grad_norm: float | None,
+    values: Values | None,
+    world_size: int,
+) -> None:
+    """Raise ValueError in one line that names what is wrong, its value and the remedy."""
+    refuse_options(options, stage)
+    refuse_replicas(options.replicas, stage, world_size)
+    _refuse_missing_or_double_values(module, values)
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: use a number above 0, or None")
+    _refuse_blocks(module, blocks)
+    for name, parameter in module.named_parameters():
+        if is_guarded(parameter):
+            raise ValueError(
+                f"parameter {name} belongs to another engine: build the model again for this one"
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            raise ValueError(
+                f"parameter {name} is a {type(parameter).__name__}: an engine holds plain tensors and shards them "
+                "itself, so build the model without fully_shard, parallelize_module or quantized weights"
+            )
+    _refuse_overlaps(module)
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in TRAINED_DTYPES:
+            raise ValueError(
+                f"parameter {name} is of {parameter.dtype}: an engine holds floating-point parameters; keep "
+                "others as buffers"
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name} was made inside torch.inference_mode(), where nothing can be trained: build the "
+                "model outside of it"
+            )
+    own = set(module.parameters())
+    for group in param_groups:
+        for parameter in group["params"]:
+            if parameter not in own:
+                raise ValueError(
+                    f"param_groups hold a parameter of shape {list(parameter.shape)} that is none of the model's: "
+                    "take them from this module's parameters()"
+                )
+
+
+def _refuse_missing_or_double_values(module: nn.Module, values: Values | None) -> None:
+    """Require that all parameters have values and none are given, or that none has and they are given."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and values is None:
+            raise ValueError(f"parameter {name} is on meta: give values=, or materialize it before")
+        if values is not None and not parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} has values already: build the model on meta, or give no values="
+            )
+
+
+def _refuse_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
+    known = dict(module.named_modules(remove_duplicate=False))
+    for name, each in known.items():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or '(root)'} was made by torch.jit.script or trace: give the module it was made of"
+            )
+        if isinstance(each, _Replicated) or type(each).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"module {name or '(root)'} is a {type(each).__name__}, which reduces gradients itself: give "
+                "the engine the module inside"
+            )
+    for name in blocks:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"blocks hold a {type(name).__name__}: name modules, as model.named_modules() does"
+            )
+        if name not in known or not name:
+            near = ", ".join(list(dict(module.named_children()))[:8])
+            raise ValueError(f"blocks={name!r}: the model has no such module; its own are {near}")
+        # torch.compile(block) has a forward of its own, which its class lacks.
+        if getattr(known[name].forward, "__func__", None) is nn.Module.forward:
+            raise ValueError(
+                f"blocks={name!r}: a {type(known[name]).__name__} has no forward that tells when its parameters "
+                "are needed; name the modules in it"
+            )
+    if len({id(known[name]) for name in blocks}) < len(blocks):
+        raise ValueError("blocks: a module is named twice; name each block once")
+
+
+def _refuse_overlaps(module: nn.Module) -> None:
+    """Raise ValueError for parameters that share memory, which would become two weights, or that have no values."""
+    ends: list[tuple[int, int, int, str]] = []
+    for name, parameter in module.named_parameters():
+        if (
+            isinstance(parameter, nn.UninitializedParameter)
+            or parameter.layout is not torch.strided
+        ):
+            raise ValueError(
+                f"parameter {name} has no values yet (a lazy or meta module), or is sparse: materialize it before, an "
+                "engine holds dense ones"
+            )
+        if parameter.numel() and parameter.device.type != "meta":
+            storage = parameter.untyped_storage()._cdata
+            start = int(parameter.storage_offset()) * parameter.itemsize
+            reach = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            ends.append((storage, start, start + (1 + reach) * parameter.itemsize, name))
+    ends.sort()
+    for (storage, _, stop, name), (other, start, _, next_name) in pairwise(ends):
+        if storage == other and start < stop:
+            raise ValueError(
+                f"parameters {name} and {next_name} lie in the same memory: make them one parameter, or clone one"
+            )
+
+
+def refuse_options(options: Options, stage: Stage) -> None:
+    """Raise ValueError in one line that names the option, its value and what to use."""
+    for key, words in WORDS.items():
+        if getattr(options, key) not in words:
+            raise ValueError(
+                f"options.{key}={getattr(options, key)}: use {', '.join(map(str, words))}"
+            )
+    if not isinstance(options.overlap, bool):
+        raise ValueError(f"options.overlap={options.overlap!r}: use True or False")
+    depth = options.prefetch
+    if depth is not None and not (isinstance(depth, int) and depth >= 0):
+        raise ValueError(f"options.prefetch={depth!r}: use 0 or more units, or None")
+    size = options.bucket_mb
+    if size is not None and not (is_number(size) and size > 0):
+        raise ValueError(f"options.bucket_mb={size!r}: use a size in MiB above 0, or None")
+    if stage.gradients is Placement.PARTIAL and options.reduce_each == "microbatch":
+        raise ValueError(
+            "reduce_each=microbatch: gradients that rest partial are reduced once, use step or zero2"
+        )
+
+
+def refuse_replicas(replicas: int, stage: Stage, world_size: int) -> None:
+    """Raise ValueError unless `world_size` ranks can form so many groups that shard."""
+    if type(replicas) is not int or replicas < 1:
+        raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
+    if replicas > 1 and (problem := why_no_replicas(replicas, stage, world_size)):
+        raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
+
+
+def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, str] | None:
+    """Return why a stage on these ranks can have no replicas, and what to do; None where it can."""
+    if stage.optimizer is not Placement.SHARD:
+        return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
+    if world_size % replicas:
+        sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
+        return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
+    if world_size == replicas:
+        return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
+    return None
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,88 @@
+"""Views of gathered parameters that somebody keeps after the parameters were freed.
+
+Nothing can make such a view raise when it is read: it is a plain tensor, which shows the weights as they were, and not
+those that training makes of them. But every tensor counts as a use of its storage, and a unit knows how many uses are
+its own (`Unit.is_viewed`). If there are more at the end of a microbatch, somebody has kept a view.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from zeroexp.zero.held import Residence
+from zeroexp.zero.unit import Unit
+
+
+class KeptViews:
+    """The views of full parameters that outlive a microbatch."""
+
+    def __init__(self, units: Iterable[Unit]):
+        self._units = list(units)
+        self._of_graphs: set[Unit] = set()  # units of which checkpointing alone keeps views
+
+    def refuse(self) -> None:
+        """Raise RuntimeError if a view of parameters that are freed now is still alive."""
+        for unit in self._units:
+            if unit.residence is not Residence.FREED or not unit.is_viewed:
+                self._of_graphs.discard(unit)
+            elif unit not in self._of_graphs:
+                self._refuse(unit)
+                self._of_graphs.add(unit)
+
+    def _refuse(self, unit: Unit) -> None:
+        """Raise unless only checkpointing keeps such views: it drops them with the graph they belong to.
+
+        A view in garbage is kept by nobody, whether or not this rank has collected it yet.
+        """
+        if self._kept_shape(unit) is None:
+            return
+        gc.collect()
+        shape = self._kept_shape(unit)
+        if shape is not None:
+            raise RuntimeError(
+                f"a view of parameters of {unit} outlives the module's forward (shape {shape}): clone what is kept "
+                "of weights, or read them inside `with strategy.gathered():`"
+            )
+
+    def _kept_shape(self, unit: Unit) -> list[int] | None:
+        """Return the shape of a view of the unit's storage that is neither the engine's nor checkpointing's."""
+        known = {id(each) for each in unit.own_views()} | _of_checkpointing()
+        kept = (t for t in _living(Tensor) if id(t) not in known and _storage_of(t) == unit.storage)
+        return next((list(each.shape) for each in kept), None)
+
+
+def is_view_of_freed(tensor: Tensor, unit: Unit) -> bool:
+    """Tell whether `tensor` is no parameter and lies in the memory of the unit's freed parameters."""
+    if unit.memory is None or unit.residence is not Residence.FREED:
+        return False
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    while is_functorch_wrapped_tensor(tensor):  # inside of a transform of torch.func
+        tensor = get_unwrapped(tensor)
+    return _storage_of(tensor) == unit.storage
+
+
+def _of_checkpointing() -> set[int]:
+    """Return ids of tensors that torch.utils.checkpoint recomputed and keeps for a backward that may not come."""
+    from torch.utils.checkpoint import _CheckpointFrame  # pyright: ignore[reportPrivateUsage]
+
+    frames = list(_living(_CheckpointFrame))
+    return {id(t) for frame in frames for kept in frame.recomputed.values() for t in kept.values()}
+
+
+def _living(kind: type[Any]) -> Iterator[Any]:
+    """Yield all objects of this kind. `isinstance` would ask the objects themselves, and a dead weak proxy raises."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # the tensor has no storage
+        return None
