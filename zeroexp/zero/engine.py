@@ -107,6 +107,9 @@ class Engine:
         masters = _masters_in_groups(self.units, param_groups)
         self.optimizer = make_optimizer(optimizer_factory, masters)
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
+        # norm.py, [Note: without a stop]
+        self._reads_late = world.device.type != "cpu" and not world.is_fake
+        self._unread: GradientNorm | None = None
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
 
     @contextmanager
@@ -144,7 +147,7 @@ class Engine:
         sums = GradientNorm(
             self._trainable, handed, self._stage, self.wire, self._gradient_presence()
         )
-        sums.expect_same_gathers()
+        self._expect_same_gathers(sums)
         scale = None
         # Without clipping the sum of the norm may arrive during the update.
         if self._max_grad_norm is not None:
@@ -218,15 +221,24 @@ class Engine:
         self._schedule.drain()
         self._observer.weights_changed()
 
+    def _expect_same_gathers(self, sums: GradientNorm) -> None:
+        """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
+        if self._reads_late:
+            sums.copy_to_host()
+            sums, self._unread = self._unread or sums, sums
+            if sums is self._unread:
+                return
+        sums.expect_same_gathers()
+
     def _gradient_presence(self) -> list[bool]:
         return [present for unit in self.units for present in unit.gradient_presence()]
 
     def _clip_scale(self, norm: Tensor, max_norm: float) -> Tensor | None:
         """Return the factor for gradients, or None where a norm below the maximum leaves them bit for bit."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # Elsewhere reading the value would stop the stream.
-        on_host = norm.device.type == "cpu" and not self.wire.world.is_fake
-        return None if on_host and float(scale) == 1.0 else scale
+        if self._reads_late or self.wire.world.is_fake:
+            return scale
+        return None if float(scale) == 1.0 else scale
 
     def _update(self, handed: Sequence[MasterGradient], scale: Tensor | None) -> None:
         """Run one step of the optimizer on all masters that have a gradient."""

@@ -12,6 +12,7 @@ microbatches they would follow the last backward, and every further step would g
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -73,6 +74,7 @@ class Gathers:
         self._order = self._order_outside
         self.depth = depth
         self._replicated = [unit for unit in units if not unit.is_sharded]
+        self._published: deque[Unit] = deque()  # whose masters may be on their way
         self._overlap = overlap
 
     def begin_pass(self, *, in_microbatch: bool) -> None:
@@ -106,15 +108,21 @@ class Gathers:
         self._free_unused()
 
     def publish(self, unit: Unit, *, ahead: bool = True) -> None:
-        """Start O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already."""
+        """Start O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already.
+
+        Two units are on their way at most, since each message is a copy of its unit.
+        """
         unit.publish()
-        if not self._overlap:
-            unit.arrive()
+        if not unit.is_sharded:
+            self._published.append(unit)
+        while len(self._published) > (2 if self._overlap else 0):
+            self._published.popleft().arrive()
         if ahead and self.depth and unit in self.order_of_microbatch.first_units(1 + self.depth):
             self._gather(unit)
 
     def await_published(self) -> None:
         """Return when all parameters that rest replicated are there."""
+        self._published.clear()
         for unit in self._replicated:
             unit.arrive()
 

@@ -7,6 +7,10 @@ The optimizer skips a parameter for which no rank has a gradient, as torch does 
 decay and its momentum does not move it. A rank that has a gradient for every parameter does not wait for the sum before
 it updates.
 
+[Note: without a stop] On a GPU the host runs ahead of the device, and reading a value stops it. So nothing is read
+there in a step that has all gradients and clips: what tells whether ranks gathered the same is copied to the host, and
+read in the next step.
+
 [Note: same gathers] The backend pairs gathers by the order in which they are issued, not by what they gather: ranks
 that use blocks of one size in different orders would compute with the weights of other blocks.
 """
@@ -42,17 +46,21 @@ class GradientNorm:
         self._index = {parameter: 1 + index for index, parameter in enumerate(parameters)}
         self._all_here = all(has_gradient)
         self._is_fake = wire.world.is_fake
+        self._is_on_gpu = wire.world.device.type == "cuda" and not self._is_fake
         issued = wire.issued_checksum if stage.gather is Move.ALL_GATHER else None
         self._compares = issued is not None
         checks = [] if issued is None else checksum_terms(issued)
         self._contributed = [0.0, *has_gradient, *checks]
-        self._sums = torch.tensor(self._contributed, dtype=torch.float64).to(wire.world.device)
+        # Memory that is not pinned would be copied while the host waits.
+        terms = torch.tensor(self._contributed, dtype=torch.float64, pin_memory=self._is_on_gpu)
+        self._sums = terms.to(wire.world.device, non_blocking=True)
         # Of the ranks that hold the same gradients, all or the replicas, only the first contributes their squares.
         holders = wire.holders if stage.optimizer is Placement.SHARD else wire.world
         if holders.rank == 0:
             self._sums[0] = sum_squares([each.gradient for each in handed], wire)
         self._summed = wire.sum_scalar_later(self._sums, "norm")
         self._counts: list[float] = []
+        self._on_host: Tensor | None = None
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, 0-dim float32."""
@@ -64,6 +72,15 @@ class GradientNorm:
         if self._all_here:
             return True
         return self._summed_values()[self._index[parameter]] > 0
+
+    def copy_to_host(self) -> None:
+        """Start a copy of the sums to the host, which `expect_same_gathers` reads, see [Note: without a stop]."""
+        self._summed.wait()
+        self._on_host = torch.empty_like(self._sums, device="cpu", pin_memory=self._is_on_gpu)
+        self._on_host.copy_(self._sums, non_blocking=True)
+        if self._is_on_gpu:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def expect_same_gathers(self) -> None:
         """Raise RuntimeError on all ranks if they did not gather the same, see [Note: same gathers]."""
@@ -79,8 +96,14 @@ class GradientNorm:
     def _summed_values(self) -> list[float]:
         if not self._counts:
             self._summed.wait()
-            # Ranks that do not exist tell nothing, and what this rank told is known without reading a tensor.
-            self._counts = self._contributed if self._is_fake else self._sums.tolist()
+            if self._is_fake:  # ranks that do not exist say nothing
+                self._counts = self._contributed
+            elif self._on_host is not None:
+                if self._is_on_gpu:
+                    self._copied.synchronize()
+                self._counts = list(self._on_host.numpy())
+            else:
+                self._counts = self._sums.tolist()
         return self._counts
 
 

@@ -1,0 +1,76 @@
+"""A step reads no value of a tensor: on a GPU each reading stops the host, which can not run ahead then.
+
+The device is played on the CPU: readings raise between the beginning of a microbatch and the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroexp.cut.stage import STAGES
+from zeroexp.engines.sharded import Sharded
+from zeroexp.process.world import World
+from zeroexp.zero.options import Dtypes, Options
+
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class NothingIsRead(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READS, f"{func} reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_is_read() -> Iterator[None]:
+    def read(tensor: Tensor) -> None:
+        raise AssertionError("tolist reads values")
+
+    with NothingIsRead(), patch.object(Tensor, "tolist", read):
+        yield
+
+
+def train(world: World, stage: str, family: str, compute: torch.dtype) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    strategy = Sharded(
+        model,
+        blocks=["0", "2"],
+        stage=STAGES[stage],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+        dtypes=Dtypes(compute, torch.float32, torch.float32),
+        max_grad_norm=0.1,
+        options=Options(family=family, transport="native"),
+    )
+    strategy._reads_late = True
+    norms: list[Tensor] = []
+    for step in range(4):
+        inputs = torch.randn(
+            2, 5, generator=torch.manual_seed(2 * step + world.rank), dtype=compute
+        )
+        # The first microbatch compares the ranks, and the refusals look at values in the first steps.
+        with nothing_is_read() if step > 2 else torch.enable_grad():
+            for last in (False, True):
+                with strategy.microbatch(last=last):
+                    strategy.backward(model(inputs).square().sum())
+            norms.append(strategy.step())
+            strategy.zero_grad()
+    return [norm.item() for norm in norms]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
+@pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_step_reads_no_value(ranks, stage, family, compute):
+    first, second = ranks(train, stage, family, compute)
+    assert first == second and all(norm > 0.1 for norm in first), "and it clips"
