@@ -67,7 +67,7 @@ def test_the_readme_names_the_files_that_are_the_algorithm() -> None:
     guide = (ROOT / "zeroexp/zero/__init__.py").read_text()
     starred = re.findall(r"^ +(\w+\.py) \*", guide, re.MULTILINE)
     assert len(starred) > 3
-    places = [README.read_text().find(f" {name} ") for name in starred]
+    places = [README.read_text().find(f"`{name}`") for name in starred]
     assert -1 not in places and places == sorted(places), f"README.md names {starred}"
 
 

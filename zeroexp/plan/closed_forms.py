@@ -31,7 +31,7 @@ from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-# Size of each number that ranks sum before a step (gradient_norm.py): the sum of squares, and one for each parameter.
+# Size of each number that ranks sum before a step (norm.py): the sum of squares, and one for each parameter.
 TALLY_BYTES = 8
 NUM_CHECKS = 5  # summed numbers that tell whether ranks issued the same gathers (native only)
 

@@ -96,15 +96,16 @@ class GradientNorm:
     def _summed_values(self) -> list[float]:
         if not self._counts:
             self._summed.wait()
-            if self._is_fake:  # ranks that do not exist say nothing
-                self._counts = self._contributed
-            elif self._on_host is not None:
-                if self._is_on_gpu:
-                    self._copied.synchronize()
-                self._counts = list(self._on_host.numpy())
-            else:
-                self._counts = self._sums.tolist()
+            # Ranks that do not exist say nothing.
+            self._counts = self._contributed if self._is_fake else self._read()
         return self._counts
+
+    def _read(self) -> list[float]:
+        if self._on_host is None:
+            return self._sums.tolist()
+        if self._is_on_gpu:
+            self._copied.synchronize()
+        return list(self._on_host.numpy())
 
 
 def sum_squares(gradients: Sequence[Tensor], wire: Collectives) -> Tensor:

@@ -1,7 +1,7 @@
 """Replicas hold the same weights: where a sum between them is missing they drift apart, and a step says so.
 
 Nothing else would: each replica trains on its own samples, and its loss falls. The weights are compared bit for bit
-after the first two steps and every hundredth (changes.py), by a sum over their bits. Ranks start alike (same_start.py).
+after the first two steps and every hundredth (changes.py), by a sum over their bits. Ranks start alike (zero/build.py).
 """
 
 from __future__ import annotations
