@@ -1,4 +1,4 @@
-"""This folder is ZeRO, written by hand: one engine runs every stage, and a stage is a row of three placements.
+"""ZeRO, written by hand: one engine runs every stage, and a stage is a row of three placements.
 
 Compute needs parameters *replicated*; backward leaves gradients *partial*, a summand on every rank; the optimizer needs
 gradient and weight *where its state rests*. P, G, O say where parameters, gradients and optimizer state rest between

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class Calls:
-    """This object tracks which call comes next. With `once` the gradients of a step can be reduced only once."""
+    """The call that comes next. With `once` the gradients of a step can be reduced only once."""
 
     def __init__(self, *, once: bool):
         self._in_microbatch = False

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class OwnMethods:
-    """This object replaces or guards methods of a module and its optimizer for as long as an engine trains them."""
+    """Methods of a module and its optimizer, replaced or guarded for as long as an engine trains them."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, zero_grad: Callable[..., None]):
         self.may_load = False  # whether weights may be loaded into the module now
@@ -76,7 +76,7 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
 
 
 class _ZeroGrad:
-    """This callable is `model.zero_grad` of a trained model; a copy of the model gets the plain method again."""
+    """`model.zero_grad` of a trained model; a copy of the model gets the plain method again."""
 
     def __init__(self, module: nn.Module, zero_grad: Callable[..., None]):
         self._module, self._zero_grad = module, zero_grad
