@@ -343,7 +343,7 @@ class Schedule:
         return lost
 
     def _agree(self) -> None:
-        """After the first microbatch adopt its order of reductions, if ranks gathered and closed units in one order.
+        """Adopt the order of reductions of the first microbatch, if ranks gathered and closed units in one order.
 
         Any such order will do: ranks whose gradients differ later launch at the same events. Without agreement nothing
         is gathered ahead.
