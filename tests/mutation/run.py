@@ -64,7 +64,10 @@ LIMITED = (f"--timeout={SECONDS_OF_A_TEST}", "--timeout-method=signal")
 SELECTED = "not slow and not slurm and not browser and not gpu and not wide"
 FOUND, SURVIVED, HUNG = "found", "survived", "hung"
 FOUND_BY = "found_by"  # a file of the tree
-NOT_RUN = 70  # exit code of a child that could not even ask pytest
+NOT_RUN = (
+    70  # exit code of a child that could not even ask pytest, or asked for tests that are not there
+)
+NO_SUCH_TESTS = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def main() -> int:
@@ -229,7 +232,7 @@ def _try(tree: Path, file: str, source: str, tests: list[str]) -> tuple[str, str
     if pid == 0:
         _leave(tree, tests)
     try:
-        return _await(pid), (tree / FOUND_BY).read_text()
+        return _await(pid, tree / FOUND_BY), (tree / FOUND_BY).read_text()
     finally:
         (tree / file).write_text(original)
 
@@ -257,8 +260,8 @@ def _leave(tree: Path, tests: list[str]) -> NoReturn:
         os._exit(code)
 
 
-def _await(pid: int) -> str:
-    """The child leads a process group: whatever it started ends with it."""
+def _await(pid: int, told: Path) -> str:
+    """The child leads a process group: whatever it started ends with it. `told`: why its tests did not run."""
     child = os.pidfd_open(pid)
     try:
         ready, _, _ = select.select([child], [], [], SECONDS_OF_A_MUTANT)
@@ -271,7 +274,7 @@ def _await(pid: int) -> str:
         return HUNG
     code = os.waitstatus_to_exitcode(status)
     if code == NOT_RUN:
-        raise SystemExit("the tests did not run: see above")
+        raise SystemExit(f"the tests did not run: {told.read_text() or 'see above'}")
     return SURVIVED if code == 0 else FOUND
 
 
@@ -298,6 +301,9 @@ def _be_pytest(tree: Path, tests: list[str]) -> int:
     for line in tests:
         arguments = [*QUIET, *LIMITED, "-m", SELECTED, *shlex.split(line)]
         code = int(pytest.main(arguments, plugins=[FoundBy(tree / FOUND_BY)]))
+        if code in NO_SUCH_TESTS:  # a test that has another name now must not count as a find
+            (tree / FOUND_BY).write_text(f"no test is selected by `{line}`")
+            return NOT_RUN
         if code:
             return code
     return 0
