@@ -124,11 +124,11 @@ class Held:
         for span, master in zip(self.owned, self.masters, strict=self.is_trainable):
             yield self.parameters[span.member], master
 
-    def cast_masters(self) -> None:
-        """Copy masters of another dtype into the parameters they stand for."""
+    def casts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the owned elements with their masters, where these have another dtype; all are flat."""
         if self.master_flat is not None:
-            targets = [elements for _, elements in self.own_elements()]
-            torch._foreach_copy_(targets, [master.detach().view(-1) for master in self.masters])
+            for (_, elements), master in zip(self.own_elements(), self.masters, strict=True):
+                yield elements, master.detach().view(-1)
 
     @torch.no_grad()
     def write_parameter(self, member: int, read: Read) -> None:

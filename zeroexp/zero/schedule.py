@@ -93,6 +93,7 @@ class Schedule:
         # Where a gather needs all ranks, reductions start only at events, see [Note: one order].
         self._at_events_only = bool(self.gathers.sharded) and not wire.facts.moves_on_wait
         self._uses = {unit: Progress() for unit in units}
+        self._open: dict[Unit, None] = {}  # used in this microbatch and not closed, or used again
         # Parameters that got no gradient in the previous microbatch.
         self._silent: dict[Unit, set[nn.Parameter]] = {unit: set() for unit in units}
         self._tick = 0
@@ -125,6 +126,7 @@ class Schedule:
         self._tick = self._num_running = self._turn = 0
         self._root_released = self._reduced = False
         self.at_end_of_microbatch, self._closed = [], []
+        self._open.clear()
         self.gathers.begin_pass(in_microbatch=True)
         for unit in self._units:
             self._silent[unit] = self._uses[unit].missing
@@ -139,6 +141,7 @@ class Schedule:
         use = self._uses[unit]
         use.first = use.first if use.first is not None else self._tick
         use.running.append(self._tick)
+        self._open[unit] = None
         self._free_after_inner_backward()
         if not unit.is_pinned:
             self.gathers.make_ready(unit)
@@ -172,7 +175,8 @@ class Schedule:
                 "inside the same `with strategy.microbatch(last=...):`"
             )
         closes = self._closing.is_current()
-        for other, use in self._uses.items():
+        for other in list(self._open):
+            use = self._uses[other]
             if use.first is not None and use.first > ended:
                 # A parameter that usually gets a gradient and has none yet may get it where no module tells of it.
                 if closes and (self._at_events_only or use.missing <= self._silent[other]):
@@ -192,6 +196,7 @@ class Schedule:
         """Gather the unit if need be, also where no output told that backward reaches it, or reaches it again."""
         self._expect_microbatch(f"backward of {unit}")
         self._uses[unit].in_backward = True
+        self._open[unit] = None
         if unit is self._root and self._root_released:
             self._root_needed_again = True
         if unit not in self.gathers.in_use and not self._closing.is_current():
@@ -262,6 +267,7 @@ class Schedule:
             self._closed.append(unit)
             self._launch()
         self._after_backward(unit)  # a second backward may have gathered a closed unit again
+        self._open.pop(unit, None)
 
     def _after_backward(self, unit: Unit) -> None:
         self._uses[unit].in_backward = False

@@ -179,8 +179,8 @@ class Unit:
     def publish(self) -> None:
         """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
-        for held in self.trainable:
-            held.cast_masters()
+        if casts := [pair for held in self.trainable for pair in held.casts()]:
+            torch._foreach_copy_(*(list(each) for each in zip(*casts, strict=True)))
         if self.is_sharded:
             self.offer()
         if self._publishes:

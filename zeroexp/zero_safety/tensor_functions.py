@@ -1,4 +1,4 @@
-"""These tables say what functions of torch read of a tensor: its shape, its gradient, nothing, or else its values.
+"""What functions of torch read of a tensor: its shape, its gradient, nothing, or else its values.
 
 guard.py asks them when a parameter is used whose values are not there.
 """
