@@ -14,7 +14,7 @@ from torch import nn
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.stage import STAGES
 from zeroexp.process.world import World, fake_world
-from zeroexp.zero.build import make_units
+from zeroexp.zero.assemble import make_units
 from zeroexp.zero.grouping import group_parameters
 from zeroexp.zero.held import Residence
 from zeroexp.zero.options import Dtypes, Options, settle_options

@@ -37,7 +37,7 @@ Read zeroexp/cut/ first, then the files with a star: they are the algorithm. Imp
     unit.py *           what moves together: the five verbs
     observer.py         events of the engine; zero_safety/ is an observer, which raises where code around the engine
                         would train another model without a word
-    build.py            ranks start alike; units are cut and filled
+    assemble.py         ranks start alike; units are cut and filled
     gathers.py          units are gathered when they are needed, and ahead in the order of the microbatch before; freed
     schedule.py *       events in a module become verbs, in an order that all ranks agree on
     hooks.py            reports the events, and what autograd saves of gathered parameters

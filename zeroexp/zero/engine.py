@@ -28,7 +28,7 @@ from zeroexp.interface.strategy import (
 )
 from zeroexp.interface.values import Values, make_places
 from zeroexp.process.world import World
-from zeroexp.zero.build import make_units, start_alike
+from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
@@ -48,6 +48,7 @@ class Engine:
     """
 
     observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
+    _unread: GradientNorm | None = None  # of the step before, see norm.py, [Note: without a stop]
 
     def __init__(
         self,
@@ -84,17 +85,15 @@ class Engine:
             make_places(module, world.device)
         # torch can not convert modules of fake tensors, and a fake world is given a model that lies on its device.
         self.model = module if world.is_fake else module.to(world.device)
-        self._stage = stage
-        self._max_grad_norm = max_grad_norm
+        self._stage, self._max_grad_norm = stage, max_grad_norm
         self.wire = Collectives(world, transport=options.transport, replicas=options.replicas)
         settings = [str(stage), options, dtypes, max_grad_norm, list(blocks)]
         start_alike(self.model, settings, param_groups, values, self.wire)
         self._buffers = Buffers(module, world)
         self.wire.connect()
-        settled = settle_options(options, stage, self.wire.facts, world.size)
-        self.settings = settled.as_record(options, stage, self.wire.facts)
-        if self.wire.facts_between is not None:
-            self.settings["transport_between_replicas"] = self.wire.facts_between.name
+        facts = self.wire.facts
+        settled = settle_options(options, stage, facts, world.size)
+        self.settings = settled.as_record(options, stage, facts, self.wire.facts_between)
         groups = group_parameters(module, blocks, options.unit)
         self.units = make_units(
             groups, stage, options, settled, dtypes, self.wire, self._observer, values
@@ -104,12 +103,11 @@ class Engine:
         for unit, group in zip(self.units, groups, strict=True):
             attach(unit, group.module, self._schedule, self._observer)
         self._trainable = [p for unit in self.units for p in unit.trainable_parameters]
-        masters = _masters_in_groups(self.units, param_groups)
-        self.optimizer = make_optimizer(optimizer_factory, masters)
+        self.optimizer = make_optimizer(
+            optimizer_factory, _masters_in_groups(self.units, param_groups)
+        )
         self._python = PythonValues(self.optimizer, _names_in_groups(module, param_groups))
-        # norm.py, [Note: without a stop]
         self._reads_late = world.device.type != "cpu" and not world.is_fake
-        self._unread: GradientNorm | None = None
         self._observer.built(module, self.units, self.optimizer, self.zero_grad, self.wire)
 
     @contextmanager

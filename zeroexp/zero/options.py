@@ -64,10 +64,14 @@ class SettledOptions:
     reduce_each: str
     bucket_bytes: int | None  # the most bytes of one reduction; None: a whole unit
 
-    def as_record(self, options: Options, stage: Stage, facts: Facts) -> dict[str, Any]:
-        """Return what a run writes down of its engine; None: not applicable."""
+    def as_record(
+        self, options: Options, stage: Stage, facts: Facts, between: Facts | None = None
+    ) -> dict[str, Any]:
+        """Return what a run writes down of its engine; None: not applicable. `between`: of sums between replicas."""
         sharded = stage.parameters is Placement.SHARD
+        replicas = {} if between is None else {"transport_between_replicas": between.name}
         return {
+            **replicas,
             "transport": facts.name,
             "bucket_mb": None if self.bucket_bytes is None else self.bucket_bytes / MIB,
             "prefetch": self.prefetch if sharded else None,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.chunk import Span
-from zeroexp.zero.build import sum_of_bits
+from zeroexp.zero.assemble import sum_of_bits
 from zeroexp.zero.held import Held, unguarded
 from zeroexp.zero.schedule import Schedule
 from zeroexp.zero.unit import Unit

@@ -7,7 +7,7 @@ refusals.py          the observer: each event of the engine goes to the files be
 arguments.py         what an engine is built with: modules, blocks, parameter groups, options
 guard.py             parameters whose values or gradients are not there (tensor_functions.py: which uses need them)
 calls.py             the order of microbatch, step and zero_grad
-changes.py           parameters that were replaced, moved, thawed or written behind the engine
+changed_parameters.py  parameters that were replaced, moved, thawed or written behind the engine
 replicas_differ.py   replicas whose weights drift apart
 kept_views.py        views of gathered parameters that outlive them
 methods.py           methods of model and optimizer that would go past the engine

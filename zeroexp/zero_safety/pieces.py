@@ -7,7 +7,8 @@ which no norm is that of the whole.
     inside of optimizer.step()    plain parameters, whose gradients are there
     else, and in others' hooks    `GuardedPiece`: a gradient that is read or set raises, and so does a write
 
-Writing an alias (`.data`, `detach()`) is found by the version counter that it shares, see changes.py.
+Writing an alias (`.data`, `detach()`) is found by the version counter that it shares, see
+changed_parameters.py.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from zeroexp.zero.unit import Unit
 from zeroexp.zero.whole import written_while_reading
 from zeroexp.zero_safety.arguments import refuse_arguments
 from zeroexp.zero_safety.calls import Calls
-from zeroexp.zero_safety.changes import ParameterWatch
+from zeroexp.zero_safety.changed_parameters import ParameterWatch
 from zeroexp.zero_safety.guard import (
     await_on_use,
     guard_parameters,

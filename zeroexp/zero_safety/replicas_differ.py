@@ -1,7 +1,8 @@
 """Replicas hold the same weights: where a sum between them is missing they drift apart, and a step says so.
 
 Nothing else would: each replica trains on its own samples, and its loss falls. The weights are compared bit for bit
-after the first two steps and every hundredth (changes.py), by a sum over their bits. Ranks start alike (zero/build.py).
+after the first two steps and every hundredth (changed_parameters.py), by a sum over
+their bits. Ranks start alike (zero/assemble.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.process import world as worlds
-from zeroexp.zero.build import sum_of_bits
+from zeroexp.zero.assemble import sum_of_bits
 from zeroexp.zero.unit import Unit
 
 
