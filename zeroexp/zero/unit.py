@@ -180,7 +180,8 @@ class Unit:
         """Start O -> P: masters become parameters everywhere. `arrive` ends it."""
         self.generation += 1
         if casts := [pair for held in self.trainable for pair in held.casts()]:
-            torch._foreach_copy_(*(list(each) for each in zip(*casts, strict=True)))
+            elements, masters = zip(*casts, strict=True)
+            torch._foreach_copy_(list(elements), list(masters))
         if self.is_sharded:
             self.offer()
         if self._publishes:
