@@ -35,7 +35,8 @@ from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Stage
 from zeroexp.models.module import build_model
 from zeroexp.tracking.run import read_run
-from zeroexp.zero.options import WORDS, Options
+from zeroexp.zero.options import Options
+from zeroexp.zero_safety.arguments import WORDS
 
 ROOT = CONF.parent
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())

@@ -27,7 +27,7 @@ class ModelStates:
     gradients: list[Tensor] = field(default_factory=list)
     optimizer: list[Tensor] = field(default_factory=list)
     master: list[Tensor] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)  # pools, buckets
+    buffers: list[Tensor] = field(default_factory=list)  # memory units are gathered into, buckets
     hidden_bytes: int = 0  # in buffers that no tensor shows (DistributedDataParallel's buckets)
 
 

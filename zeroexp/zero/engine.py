@@ -151,7 +151,9 @@ class Engine:
         if self._max_grad_norm is not None:
             scale = self._clip_scale(sums.norm(), self._max_grad_norm)
         self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
-        for unit in self.units:  # to drain is to free what was gathered ahead
+        for unit in (
+            self.units
+        ):  # with `drain` nothing is gathered ahead: it would be in flight when the step ends
             self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
         if not self._schedule.gathers.sharded:
@@ -171,7 +173,7 @@ class Engine:
         self._observer.zero_grad()
 
     def drain(self) -> None:
-        """Wait for everything in flight; afterwards the parameters may be read outside of `model`.
+        """Wait for everything in flight; what was gathered ahead stays.
 
         Like `model_states` and `state_dict` it concerns this rank alone: one rank may call it where others do not.
         """

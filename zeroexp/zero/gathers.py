@@ -6,8 +6,8 @@
 The order of gathers repeats itself, microbatch after microbatch: the first one records it, and units are gathered ahead
 in it. A wrong guess costs a gather and never a wrong result: the unit is freed when the microbatch ends.
 
-[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In that of
-microbatches they would follow the last backward, and every further step would gather the root in vain.
+[Note: two orders] Forwards outside of microbatches, as validation's, have an order of their own. In one order with
+microbatches their gathers would follow the last backward, and each microbatch would end by gathering the root in vain.
 """
 
 from __future__ import annotations

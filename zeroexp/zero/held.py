@@ -60,9 +60,9 @@ class Held:
     views: list[Tensor] = field(default_factory=list)  # views of full, one for each parameter
     # A copy of full in memory of its own, while `whole` shows it (whole.py).
     pinned: Tensor | None = None
-    # One nan in the shape of each parameter, which it shows while it is freed: code in C++ makes nan of it.
+    # What parameters show while freed: one nan in their shape, so that C++ code, which no guard sees, makes nan of it.
     nothing: list[Tensor] = field(init=False)
-    # Index of the owned span, by member: a rank owns one at most.
+    # Index of the owned span, by member: a rank owns at most one span of a member.
     span_of: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

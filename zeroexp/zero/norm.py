@@ -5,7 +5,7 @@
 
 The optimizer skips a parameter for which no rank has a gradient, as torch does in one process: the parameter does not
 decay and its momentum does not move it. A rank that has a gradient for every parameter does not wait for the sum before
-it updates.
+it updates, unless it clips.
 
 [Note: without a stop] On a GPU the host runs ahead of the device, and reading a value stops it. So nothing is read
 there in a step that has all gradients and clips: what tells whether ranks gathered the same is copied to the host, and

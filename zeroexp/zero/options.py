@@ -49,7 +49,9 @@ class Options:
     unit: str = "block"  # model | block | module
     overlap: bool = True
     prefetch: int | None = None  # units gathered ahead; None: 1, or 0 where that gains nothing
-    keep: str = "last"  # none | last | all: units that stay gathered between forward and backward
+    keep: str = (
+        "last"  # units that stay gathered from forward to backward: none | last (the root) | all
+    )
     reduce_each: str | None = None  # microbatch | step; None: what Stage.reduce_each says
     bucket_mb: float | None = None  # most MiB of one reduction; None: the transport's default
     transport: str = "auto"  # a word of comm.collectives.TRANSPORTS

@@ -1,9 +1,11 @@
 """When the moves of a step happen: events in a module become verbs of units.
 
-    forward         block 0        block 1        block 2     |  backward     block 2        block 1
-    compute         ######         ######         ######      |               ######         ######
-    all-gather        gather 1 ....  gather 2 ....            |                 gather 1 ....
-    reduce                                                    |                              2a 2b .....
+    forward         block 0        block 1        block 2     |  backward           block 2        block 1
+    compute         ######         ######         ######      |                     ######         ######
+    all-gather        gather 1 ....  gather 2 ....            |        gather 2 ....  gather 1 ....
+    reduce                                                    |                                    2a 2b .....
+
+To close a unit is to reduce its gradients, missing ones as zeros, and to free it: this microbatch needs it no more.
 
 With `overlap=False` the same moves happen in the same order and each is waited for at once: this readable twin is bit
 for bit equal and shows what overlap buys. gathers.py gathers and frees; hooks.py reports the events.
@@ -25,10 +27,10 @@ backward (`torch.autograd.grad`, a plain `loss.backward()`) gathers units where 
 in the parameters are reduced at the end of the microbatch. A backward inside the closing one (reentrant checkpointing)
 may come several times to one parameter: its gradients are not counted, and the unit is closed in one of the other ways.
 
-[Note: release of the root] Once the first block has its backward, the head has had its own, and of the root the
-embedding's gradient alone is left, which needs no weights and comes when most memory is in use. So the root is freed
-then. If something needs it again (a norm beside the embedding), it is gathered again, as all ranks do, and stays in the
-microbatches that follow.
+[Note: release of the root] When backward reaches its first block (forward's last), the head has had its backward, and
+of the root only the embedding's gradient is left. That needs no weights and comes when most memory is in use. So the
+root is freed then, over every transport. If something needs it again (a norm beside the embedding), it is gathered
+again, as all ranks do, and stays in the microbatches that follow.
 """
 
 from __future__ import annotations
@@ -260,13 +262,13 @@ class Schedule:
     # -- how units are closed and freed -----------------------------------------------------------
 
     def _close(self, unit: Unit) -> None:
-        """Reduce the gradients of the unit, missing ones as zeros, and free it: this microbatch needs it no more."""
+        """Close the unit; one that is closed already may have been gathered again by a second backward."""
         use = self._uses[unit]
         if not use.closed:
             use.closed = True
             self._closed.append(unit)
             self._launch()
-        self._after_backward(unit)  # a second backward may have gathered a closed unit again
+        self._after_backward(unit)
         self._open.pop(unit, None)
 
     def _after_backward(self, unit: Unit) -> None:

@@ -37,9 +37,6 @@ def canonical_state(
     state: CanonicalState = {} if buffers is None else buffers.canonical()
     for held in _chunks(units):
         holders = wire.holders if _rests_sharded(held, stage) else wire.world
-        for member, shape in zip(held.chunk.members, held.shapes, strict=True):
-            if not shape.numel():  # no rank owns an element of an empty parameter
-                state[member.name] = {WEIGHT: CanonicalTensor(tuple(shape), held.piece.dtype, [])}
         for span, weight in held.weights():
             shape = tuple(held.shapes[span.member])
             name = held.chunk.members[span.member].name

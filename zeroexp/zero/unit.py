@@ -2,10 +2,10 @@
 
 held.py draws what a rank holds of a unit. cut/stage.py derives from the stage what each verb does.
 
-[Note: one storage] The full parameters of a unit that rests sharded lie in one storage, from the first day to the
-last. It is resized to nothing while the unit is freed, and back; it is never replaced. So a view of it, such as
-backward makes of what autograd saved (hooks.py), is right again once the unit is gathered again. Where somebody else
-holds a view, the bytes stay until that view is gone: reading it ends in no crash, and the observer refuses it. Neither
+[Note: one storage] The full parameters of a unit that rests sharded lie in one storage for the whole training. It is
+resized to nothing while the unit is freed, and back; it is never replaced. So a view of it, such as backward makes of
+what autograd saved (hooks.py), is right again once the unit is gathered again. Where somebody else holds a view, the
+bytes stay until that view is gone: reading it ends in no crash, and zero_safety/kept_views.py refuses to go on. Neither
 assigning `.data` nor writing into the storage advances a parameter's version counter.
 """
 
@@ -144,7 +144,8 @@ class Unit:
     def reduce(self, bucket: Bucket, *, last: bool) -> Pending:
         """Start partial -> G for the gradients that autograd left in the parameters; missing ones count as zeros.
 
-        Gradients that rest partial begin to be handed over here, in place in the owner's span.
+        Where gradients rest partial (zero1) this is the reduce-scatter of hand_over, begun beside backward; sums are
+        written into the whole gradients.
         last: the microbatch is the last of its step. With replicas its sums are summed between these too.
         """
         with meter.issuing("hand_over" if self.reduces_at_hand_over else "reduce", str(self)):

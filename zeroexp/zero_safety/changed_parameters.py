@@ -26,7 +26,7 @@ AS_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _ParameterSlot:
-    """A seat is where a module holds a parameter."""
+    """A slot is where a module holds a parameter."""
 
     held: dict[str, nn.Parameter | None]
     key: str
@@ -35,12 +35,12 @@ class _ParameterSlot:
 
 
 class ParameterWatch:
-    """The watch remembers what `module` held when the engine was built around it."""
+    """What `module` held when the engine was built around it."""
 
     def __init__(self, module: nn.Module, units: Iterable[Unit], world: World):
         self._units = list(units)
         modules = list(module.named_modules())
-        self._seats = [
+        self._slots = [
             _ParameterSlot(each._parameters, key, parameter, f"{name}.{key}" if name else key)
             for name, each in modules
             for key, parameter in each._parameters.items()
@@ -75,7 +75,7 @@ class ParameterWatch:
             if not held.is_trainable
             for parameter in held.parameters
         ]
-        self._names = {seat.parameter: seat.name for seat in self._seats}
+        self._names = {slot.parameter: slot.name for slot in self._slots}
         self._names |= {master: self._names[parameter] for parameter, master in masters}
         # Tensors of a fake world may have no address.
         self._addresses = [
@@ -144,9 +144,9 @@ class ParameterWatch:
 
     def _refuse_other_modules(self) -> None:
         """Raise RuntimeError if a module or parameter was replaced, removed or added."""
-        for seat in self._seats:
-            if seat.held.get(seat.key) is not seat.parameter:
-                raise _changed(seat.name, "was replaced or removed")
+        for slot in self._slots:
+            if slot.held.get(slot.key) is not slot.parameter:
+                raise _changed(slot.name, "was replaced or removed")
         for children, key, child, name in self._children:
             if children.get(key) is not child:
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The observer of every engine: each event (zero/observer.py) goes to the files of this folder that it concerns."""
+"""The observer of engines/sharded.py: each event (zero/observer.py) goes to the files that it concerns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zeroexp.zero_safety.replicas_differ import refuse_different_replicas
 
 
 class Refusals(Observer):
-    """Raises where the code around an engine would train another model without a word."""
+    """An observer that raises where code around an engine would silently train another model."""
 
     def building(
         self,
@@ -54,7 +54,7 @@ class Refusals(Observer):
         refuse_arguments(
             module, blocks, param_groups, stage, options, max_grad_norm, values, world.size
         )
-        if world.is_fake:  # the trial compares values
+        if world.is_fake:  # the trial of the optimizer compares values
             return
         shards = stage.optimizer is Placement.SHARD and world.size > 1
         cuts = shards and not LAYOUTS[options.family].has_owners

@@ -1,6 +1,6 @@
 """What functions of torch read of a tensor: its shape, its gradient, nothing, or else its values.
 
-guard.py asks them when a parameter is used whose values are not there.
+guard.py and pieces.py ask them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GET_DATA, SET_DATA, GET_DEVICE = _getter("data"), _setter("data"), _getter("devi
 
 OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
-# A freed parameter can answer these. One of a root that was let go gathers its values first: who asks for a shape may
+# A freed parameter can answer these. One of a root that was released gathers its values first: who asks for a shape may
 # go past the guard for the values next, as torch.vmap does.
 NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
 
