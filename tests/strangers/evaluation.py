@@ -55,6 +55,19 @@ def evaluated_between_steps_in(lab: Lab, mode: str) -> None:
         t.model.train()
 
 
+@scenario(EVERY_WAY)
+def evaluated_with_gradients_before_the_step(lab: Lab) -> None:
+    """The forward keeps what its backward would need, and the step changes it."""
+    t = lab.wrap(Net(), optimizer=adamw)
+    for step in range(3):
+        for batch in lab.batches(step):
+            with t.microbatch(last=batch.last):
+                t.backward(plain_loss(t.model, batch))
+        lab.note(t.model(torch.ones(2, WIDTH)))
+        lab.note(t.step())
+        t.zero_grad()
+
+
 @variants([*MODES], quick=["no_grad", "inference_mode"])
 def evaluated_between_microbatches_in(lab: Lab, mode: str) -> None:
     t = lab.wrap(Net())

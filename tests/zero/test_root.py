@@ -170,6 +170,40 @@ def test_whoever_reads_a_parameter_finds_it_gathered_again(ranks, transport):
     assert all(num_bytes > 0 for _, num_bytes in seen)
 
 
+def count_on_one_rank(world: World, transport: str) -> tuple[int, str]:
+    """What rank 0 alone asks of the released root after backward: a number of elements, and a value."""
+    model = Language()
+    strategy = Sharded(
+        model,
+        blocks=["blocks.0", "blocks.1"],
+        stage=STAGES["zero3"],
+        param_groups=[{"params": list(model.parameters())}],
+        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        world=world,
+        options=Options(transport=transport),
+    )
+    count, refusal = 0, ""
+    with strategy.microbatch(last=True):
+        strategy.backward(model(tokens(0, world.rank)).square().sum())
+        if world.rank == 0:
+            count = sum(parameter.numel() for parameter in model.parameters())
+            try:
+                model.embed.weight.sum()
+            except RuntimeError as error:
+                refusal = str(error)
+    strategy.step()
+    barrier()
+    return count, refusal
+
+
+@EVERY_TRANSPORT
+def test_one_rank_alone_gathers_no_root(ranks, transport):
+    """The shape of a released parameter is known; its values are there where no other rank is needed."""
+    (count, refusal), _ = ranks(count_on_one_rank, transport)
+    assert count == sum(parameter.numel() for parameter in Language().parameters())
+    assert ("before strategy.backward" in refusal) == (transport != "direct")
+
+
 @torch.jit.script
 def scripted_penalty(weight: Tensor) -> Tensor:
     return weight.square().sum()

@@ -151,9 +151,8 @@ class Engine:
         if self._max_grad_norm is not None:
             scale = self._clip_scale(sums.norm(), self._max_grad_norm)
         self._update([each for each in handed if sums.has_gradient(each.parameter)], scale)
-        for unit in (
-            self.units
-        ):  # with `drain` nothing is gathered ahead: it would be in flight when the step ends
+        # With `drain` nothing is gathered ahead: it would be in flight when the step ends.
+        for unit in self.units:
             self._schedule.gathers.publish(unit, ahead=not drain)
         # A backward of a forward from before this step then raises, as in torch.
         if not self._schedule.gathers.sharded:

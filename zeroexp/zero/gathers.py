@@ -110,8 +110,10 @@ class Gathers:
     def publish(self, unit: Unit, *, ahead: bool = True) -> None:
         """Start O -> P after the optimizer's step. `ahead`: units of the next step may be gathered already.
 
-        Two units are on their way at most, since each message is a copy of its unit.
+        Two units are on their way at most, since each message is a copy of its unit. What a forward outside of
+        microbatches has kept for a backward shows the weights of before: it is freed, and that backward raises.
         """
+        self.free(unit)
         unit.publish()
         if not unit.is_sharded:
             self._published.append(unit)

@@ -40,14 +40,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor, nn
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.zero.gathers import Gathers, current_task
+from zeroexp.zero.gathers import NO_TASK, Gathers, current_task
 from zeroexp.zero.held import Residence
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options, SettledOptions
@@ -283,7 +282,16 @@ class Schedule:
             return
         self._root_released = True
         self._after_backward(self._root)
-        self._observer.released(self._root, partial(self.make_ready_for_backward, self._root))
+        self._observer.released(self._root, self._gather_released_root)
+
+    def _gather_released_root(self) -> None:
+        """Gather the root for code that uses it in backward; later, where it needs all ranks, one may be alone."""
+        if self._at_events_only and current_task() == NO_TASK:
+            raise RuntimeError(
+                "parameters of the root (in no block) are freed once backward has reached the blocks: read them before "
+                "strategy.backward, or after the microbatch inside `with strategy.gathered():`"
+            )
+        self.make_ready_for_backward(self._root)
 
     def _free_after_inner_backward(self) -> None:
         """Free what was gathered by a backward that ran inside the closing one, or before it, and has ended."""

@@ -5,7 +5,7 @@ is `GuardedParameter`, whose `__torch_function__` sees every use from Python bef
 
     values                 what a use does
     freed                  it tells shape, dtype and device; a use that needs the values raises, with the remedy
-    released (root)        it gathers them again, then goes on
+    released (root)        the same, but a use that needs the values gathers them again, then goes on
     there                  it is not seen: the class is the parameter's own again, and a use costs nothing
 
 Reading `.grad` of a parameter whose gradient the engine has taken raises as well: plain code would find None there and,
@@ -84,10 +84,10 @@ class GuardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         guard = _guard_of(self)
-        if guard.freed:
-            raise _freed(guard)
         if guard.arrive is not None:
             guard.arrive()
+        elif guard.freed:
+            raise _freed(guard)
         with unguarded():
             copy = guard.plain(self.data.clone(), self.requires_grad)
         memo[id(self)] = copy
@@ -117,7 +117,7 @@ def guard_values(held: Held, *, there: bool) -> None:
 def await_on_use(parameter: nn.Parameter, arrive: Callable[[], None]) -> None:
     """Mark the values of a freed parameter as released: a use calls `arrive` first, which gathers them again."""
     guard = _guard_of(parameter)
-    guard.freed, guard.arrive = False, arrive
+    guard.arrive = arrive
     _set_class(parameter, guard)
 
 
@@ -133,7 +133,7 @@ def _nothing() -> None:
 
 
 def _set_class(parameter: nn.Parameter, guard: Guard) -> None:
-    plain = not (guard.freed or guard.arrive is not None or guard.gradient_taken)
+    plain = not (guard.freed or guard.gradient_taken)
     parameter.__class__ = guard.plain if plain else GuardedParameter
 
 
@@ -185,10 +185,10 @@ def _before_use(parameter: GuardedParameter, func: Callable[..., Any]) -> None:
                 f"the gradient of {guard.name} was reduced and taken by the engine: clip with max_grad_norm, "
                 "change gradients by parameter.register_hook, clear them with strategy.zero_grad()"
             )
-    elif guard.freed:
-        raise _freed(guard)
     elif guard.arrive is not None:
         guard.arrive()
+    elif guard.freed:
+        raise _freed(guard)
 
 
 def _freed(guard: Guard) -> RuntimeError:

@@ -50,8 +50,7 @@ GET_DATA, SET_DATA, GET_DEVICE = _getter("data"), _setter("data"), _getter("devi
 
 OF_GRADIENT = {_getter("grad"), _setter("grad"), _deleter("grad")}
 
-# A freed parameter can answer these. One of a root that was released gathers its values first: who asks for a shape may
-# go past the guard for the values next, as torch.vmap does.
+# A freed parameter can answer these.
 NEEDS_SHAPE = {*OF_SHAPE, *LIKE, *CONVERSIONS}
 
 # These need neither values nor gradient.
