@@ -126,7 +126,9 @@ def docstrings_of(path: Path) -> list[str]:
 def prose_of(path: Path) -> str:
     """The comments and docstrings of a source, the whole text of a page."""
     if path.suffix != ".py":
-        return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        return re.sub(
+            r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
     comments = [token.string for token in tokens_of(path) if token.type == tokenize.COMMENT]
     return "\n".join([*docstrings_of(path), *comments])
 

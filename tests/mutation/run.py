@@ -274,7 +274,9 @@ def _await(pid: int, told: Path) -> str:
         return HUNG
     code = os.waitstatus_to_exitcode(status)
     if code == NOT_RUN:
-        raise SystemExit(f"the tests did not run: {told.read_text() or 'see above'}")
+        raise SystemExit(
+            f"the tests did not run: {told.read_text(encoding='utf-8') or 'see above'}"
+        )
     return SURVIVED if code == 0 else FOUND
 
 
