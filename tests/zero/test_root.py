@@ -1,4 +1,7 @@
-"""The root is freed once the head has had its backward, unless an earlier microbatch needed its weights again."""
+"""The root is freed once the head has had its backward, unless an earlier microbatch needed its weights again.
+
+Where a gather needs all ranks it stays until the end of the microbatch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from zeroexp.process.world import World, barrier
 from zeroexp.zero.options import Options
 
 VOCABULARY, WIDTH = 40, 6
+ROOT_BYTES = 4 * VOCABULARY * WIDTH + 64  # the norm's 48 are aligned
 
 
 class Language(nn.Module):
@@ -79,10 +83,8 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(VOCABULARY, (2, 5), generator=torch.manual_seed(7 * step + rank))
 
 
-def train(world: World, kind: type[Language], watch: Callable[[Language], Any], transport: str):
-    """What `watch` saw in each backward, and the weights after two steps of two microbatches."""
-    model = kind()
-    strategy = Sharded(
+def sharded(model: nn.Module, world: World, transport: str) -> Sharded:
+    return Sharded(
         model,
         blocks=["blocks.0", "blocks.1"],
         stage=STAGES["zero3"],
@@ -91,6 +93,12 @@ def train(world: World, kind: type[Language], watch: Callable[[Language], Any], 
         world=world,
         options=Options(transport=transport),
     )
+
+
+def train(world: World, kind: type[Language], watch: Callable[[Language], Any], transport: str):
+    """What `watch` saw in each backward, and the weights after two steps of two microbatches."""
+    model = kind()
+    strategy = sharded(model, world, transport)
     root = strategy.units[0]
     memory = root.memory
     assert memory is not None
@@ -137,8 +145,10 @@ EVERY_TRANSPORT = pytest.mark.parametrize("transport", ["direct", "gloo", "nativ
 
 @EVERY_TRANSPORT
 def test_the_embeddings_backward_finds_the_roots_memory_given_back(ranks, transport):
+    """Only where a rank gathers without the others, since code of one rank alone may need it again."""
+    there = 0 if transport == "direct" else ROOT_BYTES
     for seen, _ in ranks(train, Language, nothing, transport):
-        assert [num_bytes for _, num_bytes in seen] == [0] * 4
+        assert [num_bytes for _, num_bytes in seen] == [there] * 4
 
 
 @EVERY_TRANSPORT
@@ -152,9 +162,9 @@ def test_weights_are_those_of_one_process(ranks, kind, transport):
 
 @EVERY_TRANSPORT
 def test_a_root_that_was_needed_again_stays_from_the_second_microbatch_on(ranks, transport):
-    there = 4 * VOCABULARY * WIDTH + 64  # the norm's 48 are aligned
+    first = 0 if transport == "direct" else ROOT_BYTES
     for seen, _ in ranks(train, Normed, nothing, transport):
-        assert [num_bytes for _, num_bytes in seen] == [0, *[there] * 3]
+        assert [num_bytes for _, num_bytes in seen] == [first, *[ROOT_BYTES] * 3]
 
 
 def test_bytes_that_somebody_views_stay(ranks):
@@ -170,38 +180,94 @@ def test_whoever_reads_a_parameter_finds_it_gathered_again(ranks, transport):
     assert all(num_bytes > 0 for _, num_bytes in seen)
 
 
-def count_on_one_rank(world: World, transport: str) -> tuple[int, str]:
-    """What rank 0 alone asks of the released root after backward: a number of elements, and a value."""
+def look_on_one_rank(world: World, transport: str) -> tuple[int, float]:
+    """What rank 0 alone asks of the root after backward: a number of elements, and a value."""
     model = Language()
-    strategy = Sharded(
-        model,
-        blocks=["blocks.0", "blocks.1"],
-        stage=STAGES["zero3"],
-        param_groups=[{"params": list(model.parameters())}],
-        optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=0.1),
-        world=world,
-        options=Options(transport=transport),
-    )
-    count, refusal = 0, ""
-    with strategy.microbatch(last=True):
-        strategy.backward(model(tokens(0, world.rank)).square().sum())
-        if world.rank == 0:
-            count = sum(parameter.numel() for parameter in model.parameters())
-            try:
-                model.embed.weight.sum()
-            except RuntimeError as error:
-                refusal = str(error)
+    strategy = sharded(model, world, transport)
+    looked = (0, 0.0)
+    for last in (False, True):
+        with strategy.microbatch(last=last):
+            strategy.backward(model(tokens(0, world.rank)).square().sum())
+            if world.rank == 0:
+                count = sum(parameter.numel() for parameter in model.parameters())
+                looked = (count, float(model.embed.weight.detach().sum()))
     strategy.step()
     barrier()
-    return count, refusal
+    return looked
 
 
 @EVERY_TRANSPORT
-def test_one_rank_alone_gathers_no_root(ranks, transport):
-    """The shape of a released parameter is known; its values are there where no other rank is needed."""
-    (count, refusal), _ = ranks(count_on_one_rank, transport)
-    assert count == sum(parameter.numel() for parameter in Language().parameters())
-    assert ("before strategy.backward" in refusal) == (transport != "direct")
+def test_one_rank_alone_may_look_at_the_root(ranks, transport):
+    expected = Language()
+    (count, value), _ = ranks(look_on_one_rank, transport)
+    assert count == sum(parameter.numel() for parameter in expected.parameters())
+    assert value == pytest.approx(float(expected.embed.weight.detach().sum()))
+
+
+def hook_on_the_loss(world: World) -> Tensor:
+    """A hook on the loss runs the backward of another loss before the step's own goes on."""
+    model = Language()
+    strategy = sharded(model, world, "direct")
+    with strategy.microbatch(last=True):
+        other = model(tokens(0, 0)).square().mean()
+        loss = model(tokens(1, world.rank)).square().mean()
+        loss.register_hook(lambda _gradient: other.backward())
+        strategy.backward(loss)
+    norm = strategy.step()
+    barrier()
+    return norm
+
+
+def test_a_backward_in_a_hook_on_the_loss_is_not_the_closing_one(ranks):
+    model = Language()
+    for rank in range(2):
+        model(tokens(0, 0)).square().mean().backward()
+        model(tokens(1, rank)).square().mean().backward()
+    expected = torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    )
+    for norm in ranks(hook_on_the_loss):
+        torch.testing.assert_close(norm, expected)
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.weight, None
+
+
+class Asked(Language):
+    """Its own function asks the root for a weight in backward."""
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return Kept.apply(self.embed(ids), self.first.weight)
+
+
+def gathered_in_a_hook(world: World) -> Tensor:
+    """A hook of a block's weight looks at all weights while the root is released."""
+    model = Asked()
+    strategy = sharded(model, world, "direct")
+
+    def look(_gradient: Tensor) -> None:
+        with strategy.gathered():
+            assert float(model.first.weight.detach().sum()) == WIDTH
+
+    model.blocks[0].weight.register_hook(look)
+    with strategy.microbatch(last=True):
+        strategy.backward(model(tokens(0, world.rank)).square().mean())
+    norm = strategy.step()
+    barrier()
+    return norm
+
+
+def test_the_root_stays_released_over_gathered(ranks):
+    first, second = ranks(gathered_in_a_hook)
+    assert first == second > 0
 
 
 @torch.jit.script

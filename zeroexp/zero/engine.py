@@ -123,7 +123,7 @@ class Engine:
             raise
 
     def backward(self, loss: Tensor) -> None:
-        with self._schedule.closing_backward(loss):
+        with self._schedule.closing_backward(loss) as loss:
             loss.backward()
         self._observer.backward_ended()
 

@@ -1,8 +1,8 @@
 """Which parameters of a module move together; nothing is allocated here.
 
 Every parameter is claimed once, by identity. Tied weights are one parameter. A parameter that several modules share, or
-that lies outside all of them, belongs to the root unit, whose parameters are there from the beginning of forward until
-backward reaches its first block.
+that lies outside all of them, belongs to the root unit, whose parameters are there from the beginning of forward at
+least until backward reaches its first block.
 
 [Note: world of one] The piece of a single rank is the whole: parameters that rest sharded over one rank rest
 replicated, and nothing is gathered or copied. Only `stage_for_world` decides this.

@@ -29,8 +29,8 @@ may come several times to one parameter: its gradients are not counted, and the 
 
 [Note: release of the root] When backward reaches its first block (forward's last), the head has had its backward, and
 of the root only the embedding's gradient is left. That needs no weights and comes when most memory is in use. So the
-root is freed then, over every transport. If something needs it again (a norm beside the embedding), it is gathered
-again, as all ranks do, and stays in the microbatches that follow.
+root is freed then, where a rank can gather alone: code of the root that one rank alone runs may need it again. It is
+gathered again then, and stays in the microbatches that follow. Elsewhere it stays until the end, as in FSDP2.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 
 from zeroexp.comm.base import Pending
 from zeroexp.comm.collectives import Collectives
 from zeroexp.cut.bucket import Bucket
-from zeroexp.zero.gathers import NO_TASK, Gathers, current_task
+from zeroexp.zero.gathers import Gathers, current_task
 from zeroexp.zero.held import Residence
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Options, SettledOptions
@@ -161,11 +162,11 @@ class Schedule:
     # -- backward ---------------------------------------------------------------------------------
 
     @contextmanager
-    def closing_backward(self, loss: Tensor) -> Iterator[None]:
-        """Let the backward of `loss` that runs inside close units, see [Note: which backward]."""
+    def closing_backward(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the loss whose backward, inside, closes units, see [Note: which backward]."""
         self._expect_microbatch("backward", ": run forward and backward inside it")
-        with self._closing.of_loss(loss):
-            yield
+        with self._closing.of_loss(loss) as loss:
+            yield loss
 
     def before_backward(self, unit: Unit, ticks: Ticks) -> None:
         """Close the units used later and gather `unit`, since the gradient of its output is about to be used."""
@@ -276,22 +277,18 @@ class Schedule:
 
     def _release_root(self) -> None:
         """Free the root until it is used, see [Note: release of the root]."""
-        if self._root_released or not self._is_idle(self._root) or self._root.is_pinned:
+        if self._at_events_only or self._keep == "all" or self._root_needed_again:
             return
-        if self._keep == "all" or self._root_needed_again:
+        if self._root_released or not self._is_idle(self._root) or self._root.is_pinned:
             return
         self._root_released = True
         self._after_backward(self._root)
-        self._observer.released(self._root, self._gather_released_root)
+        self.announce_release()
 
-    def _gather_released_root(self) -> None:
-        """Gather the root for code that uses it in backward; later, where it needs all ranks, one may be alone."""
-        if self._at_events_only and current_task() == NO_TASK:
-            raise RuntimeError(
-                "parameters of the root (in no block) are freed once backward has reached the blocks: read them before "
-                "strategy.backward, or after the microbatch inside `with strategy.gathered():`"
-            )
-        self.make_ready_for_backward(self._root)
+    def announce_release(self) -> None:
+        """Tell the observer that a use of the root gathers it again, where it is released."""
+        if self._root_released and self._root.residence is Residence.FREED:
+            self._observer.released(self._root, partial(self.make_ready_for_backward, self._root))
 
     def _free_after_inner_backward(self) -> None:
         """Free what was gathered by a backward that ran inside the closing one, or before it, and has ended."""
@@ -381,17 +378,17 @@ class ClosingBackward:
         self._task: int | None = None  # autograd's task id of the closing backward
 
     @contextmanager
-    def of_loss(self, loss: Tensor) -> Iterator[None]:
-        """Let the backward of `loss` that runs inside close units."""
+    def of_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield a view of `loss` whose backward, inside, closes units."""
         self.is_open = True
-        # The hook on the loss runs before any other, so that the first task seen is the closing one.
-        handle = loss.register_hook(lambda _: self._note()) if loss.requires_grad else None
+        if loss.requires_grad:
+            # The hook on the view runs before any other, so that the first task seen is the closing one.
+            loss = loss.view_as(loss)
+            loss.register_hook(lambda _: self._note())
         try:
-            yield
+            yield loss
         finally:
             self.is_open, self._task = False, None
-            if handle is not None:
-                handle.remove()
 
     def is_current(self) -> bool:
         """Tell whether the backward that runs now is the one that closes units, and not one inside it."""

@@ -67,6 +67,7 @@ def gathered(
     finally:
         for unit in units:
             _unpin(unit)
+        schedule.announce_release()
         if write:  # after an error too, since peers can gather no piece before it is offered again
             for unit in units:
                 schedule.gathers.publish(unit)
