@@ -242,7 +242,8 @@ def test_repeats_run_in_rounds_and_give_verdicts_and_a_broken_claim_fails_the_st
     ]
     rows = re.findall(r"^(?:ddp|zero3) .*$", done.stdout, flags=re.MULTILINE)
     assert len(rows) == 2, "one row per point"
-    assert re.search(r"zero3-buffer-n1 +\d\.\d\d \[\d\.\d\d, \d+\.\d\d\]: ", done.stdout)
+    # On a busy machine a ratio of three rounds may be anything.
+    assert re.search(r"zero3-buffer-n1 +[\d.]+ \[[\d.]+, \S+\]: ", done.stdout), done.stdout
     loads = [json.loads((job.folder / "load.json").read_text()) for job in order]
     assert all(0 <= load["other_cores"] <= os.cpu_count() for load in loads)
 
