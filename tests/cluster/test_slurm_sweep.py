@@ -258,12 +258,13 @@ def test_optuna_on_slurm(cluster: Minicluster, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Path) -> None:
-    before = cluster.run("squeue", "--noheader", "--states=all")
+    jobs_of_all = ("squeue", "--noheader", "--states=all", "--format=%i")
+    before = cluster.run(*jobs_of_all)
     done = run(cluster, tmp_path, "zeroexp", "world_size=2", "cluster.dry_run=true", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=2\n" in done.stdout
     assert "srun " in done.stdout
-    assert cluster.run("squeue", "--noheader", "--states=all") == before
+    assert cluster.run(*jobs_of_all) == before
 
 
 def test_gpus_that_nobody_has_are_told_with_the_remedy(

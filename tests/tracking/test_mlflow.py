@@ -364,6 +364,16 @@ def test_a_deleted_experiment_is_refused_with_the_remedy(
         MlflowTracker(None, tracker.store.experiment, outputs).write_views("x")
 
 
+def test_an_experiment_that_another_process_has_made_meanwhile_is_taken(
+    tracker: MlflowTracker,
+) -> None:
+    """Two jobs that begin at once have both found that there is none."""
+    store = tracker.store
+    with store.opened() as client:
+        assert store._create_experiment(client) == store._create_experiment(client)
+    assert store.experiment_id == client.get_experiment_by_name(store.experiment).experiment_id
+
+
 def test_the_store_is_an_absolute_path_wherever_one_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,17 @@ class Store:
             location = (_database(self.uri).parent / "mlartifacts" / self.experiment).as_uri()
         # Without this kind, the UI opens its view for agents.
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        return client.create_experiment(self.experiment, location, kind)
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return client.create_experiment(self.experiment, location, kind)
+        except (
+            MlflowException
+        ):  # perhaps another process was quicker, which a server says in many ways
+            made = client.get_experiment_by_name(self.experiment)
+            if made is None:
+                raise
+            return made.experiment_id
 
     def has_run(self, uri: str, run_id: str) -> bool:
         """Tell whether this store has the run; it may belong to another store, or have been deleted."""
