@@ -149,9 +149,8 @@ class Store:
 
         try:
             return client.create_experiment(self.experiment, location, kind)
-        except (
-            MlflowException
-        ):  # perhaps another process was quicker, which a server says in many ways
+        except MlflowException:
+            # Another process may have been quicker, which servers report in different ways.
             made = client.get_experiment_by_name(self.experiment)
             if made is None:
                 raise
