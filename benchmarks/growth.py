@@ -120,13 +120,13 @@ def fsdp2(stage: str, model: nn.Module, world: World, dtypes: Dtypes = FLOAT32) 
 
 def ours(
     stage: str,
-    family: str,
+    layout: str,
     model: nn.Module,
     world: World,
     dtypes: Dtypes = FLOAT32,
     **options: Any,
 ) -> Sharded:
-    chosen = Options(family=family, **{"transport": "native", **options})
+    chosen = Options(layout=layout, **{"transport": "native", **options})
     settings = common(model, world)
     return Sharded(model, stage=STAGES[stage], options=chosen, dtypes=dtypes, **settings)
 
@@ -134,8 +134,8 @@ def ours(
 ENGINES: dict[str, Callable[[nn.Module, World], Strategy]] = {
     "fsdp2": lambda model, world: fsdp2("zero3", model, world),
     **{
-        f"zero3_{family}": lambda model, world, family=family: ours("zero3", family, model, world)
-        for family in ("buffer", "tensor", "parameter")
+        f"zero3_{layout}": lambda model, world, layout=layout: ours("zero3", layout, model, world)
+        for layout in ("buffer", "tensor", "parameter")
     },
 }
 

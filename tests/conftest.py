@@ -31,6 +31,11 @@ from zeroexp.config.keys import Config
 
 torch.set_num_threads(1)
 
+# A script's background, or nohup, lets these be ignored, and every process that a test starts would inherit that.
+for name in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(name) is signal.SIG_IGN:
+        signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
+
 # A slow machine is no failure, and a failure prints what draws it again. Where CI is set, hypothesis has a profile of
 # its own, without chance.
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True)

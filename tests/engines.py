@@ -58,10 +58,10 @@ NATIVE: dict[str, Engine] = {
 }
 
 ALL_DTYPES = ("fp32", "bf16", "bf16_master", "paper16")
-# Every stage and every family once or more; the whole matrix is in test_parity.py.
+# Every stage and every layout once or more; the whole matrix is in test_parity.py.
 OURS: dict[str, Engine] = {
-    f"{stage}_{family}": Engine(configured(stage, family), rules, 3, ALL_DTYPES)
-    for stage, family, rules in (
+    f"{stage}_{layout}": Engine(configured(stage, layout), rules, 3, ALL_DTYPES)
+    for stage, layout, rules in (
         ("ddp", "tensor", Rules("step")),
         ("zero1_allreduce", "parameter", Rules("step")),
         ("zero1", "buffer", Rules("step")),

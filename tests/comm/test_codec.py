@@ -52,7 +52,7 @@ def rest_and_shown(world: World) -> tuple[str, list[Tensor], list[Tensor], list[
     finally:
         del TRANSPORTS["rounding"]
     run_steps(strategy, world, RECIPE, range(RECIPE.steps))
-    chunks = [tensors for unit in strategy.units for tensors in unit.chunks]
+    chunks = [tensors for unit in strategy.units for tensors in unit.held]
     before = [tensors.piece.clone() for tensors in chunks]
     with strategy.gathered():
         shown = [parameter.detach().clone() for parameter in strategy.model.parameters()]

@@ -22,7 +22,7 @@ from zeroexp.zero.options import Dtypes
 
 WIDTH = 32
 BLOCKS = [str(i) for i in range(1, 9)]  # with the root, nine units
-FAMILIES = ["parameter", "tensor", "buffer"]
+LAYOUT_NAMES = ["parameter", "tensor", "buffer"]
 NUM_TENSORS = 6  # of a block
 # Launches of nine units: reductions, gathers, and one sum of the norm. In forward and backward of ZeRO-3 the root is
 # gathered once, and the others twice.
@@ -59,8 +59,8 @@ def dispatched_in_a_step(strategy: Strategy, compute: torch.dtype) -> Dispatched
     return dispatched
 
 
-def engine_of_nine_units(stage: str, family: str, world: World, **options: Any) -> Sharded:
-    return ours(stage, family, make_model(), world, **options)
+def engine_of_nine_units(stage: str, layout: str, world: World, **options: Any) -> Sharded:
+    return ours(stage, layout, make_model(), world, **options)
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def engine_of_nine_units(stage: str, family: str, world: World, **options: Any) 
 )
 def test_each_move_is_one_launch_whose_bytes_are_counted(stage, world_size):
     """Evenly cut units take one call for each move; whole parameters take one, or one for each owner in a launch."""
-    for family in FAMILIES:
+    for layout in LAYOUT_NAMES:
         rank = world_size // 2
         with fake_world(rank, world_size) as world:
-            strategy = engine_of_nine_units(stage, family, world)
+            strategy = engine_of_nine_units(stage, layout, world)
             for _ in range(2):
                 a_step(strategy)
             take_traffic()
             with asking() as asked:
                 a_step(strategy)
         told = take_traffic()
-        assert len(asked.launches) == sum(told.calls_by_kind.values()) == ISSUED[stage], family
-        assert asked.sent_bytes(rank, world_size) == sum(told.bytes_by_kind.values()), family
+        assert len(asked.launches) == sum(told.calls_by_kind.values()) == ISSUED[stage], layout
+        assert asked.sent_bytes(rank, world_size) == sum(told.bytes_by_kind.values()), layout
         calls = [call for launch in asked.launches for call in launch]
         assert not {call.name for call in calls} & set(LISTS)
-        if family != "parameter":
+        if layout != "parameter":
             assert len(calls) == len(asked.launches)
         for launch in asked.launches:
             owners = {call.rank for call in launch}
@@ -97,11 +97,11 @@ def test_the_host_launches_no_more_than_with_fsdp2(stage, world_size, compute):
     dtypes = Dtypes(compute, torch.float32, torch.float32)
     with fake_world(0, world_size) as world:
         theirs = dispatched_in_a_step(fsdp2(stage, make_model(), world, dtypes), compute)
-        for family in FAMILIES:
+        for layout in LAYOUT_NAMES:
             mine = dispatched_in_a_step(
-                ours(stage, family, make_model().to(compute), world, dtypes), compute
+                ours(stage, layout, make_model().to(compute), world, dtypes), compute
             )
             # Each tensor is cast apart where it is published.
-            most = 1.2 if (family, compute) == ("tensor", torch.bfloat16) else 1.0
-            assert mine.counts.total() <= most * theirs.counts.total(), family
+            most = 1.2 if (layout, compute) == ("tensor", torch.bfloat16) else 1.0
+            assert mine.counts.total() <= most * theirs.counts.total(), layout
             assert ISSUED[stage] <= theirs.num_collectives() + 1

@@ -49,29 +49,31 @@ def train_on_two_hosts(
     ]
 
 
-FAMILIES = ("buffer", "tensor", "parameter")
+LAYOUT_NAMES = ("buffer", "tensor", "parameter")
 TWO_HOSTS, ONE_HOST = [(True, 2), (True, 2), (False, 2)], [(True, 1)] * 3
 
 
 @pytest.mark.parametrize(
-    ("num_on_first", "expected", "overlap", "families"),
+    ("num_on_first", "expected", "overlap", "layouts"),
     [
-        pytest.param(2, TWO_HOSTS, True, FAMILIES[1:2], id="two_hosts-tensor"),
-        pytest.param(2, TWO_HOSTS, True, FAMILIES, id="two_hosts-True", marks=pytest.mark.slow),
-        pytest.param(2, TWO_HOSTS, False, FAMILIES, id="two_hosts-False", marks=pytest.mark.slow),
+        pytest.param(2, TWO_HOSTS, True, LAYOUT_NAMES[1:2], id="two_hosts-tensor"),
+        pytest.param(2, TWO_HOSTS, True, LAYOUT_NAMES, id="two_hosts-True", marks=pytest.mark.slow),
+        pytest.param(
+            2, TWO_HOSTS, False, LAYOUT_NAMES, id="two_hosts-False", marks=pytest.mark.slow
+        ),
         # What a layout moves is of no matter for how many reductions are under way.
-        pytest.param(3, ONE_HOST, False, FAMILIES[:1], id="one_host-False"),
+        pytest.param(3, ONE_HOST, False, LAYOUT_NAMES[:1], id="one_host-False"),
         # Nearly tests/strategies/test_contract.py at three ranks.
-        pytest.param(3, ONE_HOST, True, FAMILIES, id="one_host-True", marks=pytest.mark.slow),
+        pytest.param(3, ONE_HOST, True, LAYOUT_NAMES, id="one_host-True", marks=pytest.mark.slow),
     ],
 )
 def test_some_peers_next_door_and_some_far_away_train_the_same_model(
-    ranks, num_on_first, expected, overlap, families
+    ranks, num_on_first, expected, overlap, layouts
 ):
     """With fewer slots than reductions under way and one, neighbours would wait for each other for ever."""
     runs = [
-        Ours(stage, Options(family=family, overlap=overlap, reduce_each=reduce_each))
-        for stage, family in product(STAGES, families)
+        Ours(stage, Options(layout=layout, overlap=overlap, reduce_each=reduce_each))
+        for stage, layout in product(STAGES, layouts)
         for reduce_each in (["step"] if stage == "zero1" else ["step", "microbatch"])
     ]
     answers = ranks(train_on_two_hosts, runs, num_on_first, world_size=3)

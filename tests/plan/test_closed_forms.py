@@ -100,7 +100,7 @@ def form_of(
     strategy: Sharded, stage: str, options: Options, schedule: ScheduleForm, **forms
 ) -> ShardedForm:
     """Built as a planner builds it, from the layouts of the units."""
-    units = [tuple(tensors.chunk for tensors in unit.chunks) for unit in strategy.units]
+    units = [tuple(tensors.chunk for tensors in unit.held) for unit in strategy.units]
     world_size = strategy.wire.world.size
     row = stage_for_world(STAGES[stage], world_size)
     return ShardedForm(units, row, world_size, schedule, **forms)
@@ -136,7 +136,7 @@ def situations(draw):
     stage = draw(st.sampled_from(list(STAGES)))
     world_size = draw(st.sampled_from([1, 2, 3, 4, 7]))
     options = Options(
-        family=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
+        layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
         unit=draw(st.sampled_from(["model", "block", "module"])),
         overlap=draw(st.booleans()),
@@ -234,8 +234,8 @@ def test_plain_schedule_is_the_table(stage, times, family, transport):
 
 def check_on_ranks(world: World, stage: str, transport: str) -> None:
     """Every layout: what is counted and held."""
-    for family in ("parameter", "tensor", "buffer"):
-        options = Options(family=family, transport=transport, prefetch=1, reduce_each="step")
+    for layout in ("parameter", "tensor", "buffer"):
+        options = Options(layout=layout, transport=transport, prefetch=1, reduce_each="step")
         bucket = 4 * MIB if transport == "direct" and world.size > 1 else None
         schedule = ScheduleForm(accumulation=2, bucket_bytes=bucket, transport=transport)
         strategy = engine(world, stage, options, PRECISIONS[0], "adamw")

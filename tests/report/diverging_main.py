@@ -47,7 +47,7 @@ def wrong_publish(folder: Path, *, device: str) -> None:
 
     def wrong(self: Unit) -> Any:
         if self.name == "blocks.0" and in_bad_step():
-            self.chunks[0].piece[0] += 1.0
+            self.held[0].piece[0] += 1.0
         return publish(self)
 
     Unit.publish = wrong

@@ -47,12 +47,12 @@ def blocks_that_are(lab: Lab, kind: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "family": {"family": "rows"},
+    "layout": {"layout": "rows"},
     "unit": {"unit": "layer"},
     "keep": {"keep": "first"},
     "reduce_each": {"reduce_each": "epoch"},
     "transport": {"transport": "pigeon"},
-    "owners": {"owners": "random", "family": "parameter"},
+    "owners": {"owners": "random", "layout": "parameter"},
     "prefetch": {"prefetch": -1},
     "prefetch_of_words": {"prefetch": "all"},
     "bucket_of_nothing": {"bucket_mb": 0},
@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @variants(
     [*OPTIONS],
     TWO,
-    refused=r"family|unit|keep|reduce_each|transport|owners|prefetch|bucket_mb|overlap",
+    refused=r"layout|unit|keep|reduce_each|transport|owners|prefetch|bucket_mb|overlap",
     oracle=False,
 )
 def an_option_that_is_wrong(lab: Lab, key: str) -> None:
@@ -218,7 +218,7 @@ def ranks_with_different_models(lab: Lab, kind: str) -> None:
 
 
 @variants(
-    ["unit", "family", "keep", "blocks", "norm", "groups", "dtypes", "bucket"],
+    ["unit", "layout", "keep", "blocks", "norm", "groups", "dtypes", "bucket"],
     BY_STAGE,
     may_refuse=r"rank",
 )
@@ -240,7 +240,7 @@ def ranks_with_different_settings(lab: Lab, kind: str) -> None:
     else:
         values: dict[str, tuple[Any, Any]] = {
             "unit": ("block", "module"),
-            "family": ("buffer", "tensor"),
+            "layout": ("buffer", "tensor"),
             "keep": ("last", "none"),
             "bucket": (None, 0.0001),
         }
@@ -327,9 +327,9 @@ def a_rule_of_ones_own_that_differs_by_rank(lab: Lab, what: str) -> None:
     OWNERS.add("salted", by_salt)
     LAYOUTS.add("salted", Layout(cut_by_salt))
     try:
-        words: dict[str, Any] = {"family": "salted"}
+        words: dict[str, Any] = {"layout": "salted"}
         if what == "owners":
-            words = {"family": "parameter", "owners": "salted"}
+            words = {"layout": "parameter", "owners": "salted"}
         lab.train(lab.wrap(Net(), **words))
     finally:
         OWNERS.remove("salted")

@@ -174,11 +174,11 @@ class Setting:
 
     stage: str = "zero3"
     unit: str = "block"
-    family: str = "buffer"
+    layout: str = "buffer"
     world_size: int = 2
 
     def __str__(self) -> str:
-        return f"{self.stage}-{self.unit}-{self.family}-{self.world_size}"
+        return f"{self.stage}-{self.unit}-{self.layout}-{self.world_size}"
 
 
 @dataclass
@@ -227,7 +227,7 @@ class Lab:
                 module, max_grad_norm=max_grad_norm, isolated_ranks=ranks, **arguments
             )
         else:
-            ways = {"unit": self.setting.unit, "family": self.setting.family, **options}
+            ways = {"unit": self.setting.unit, "layout": self.setting.layout, **options}
             wrapped = Sharded(
                 module,
                 blocks=blocks,
@@ -321,7 +321,7 @@ USUAL = (
 )
 EVERY_WAY = (
     *USUAL,
-    *(Setting(stage, family=f) for stage in ("zero2", "zero3") for f in ("tensor", "parameter")),
+    *(Setting(stage, layout=f) for stage in ("zero2", "zero3") for f in ("tensor", "parameter")),
     Setting("zero3", world_size=3),
     Setting("zero1", world_size=3),
 )

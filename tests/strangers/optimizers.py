@@ -49,7 +49,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 
 @variants(
     [*ELEMENTWISE],
-    [*BY_STAGE, Setting("zero3", family="parameter")],
+    [*BY_STAGE, Setting("zero3", layout="parameter")],
     quick=["sgd_nesterov", "adam_amsgrad", "adamw_foreach", "adam_tensor_lr", "rprop"],
     tolerance=5e-6,
 )
@@ -243,7 +243,7 @@ def an_optimizer_with_a_mode_for_training(lab: Lab) -> None:
     lab.train(t)
 
 
-SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|family")
+SPLIT = dict.fromkeys(("zero1", "zero1_allreduce", "zero2", "zero3"), r"optimizer|layout")
 
 
 @variants(["layer_norm", "centred"], refused=SPLIT)
@@ -253,15 +253,15 @@ def an_optimizer_of_whole_parameters(lab: Lab, kind: str) -> None:
 
 
 WHOLE = (
-    *tuple(Setting(s, family="parameter") for s in ("zero1", "zero2", "zero3")),
-    Setting("zero3", unit="module", family="parameter"),
-    Setting("zero3", family="parameter", world_size=3),
+    *tuple(Setting(s, layout="parameter") for s in ("zero1", "zero2", "zero3")),
+    Setting("zero3", unit="module", layout="parameter"),
+    Setting("zero3", layout="parameter", world_size=3),
 )
 
 
 @variants(["layer_norm", "centred", "adafactor", "muon"], WHOLE)
 def an_optimizer_on_whole_parameters(lab: Lab, kind: str) -> None:
-    """With family="parameter" each parameter is whole on one rank."""
+    """With layout="parameter" each parameter is whole on one rank."""
     kinds: dict[str, Callable[[Any], Optimizer]] = {
         "layer_norm": LayerNorm,
         "centred": Centred,

@@ -34,13 +34,13 @@ ODD_WORLDS = (
     Setting("zero3"),
     Setting("zero1", world_size=3),
     Setting("zero3", world_size=1),
-    Setting("zero2", family="parameter", world_size=3),
-    Setting("zero3", family="tensor", world_size=3),
+    Setting("zero2", layout="parameter", world_size=3),
+    Setting("zero3", layout="tensor", world_size=3),
     Setting("zero3", unit="module", world_size=3),
 )
 IN_GROUPS = tuple(
-    Setting(stage, family=family, world_size=4)
-    for stage, family in (("zero3", "buffer"), ("zero1", "tensor"), ("zero2", "parameter"))
+    Setting(stage, layout=layout, world_size=4)
+    for stage, layout in (("zero3", "buffer"), ("zero1", "tensor"), ("zero2", "parameter"))
 )
 
 
@@ -181,7 +181,7 @@ def a_state_that_goes_on_elsewhere_with(lab: Lab, name: str) -> None:
                 optimizer_factory=OPTIMIZERS[name],
                 max_grad_norm=0.5,
                 world=lab.world,
-                options=Options(family="tensor"),
+                options=Options(layout="tensor"),
             ),
         )
         t.load_state_dict(state)
@@ -204,7 +204,7 @@ def the_best_weights_are_kept_and_taken_again(lab: Lab) -> None:
 @scenario(BY_STAGE)
 def weights_from_one_vector_where_each_is_a_chunk(lab: Lab) -> None:
     """`vector_to_parameters` gives each parameter other memory: all of a unit's chunks are taken over."""
-    t = lab.wrap(Net(), family="tensor")
+    t = lab.wrap(Net(), layout="tensor")
     lab.train(t, steps=[0])
     with t.gathered(write=True):
         vector = nn.utils.parameters_to_vector(t.model.parameters()).detach() * 0.5

@@ -187,7 +187,7 @@ def drawn(draw: Any, *, max_world_size: int = 4) -> Drawn:
     may_cut_sgd = PRECISIONS[precision].master == "float32"
     bucket_bytes = draw(st.sampled_from([None, 1, 30, 200, 1 << 20]))
     options = Options(
-        family=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
+        layout=draw(st.sampled_from(["parameter", "tensor", "buffer"])),
         owners=draw(st.sampled_from(["contiguous", "greedy"])),
         unit=draw(st.sampled_from(["block", "module", "model"])),
         overlap=draw(st.booleans()),

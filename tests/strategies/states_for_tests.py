@@ -48,7 +48,7 @@ def build(
     net: nn.Module | None = None,
 ) -> Strategy:
     torch.manual_seed(3)
-    stage, _, family = engine.partition(" ")
+    stage, _, layout = engine.partition(" ")
     net = net or Net(scalar=engine != "zero3 torch")
     matrices = [p for p in net.parameters() if p.ndim == 2]
     vectors = [p for p in net.parameters() if p.ndim < 2]
@@ -59,14 +59,14 @@ def build(
     }
     if engine == "zero3 torch":
         return TorchFSDP2(net, blocks=["first"], reshard_after_forward=True, **words)
-    if family == "torch":
+    if layout == "torch":
         return TorchDDP(net, dtype=dtype, shard_optimizer=stage == "zero1", **words)
     return Sharded(
         net,
         blocks=["first"],
         stage=STAGES[stage],
         dtypes=Dtypes(dtype, dtype, dtype),
-        options=Options(family=family, unit="model"),
+        options=Options(layout=layout, unit="model"),
         **words,
     )
 

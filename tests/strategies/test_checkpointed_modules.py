@@ -103,7 +103,7 @@ def train(
     ],
 )
 def test_units_inside_blocks_that_recompute_equal_the_oracle(ranks, name, stage):
-    make = Ours(stage, Options(family="buffer", unit="module", reduce_each="step"))
+    make = Ours(stage, Options(layout="buffer", unit="module", reduce_each="step"))
     state = assembled(ranks(train, name, make, world_size=RANKS))
     bound = TOLERANCE.get(name, 0.0)
     for key, expected in oracle(name).items():
@@ -124,7 +124,7 @@ def test_units_inside_blocks_that_recompute_equal_the_oracle(ranks, name, stage)
     ],
 )
 def test_blocks_that_recompute_a_part_equal_the_oracle(ranks, unit, selective):
-    make = Ours("zero3", Options(family="buffer", unit=unit, reduce_each="step"))
+    make = Ours("zero3", Options(layout="buffer", unit=unit, reduce_each="step"))
     recomputation = replace(RECOMPUTES, **selective)
     state = assembled(ranks(train, "tiny", make, recomputation, world_size=RANKS))
     for key, expected in oracle("tiny").items():

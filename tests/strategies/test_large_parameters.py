@@ -23,13 +23,13 @@ def test_a_parameter_larger_than_its_bucket(ranks, stage):
         {
             **PLAIN,
             "stage": stage,
-            "family": family,
+            "layout": layout,
             "world_size": 2,
             "bucket_mb": 10 * 4 / MIB,
             "transport": transport,
             "reduce_each": "step" if stage == "zero1" else "microbatch",
         }
-        for family, transport in (("tensor", "gloo"), ("buffer", "direct"))
+        for layout, transport in (("tensor", "gloo"), ("buffer", "direct"))
     ]
     check(ranks, rows)
 
@@ -43,13 +43,13 @@ def test_a_tied_embedding_of_more_words_than_tokens(ranks, stage, world_size):
         {
             **PLAIN,
             "stage": stage,
-            "family": family,
+            "layout": layout,
             "world_size": world_size,
             "model": "words",
             "unit": unit,
             "bucket_mb": bucket_mb,
         }
-        for family, unit, bucket_mb in (
+        for layout, unit, bucket_mb in (
             ("buffer", "block", None),
             ("tensor", "model", None),
             ("parameter", "module", WIDTH * MANY_WORDS / MIB),  # a quarter of the embedding

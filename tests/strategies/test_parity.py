@@ -38,7 +38,7 @@ from zeroexp.zero.options import MIB, Options
 
 AXES: dict[str, Sequence[Any]] = {
     "stage": list(STAGES),
-    "family": ["parameter", "tensor", "buffer"],
+    "layout": ["parameter", "tensor", "buffer"],
     "world_size": [1, 2, 3],
     "transport": ["direct", "gloo", "native"],
     "unit": ["block", "module", "model"],
@@ -56,7 +56,7 @@ AXES: dict[str, Sequence[Any]] = {
     "checkpointing": [False, True],
     "model": ["toy", "reused"],
 }
-CELL = ("stage", "family", "world_size")
+CELL = ("stage", "layout", "world_size")
 FLOAT32_ROUNDING = 2e-5  # of the 0.06 an element can go in three steps of AdamW
 ONE_STEP_ROUNDING = {"float32": 1e-6, "bfloat16": 2**-7}  # by dtype of the master
 
@@ -74,7 +74,7 @@ def is_exact(row: Row) -> bool:
         return False
     if row["transport"] == "native" and row["world_size"] > 2:
         return False
-    cut = row["family"] != "parameter" and row["stage"] != "ddp" and row["world_size"] > 1
+    cut = row["layout"] != "parameter" and row["stage"] != "ddp" and row["world_size"] > 1
     on_bfloat16 = PRECISIONS[row["precision"]].master == "bfloat16"
     has_tail = row["optimizer"] == "adamw_fused" or (row["optimizer"] == "sgd" and on_bfloat16)
     return not (cut and has_tail)
@@ -103,7 +103,7 @@ def tolerance(row: Row, recipe: Recipe) -> float:
 
 
 def ours(row: Row) -> Ours:
-    words = ("family", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "bucket_mb")
+    words = ("layout", "owners", "unit", "overlap", "prefetch", "keep", "reduce_each", "bucket_mb")
     return Ours(row["stage"], Options(**{word: row[word] for word in (*words, "transport")}))
 
 
@@ -176,13 +176,13 @@ def test_real_architectures_equal_the_oracle(ranks, model, world_size):
     more, in turns; tests/strategies/test_shipped_models.py has others.
     """
     plain = {name: values[0] for name, values in AXES.items()}
-    families, units = ["buffer", "tensor", "parameter"], ["block", "module"]
+    layouts, units = ["buffer", "tensor", "parameter"], ["block", "module"]
     turn = MODELS.index(model) + world_size
     rows = [
         {
             **plain,
             "stage": stage,
-            "family": families[(index + world_size) % 3],
+            "layout": layouts[(index + world_size) % 3],
             "unit": units[(index + MODELS.index(model)) % 2],
             "world_size": world_size,
             "model": model,

@@ -37,7 +37,7 @@ from zeroexp.zero.options import Options
 
 STAGES_IN_GROUPS = [name for name in STAGES if name != "ddp"]
 MESH: dict[str, Any] = {**AXES, "stage": STAGES_IN_GROUPS, "world_size": [4], "replicas": [2]}
-ROWS = pairwise(MESH, every=("stage", "family", "transport"), legal=legal)
+ROWS = pairwise(MESH, every=("stage", "layout", "transport"), legal=legal)
 
 
 def rules_of(row: Row) -> Rules:
@@ -139,7 +139,7 @@ def issued_in_a_step(
             a_step(strategy)
         with Backend() as backend:
             a_step(strategy)
-        parameters = sum(unit.chunks[0].chunk.unpadded_numel for unit in strategy.units)
+        parameters = sum(unit.held[0].chunk.unpadded_numel for unit in strategy.units)
         return dict(backend.bytes), 4 * parameters
 
 
@@ -188,8 +188,8 @@ def test_a_state_goes_from_replicas_to_any_ranks_and_back(ranks):
     recipe, saved = Recipe(precision="bf16_master"), None
     on_ranks = [
         (4, Ours("zero3", Options(replicas=2))),
-        (4, Ours("zero2", Options(family="tensor"))),
-        (4, Ours("zero1", Options(family="parameter", replicas=2))),
+        (4, Ours("zero2", Options(layout="tensor"))),
+        (4, Ours("zero1", Options(layout="parameter", replicas=2))),
         (2, Ours("zero3", Options())),
         (1, Ours("zero1", Options())),
         (4, Ours("zero2", Options(replicas=2, transport="native"))),

@@ -69,7 +69,7 @@ def meet_by_pairs(name: str, unit: str, stage: str) -> bool:
 
 @crossed("name, unit, stage", NAMES, UNITS, SHARDED, quick=meet_by_pairs)
 def test_a_shipped_model_under_every_unit(ranks, name, unit, stage):
-    make = Ours(stage, Options(family="buffer", unit=unit))
+    make = Ours(stage, Options(layout="buffer", unit=unit))
     losses = [sum(each) for each in zip(*ranks(train, name, make, world_size=RANKS), strict=True)]
     expected = losses_of_one_process(name)
     torch.testing.assert_close(losses, expected, rtol=ROUNDING, atol=ROUNDING)

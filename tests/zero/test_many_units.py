@@ -41,7 +41,7 @@ class Block(nn.Module):
         return x + torch.stack(list(self.weights)).sum(0)
 
 
-def engine(world: World, stage: str, num_blocks: int, num_tensors: int, family: str) -> Sharded:
+def engine(world: World, stage: str, num_blocks: int, num_tensors: int, layout: str) -> Sharded:
     module = Chain(num_blocks, num_tensors)
     return Sharded(
         module,
@@ -50,7 +50,7 @@ def engine(world: World, stage: str, num_blocks: int, num_tensors: int, family: 
         param_groups=[{"params": list(module.parameters())}],
         optimizer_factory=lambda groups: torch.optim.SGD(groups, lr=LR),
         world=world,
-        options=Options(family=family),
+        options=Options(layout=layout),
     )
 
 
@@ -67,9 +67,9 @@ def train(strategy: Sharded, world: World, num_steps: int) -> list[float]:
     return losses
 
 
-def many(world: World, stage: str, num_blocks: int, num_tensors: int, family: str) -> None:
+def many(world: World, stage: str, num_blocks: int, num_tensors: int, layout: str) -> None:
     """The gradient of each element is one: every step takes LR off each of two elements of each tensor."""
-    strategy = engine(world, stage, num_blocks, num_tensors, family)
+    strategy = engine(world, stage, num_blocks, num_tensors, layout)
     losses = train(strategy, world, 2)
     total = 2 * num_blocks * num_tensors
     mean = 1e-3 * (num_tensors + 1) / (2 * num_tensors)
@@ -116,10 +116,10 @@ def test_ten_thousand_tensors_in_one_unit(ranks, stage):
 
 
 def lines_to_build(
-    world: World, shapes: list[tuple[int, int]], stage: str, family: str
+    world: World, shapes: list[tuple[int, int]], stage: str, layout: str
 ) -> list[int]:
     """How many lines of ours run, each turn of a loop counted, to build an engine of each shape, and its state."""
-    engine(world, stage, 1, 1, family).state_dict()  # what is done once
+    engine(world, stage, 1, 1, layout).state_dict()  # what is done once
     counted = []
     for num_blocks, num_tensors in shapes:
         num_lines = 0
@@ -134,7 +134,7 @@ def lines_to_build(
         before = sys.gettrace()
         sys.settrace(count)
         try:
-            engine(world, stage, num_blocks, num_tensors, family).state_dict()
+            engine(world, stage, num_blocks, num_tensors, layout).state_dict()
         finally:
             sys.settrace(before)
         counted.append(num_lines)
@@ -142,13 +142,13 @@ def lines_to_build(
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("zero1", "tensor"), ("zero3", "buffer"), ("zero3", "parameter")]
+    ("stage", "layout"), [("zero1", "tensor"), ("zero3", "buffer"), ("zero3", "parameter")]
 )
 @pytest.mark.parametrize("kind", ["blocks", "tensors"])
-def test_building_takes_as_long_for_each_parameter(ranks, stage, family, kind):
+def test_building_takes_as_long_for_each_parameter(ranks, stage, layout, kind):
     """The second difference of what is linear is nothing, and of one turn for each pair it is twice STEP squared."""
     step = 60
     sizes = [step, 2 * step, 3 * step]
     shapes = [(size, 1) if kind == "blocks" else (1, size) for size in sizes]
-    for one, two, three in ranks(lines_to_build, shapes, stage, family):
+    for one, two, three in ranks(lines_to_build, shapes, stage, layout):
         assert abs(three - 2 * two + one) < step * step / 10

@@ -239,9 +239,7 @@ def toy_engine(world: World, stage: str, **options: Any) -> Sharded:
 def watch(strategy: Sharded) -> list[str]:
     """Everything that happens from now on: moves as they are issued, forwards as they begin, backwards as they end."""
     events: list[str] = []
-    names = {
-        id(chunk.chunk): unit.name or "root" for unit in strategy.units for chunk in unit.chunks
-    }
+    names = {id(chunk.chunk): unit.name or "root" for unit in strategy.units for chunk in unit.held}
 
     def log(move: Callable[..., Any]) -> Callable[..., Any]:
         def logged(parts: Any, kind: str, *more: Any, **words: Any) -> Any:
@@ -456,5 +454,5 @@ def test_what_blocks_share_belongs_to_the_root():
     with fake_world(0, 2) as world:
         strategy = toy_engine(world, "zero3", unit="module")
         root: Unit = strategy.units[0]
-    names = {member.name for tensors in root.chunks for member in tensors.chunk.members}
+    names = {member.name for tensors in root.held for member in tensors.chunk.members}
     assert names == {"embedding.weight", "unused"}

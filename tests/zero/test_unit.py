@@ -31,12 +31,12 @@ def world() -> Iterator[World]:
         yield world
 
 
-def make(world: World, stage: str, *, family: str = "buffer", dtypes: Dtypes = FP32) -> list[Unit]:
+def make(world: World, stage: str, *, layout: str = "buffer", dtypes: Dtypes = FP32) -> list[Unit]:
     """The units of two linear blocks of 3 x 5 + 5 = 20 elements each, ten for each rank; the root is empty."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5))
     wire = Collectives(world, transport="gloo")
-    options = Options(family=family)
+    options = Options(layout=layout)
     settled = settle_options(options, STAGES[stage], wire.facts, 1)  # a unit is one bucket
     groups = group_parameters(module, ["0", "1"], "block")
     return make_units(groups, STAGES[stage], options, settled, dtypes, wire, Refusals())
@@ -61,11 +61,11 @@ def weight(unit: Unit) -> nn.Parameter:
 # -- what is freed is gone -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
-def test_a_freed_unit_holds_its_piece_alone(world, family):
-    for unit in make(world, "zero3", family=family)[1:]:
+@pytest.mark.parametrize("layout", ["parameter", "tensor", "buffer"])
+def test_a_freed_unit_holds_its_piece_alone(world, layout):
+    for unit in make(world, "zero3", layout=layout)[1:]:
         states = unit.states()
-        assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.chunks)
+        assert bytes_of(states["parameters"]) == sum(4 * c.piece.numel() for c in unit.held)
         assert bytes_of(states["buffers"]) == 0
         assert unit.residence is Residence.FREED
 
@@ -91,7 +91,7 @@ def test_reading_a_freed_parameter_raises(world):
 
 def test_own_section_survives_being_freed(world):
     unit = make(world, "zero3")[1]
-    mine = unit.chunks[0].piece.clone()
+    mine = unit.held[0].piece.clone()
     for _ in range(2):
         arrive(unit)
         flat = torch.cat([p.detach().reshape(-1) for p in unit.trainable_parameters])
@@ -103,7 +103,7 @@ def test_bytes_stay_while_somebody_else_holds_a_view(world):
     """To read it ends in no crash, and shows what was gathered; they go once the view is gone."""
     unit = make(world, "zero3")[1]
     arrive(unit)
-    unit.chunks[0].full.fill_(2.0)
+    unit.held[0].full.fill_(2.0)
     kept = weight(unit).detach()[0]
     unit.free()
     assert unit.is_viewed and bytes_of(unit.states()["buffers"]) == 128
@@ -118,13 +118,13 @@ def test_what_autograd_saved_is_right_again_after_gathering(world):
     """Neither freeing nor gathering moves the version counter, and saved views see the new values."""
     unit = make(world, "zero3")[1]
     arrive(unit)
-    unit.chunks[0].full.fill_(2.0)
+    unit.held[0].full.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
     y = nn.functional.linear(x, weight(unit)).sum()
     version = weight(unit)._version
     unit.free()
     arrive(unit)
-    unit.chunks[0].full.fill_(2.0)
+    unit.held[0].full.fill_(2.0)
     assert weight(unit)._version == version
     y.backward()
     assert x.grad.tolist() == [[10.0] * 3]  # 5 rows of 2
@@ -195,8 +195,8 @@ def test_a_master_of_another_dtype_is_taken_before_rounding(world):
     ((_, master),) = unit.parameters_with_masters()
     assert master.dtype is torch.float32
     assert torch.equal(master.detach(), exact.reshape(-1)[:10])
-    assert unit.chunks[0].piece.dtype is torch.bfloat16
-    assert torch.equal(unit.chunks[0].piece, exact.reshape(-1)[:10].bfloat16())
+    assert unit.held[0].piece.dtype is torch.bfloat16
+    assert torch.equal(unit.held[0].piece, exact.reshape(-1)[:10].bfloat16())
     assert bytes_of(unit.states()["master"]) == 40
 
 
@@ -211,6 +211,6 @@ def test_publishing_casts_masters_into_the_parameters(world):
 
 
 def test_a_parameter_owned_whole_keeps_its_shape(world):
-    units = make(world, "zero3", family="parameter")
+    units = make(world, "zero3", layout="parameter")
     shapes = {tuple(master.shape) for unit in units for _, master in unit.parameters_with_masters()}
     assert shapes == {(5, 3), (5,)}  # greedy: one weight and one bias for each of the two ranks

@@ -13,7 +13,7 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 def train_unobserved(world: World) -> list[tuple[Outcome, CanonicalState]]:
     return [
-        train_on_ranks(world, RECIPE, Ours(stage, Options(family="parameter"), kind=Engine))
+        train_on_ranks(world, RECIPE, Ours(stage, Options(layout="parameter"), kind=Engine))
         for stage in STAGES
     ]
 

@@ -38,7 +38,7 @@ def nothing_is_read() -> Iterator[None]:
         yield
 
 
-def train(world: World, stage: str, family: str, compute: torch.dtype) -> list[float]:
+def train(world: World, stage: str, layout: str, compute: torch.dtype) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
     strategy = Sharded(
@@ -50,7 +50,7 @@ def train(world: World, stage: str, family: str, compute: torch.dtype) -> list[f
         world=world,
         dtypes=Dtypes(compute, torch.float32, torch.float32),
         max_grad_norm=0.1,
-        options=Options(family=family, transport="native"),
+        options=Options(layout=layout, transport="native"),
     )
     strategy._reads_late = True
     norms: list[Tensor] = []
@@ -69,8 +69,8 @@ def train(world: World, stage: str, family: str, compute: torch.dtype) -> list[f
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["parameter", "tensor", "buffer"])
+@pytest.mark.parametrize("layout", ["parameter", "tensor", "buffer"])
 @pytest.mark.parametrize("stage", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_step_reads_no_value(ranks, stage, family, compute):
-    first, second = ranks(train, stage, family, compute)
+def test_a_step_reads_no_value(ranks, stage, layout, compute):
+    first, second = ranks(train, stage, layout, compute)
     assert first == second and all(norm > 0.1 for norm in first), "and it clips"

@@ -48,7 +48,7 @@ def _try_layout(config: Config, model: BuiltModel) -> None:
     options, size = options_of(config.strategy), config.world_size
     units = [specs_of(g) for g in group_parameters(model.module, model.blocks, options.unit)]
     try:
-        lay_out(options.family, units, size, owners=options.owners)
+        lay_out(options.layout, units, size, owners=options.owners)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -73,7 +73,7 @@ def _try_optimizer(config: Config, model: BuiltModel) -> None:
     shared = name in LAYOUTS or (name == "torch" and strategy.name == "zero1")
     try:
         refuse_unless_elementwise(
-            factory, groups, family=name, cut=shards and cuts, shared=shards and shared
+            factory, groups, layout=name, cut=shards and cuts, shared=shards and shared
         )
     except ValueError as error:
         raise UndefinedCombination(f"{key}: {error}") from error

@@ -11,10 +11,10 @@ from zeroexp.cut.chunk import Chunk, ParameterSpec
 Problem = tuple[str, str]  # and its remedy
 
 
-def refuse_chunks(family: str, chunks: Any, unit: Sequence[ParameterSpec], world_size: int) -> None:
+def refuse_chunks(layout: str, chunks: Any, unit: Sequence[ParameterSpec], world_size: int) -> None:
     """Raise ValueError in one line unless the chunks hold each parameter of the unit once."""
     for problem, remedy in _problems(chunks, unit, world_size):
-        raise ValueError(f"strategy.implementation={family}: {problem}; {remedy}")
+        raise ValueError(f"strategy.implementation={layout}: {problem}; {remedy}")
 
 
 def _problems(chunks: Any, unit: Sequence[ParameterSpec], world_size: int) -> Iterator[Problem]:

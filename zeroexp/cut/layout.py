@@ -1,6 +1,6 @@
 """Layouts: units are cut into chunks, and each chunk is padded.
 
-The three families differ only in how they form chunks (chunk.py draws one); everything else works on chunks:
+The three layouts differ only in how they form chunks (chunk.py draws one); everything else works on chunks:
 
     by_parameter    one chunk a unit, members ordered by owner, cut at the borders of whole parameters
     by_tensor       one chunk a parameter, cut evenly
@@ -22,7 +22,7 @@ Units = Sequence[Sequence[ParameterSpec]]
 
 
 def lay_out(
-    family: str,
+    name: str,
     units: Units,
     world_size: int,
     *,
@@ -30,17 +30,17 @@ def lay_out(
 ) -> list[tuple[Chunk, ...]]:
     """Return the chunks of every unit.
 
-    family: a word of LAYOUTS.
+    name: a word of LAYOUTS.
     owners: a word of OWNERS; only layouts that keep parameters whole read it.
     Raises ValueError, in one line, where a rule of others gives a parameter to no rank, or to two.
     """
-    layout, rules = LAYOUTS[family], ()
+    layout, rules = LAYOUTS[name], ()
     if layout.has_owners:
         rules = (assign_owners(owners, [spec for unit in units for spec in unit], world_size),)
     laid_out = [layout.cut(unit, world_size, *rules) for unit in units]
-    if family not in LAYOUTS.own:  # ours have a property test
+    if name not in LAYOUTS.own:  # ours have a property test
         for chunks, unit in zip(laid_out, units, strict=True):
-            refuse_chunks(family, chunks, unit, world_size)
+            refuse_chunks(name, chunks, unit, world_size)
     return laid_out
 
 

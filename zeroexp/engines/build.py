@@ -114,5 +114,5 @@ def options_of(strategy: StrategyConfig) -> Options:
             "strategy.bucket_mb=auto: measure it first, with zeroexp.run.bucket_size.settle_bucket_size"
         )
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
-    words["family"] = strategy.implementation
+    words["layout"] = strategy.implementation
     return Options(**{word: value for word, value in words.items() if value is not None})

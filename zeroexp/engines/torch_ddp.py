@@ -31,7 +31,7 @@ from zeroexp.interface.canonical import (
     moments_of,
 )
 from zeroexp.interface.elementwise import refuse_unless_elementwise
-from zeroexp.interface.load_state import Held, load_state
+from zeroexp.interface.load_state import LoadTarget, load_state
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, ModelStates, OptimizerFactory
 from zeroexp.interface.values import Values, fill_in
@@ -154,7 +154,7 @@ class TorchDDP:
     def load_state_dict(self, state: CanonicalState) -> None:
         own = self._own_parameters()
         held = [
-            Held(name, tuple(p.shape), p, 0, has_moments=p in own and p.requires_grad)
+            LoadTarget(name, tuple(p.shape), p, 0, has_moments=p in own and p.requires_grad)
             for name, p in self._named.items()
         ]
         load_state(
@@ -182,7 +182,7 @@ def _make_optimizer(
     if not shard:
         optimizer = factory(groups)
         return optimizer, optimizer
-    refuse_unless_elementwise(factory, groups, family="torch", cut=False, shared=True)
+    refuse_unless_elementwise(factory, groups, layout="torch", cut=False, shared=True)
     with warnings.catch_warnings():
         # ZeroRedundancyOptimizer's package uses functions that torch itself deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)

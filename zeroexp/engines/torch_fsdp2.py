@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT, canonical_replicated, moments_of
-from zeroexp.interface.load_state import Held, load_state
+from zeroexp.interface.load_state import LoadTarget, load_state
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import (
     CanonicalState,
@@ -137,7 +137,7 @@ class TorchFSDP2:
 
     def load_state_dict(self, state: CanonicalState) -> None:
         held = [
-            Held(name, tuple(p.shape), p, self._first_element(p), p.requires_grad, _local)
+            LoadTarget(name, tuple(p.shape), p, self._first_element(p), p.requires_grad, _local)
             for name, p in self._named.items()
         ]
         load_state(

@@ -43,13 +43,13 @@ def refuse_unless_elementwise(
     factory: OptimizerFactory,
     groups: Sequence[Mapping[str, Any]],
     *,
-    family: str,
+    layout: str,
     cut: bool,
     shared: bool,
 ) -> None:
     """Raise ValueError, with the remedy, if the optimizer would be wrong on what ranks hold.
 
-    groups: the user's param_groups over real parameters, which are only inspected. family: the layout's name, for the
+    groups: the user's param_groups over real parameters, which are only inspected. layout: the layout's name, for the
     message. cut: masters are one-dimensional pieces. shared: ranks hold different masters. The factory is called up
     to five times; the states of the random generators are restored afterwards.
     """
@@ -65,7 +65,7 @@ def refuse_unless_elementwise(
             remedy = "it needs all parameters on one rank: use strategy ddp or another optimizer"
             raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
         if cut and not _same_cut(factory, trial, whole):
-            why = f"{name} updates whole matrices, but strategy cuts them (layout {family})"
+            why = f"{name} updates whole matrices, but strategy cuts them (layout {layout})"
             remedy = "use the layout parameter"
             raise ValueError(_refusal(factory, trial, whole, f"{why}: {remedy}"))
 

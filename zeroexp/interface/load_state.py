@@ -28,7 +28,7 @@ from zeroexp.interface.strategy import CanonicalState, CanonicalTensor
 
 
 @dataclass(frozen=True)
-class Held:
+class LoadTarget:
     """The elements of one parameter that a rank holds: `tensor`, from the parameter's element `start` on."""
 
     name: str
@@ -46,7 +46,7 @@ class Held:
 
 def load_state(
     state: CanonicalState,
-    held: Sequence[Held],
+    held: Sequence[LoadTarget],
     *,
     names: Sequence[str],
     optimizer: Optimizer,
@@ -125,7 +125,7 @@ def _require_moments(state: CanonicalState) -> None:
         )
 
 
-def _require_elements(state: CanonicalState, held: Sequence[Held]) -> None:
+def _require_elements(state: CanonicalState, held: Sequence[LoadTarget]) -> None:
     saved_moments = SavedMoments(state)
     for each in held:
         name, weight = each.name, state[each.name][WEIGHT]

@@ -61,7 +61,7 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     specs = [specs_of(group) for group in groups]
-    layout = lay_out(options.family, specs, world_size, owners=options.owners)
+    layout = lay_out(options.layout, specs, world_size, owners=options.owners)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,

@@ -118,7 +118,7 @@ def make_units(
 ) -> list[Unit]:
     """Cut every group and move its parameters, or their `values`, to where they rest."""
     specs = [specs_of(group) for group in groups]
-    layout = _agreed_layout(options.family, specs, options.owners, wire)
+    layout = _agreed_layout(options.layout, specs, options.owners, wire)
     bucket_bytes = settled.bucket_bytes
     _reserve(layout, stage, dtypes, wire, bucket_bytes)
     units: list[Unit] = []
@@ -137,18 +137,18 @@ def make_units(
 
 
 def _agreed_layout(
-    family: str, specs: Units, owners: str, wire: Collectives
+    name: str, specs: Units, owners: str, wire: Collectives
 ) -> list[tuple[Chunk, ...]]:
     """Cut as all ranks do. Raises ValueError on all ranks where a rule of others cuts differently on one of them."""
     size, layout, refusal = wire.group.size, [], None
     try:
-        layout = lay_out(family, specs, size, owners=owners)
+        layout = lay_out(name, specs, size, owners=owners)
     except ValueError as error:
         refusal = error
     if not wire.same_everywhere(zlib.crc32(f"{layout} {refusal}".encode())):
-        rule = f"strategy.owners={owners} or its layout" if LAYOUTS[family].has_owners else "it"
+        rule = f"strategy.owners={owners} or its layout" if LAYOUTS[name].has_owners else "it"
         raise ValueError(
-            f"strategy.implementation={family}: ranks cut the parameters differently: {rule} must follow from names, "
+            f"strategy.implementation={name}: ranks cut the parameters differently: {rule} must follow from names, "
             "sizes and the number of ranks alone (`hash` of a text, pids, time and unseeded chance differ by rank)"
         )
     if refusal is not None:
@@ -196,7 +196,7 @@ def _load_values(values: Values, units: Sequence[Unit]) -> None:
     places = {
         member.name: (held, index)
         for unit in units
-        for held in unit.chunks
+        for held in unit.held
         for index, member in enumerate(held.chunk.members)
     }
     for name, read in values:

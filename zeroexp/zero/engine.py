@@ -1,7 +1,7 @@
 """The engine: microbatch, backward and step. Every hand-written stage and implementation is this one class.
 
-ZeRO-1, -2 and -3 differ in the `Stage` that the engine is given; parameter-, tensor- and buffer-level differ in the
-family of its layout. The step below is the whole algorithm; the other files of this folder define its verbs.
+ZeRO-1, -2 and -3 differ in the `Stage` that the engine is given; parameter-, tensor- and buffer-level in the
+layout. The step below is the whole algorithm; the other files of this folder define its verbs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from zeroexp.zero.assemble import make_units, start_alike
 from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
-from zeroexp.zero.norm import GradientNorm
+from zeroexp.zero.norm import StepSums
 from zeroexp.zero.observer import Observer
 from zeroexp.zero.options import Dtypes, Options, own_dtypes, settle_options
 from zeroexp.zero.schedule import Schedule
-from zeroexp.zero.state_dict import canonical_state, held_elements
+from zeroexp.zero.state_dict import canonical_state, load_targets
 from zeroexp.zero.unit import MasterGradient, Unit
 from zeroexp.zero.whole import gathered
 
@@ -48,7 +48,7 @@ class Engine:
     """
 
     observed_by: type[Observer] = Observer  # engines/sharded.py names the one that refuses mistakes
-    _unread: GradientNorm | None = None  # of the step before, see norm.py, [Note: without a stop]
+    _unread: StepSums | None = None  # of the step before, see norm.py, [Note: without a stop]
 
     def __init__(
         self,
@@ -142,9 +142,7 @@ class Engine:
         self._schedule.drain()
         handed = [each for unit in self.units for each in unit.hand_over()]
         self.wire.quiesce()
-        sums = GradientNorm(
-            self._trainable, handed, self._stage, self.wire, self._gradient_presence()
-        )
+        sums = StepSums(self._trainable, handed, self._stage, self.wire, self._gradient_presence())
         self._expect_same_gathers(sums)
         scale = None
         # Without clipping the sum of the norm may arrive during the update.
@@ -207,7 +205,7 @@ class Engine:
         self._schedule.drain()
         load_state(
             state,
-            held_elements(self.units),
+            load_targets(self.units),
             names=[name for name, _ in self.model.named_parameters()],
             optimizer=self.optimizer,
             python=self._python,
@@ -220,7 +218,7 @@ class Engine:
         self._schedule.drain()
         self._observer.weights_changed()
 
-    def _expect_same_gathers(self, sums: GradientNorm) -> None:
+    def _expect_same_gathers(self, sums: StepSums) -> None:
         """Raise RuntimeError if ranks gathered differently: in this step, or where reading stops, in the one before."""
         if self._reads_late:
             sums.copy_to_host()

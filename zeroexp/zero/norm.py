@@ -27,7 +27,7 @@ from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.zero.unit import MasterGradient
 
 
-class GradientNorm:
+class StepSums:
     """The sum of one step: it starts at once, and the methods that need its result wait for it."""
 
     def __init__(

@@ -44,7 +44,7 @@ def own_dtypes(module: nn.Module) -> Dtypes:
 class Options:
     """How the engine carries out a stage; no option changes what is computed."""
 
-    family: str = "buffer"  # the layout, a word of LAYOUTS
+    layout: str = "buffer"  # a word of LAYOUTS
     owners: str = "greedy"  # a word of OWNERS, where the layout keeps parameters whole
     unit: str = "block"  # model | block | module
     overlap: bool = True

@@ -218,7 +218,7 @@ class Schedule:
             use.missing_in[bucket] -= 1
         self._launch()
         # Gradients of inputs may still need frozen parameters.
-        if not use.missing and len(unit.trainable) == len(unit.chunks):
+        if not use.missing and len(unit.trainable) == len(unit.held):
             self._close(unit)
 
     def end_microbatch(self) -> None:

@@ -17,7 +17,7 @@ from zeroexp.cut.chunk import Span
 from zeroexp.cut.stage import Placement, Stage
 from zeroexp.interface.buffers import Buffers
 from zeroexp.interface.canonical import WEIGHT, moments_of
-from zeroexp.interface.load_state import Held as HeldElements
+from zeroexp.interface.load_state import LoadTarget
 from zeroexp.interface.python_values import PythonValues
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece
 from zeroexp.process.world import World
@@ -55,18 +55,18 @@ def canonical_state(
     return state
 
 
-def held_elements(units: Sequence[Unit]) -> list[HeldElements]:
+def load_targets(units: Sequence[Unit]) -> list[LoadTarget]:
     """Return what this rank holds of each parameter; masters must be published after they are filled."""
-    held: list[HeldElements] = []
+    held: list[LoadTarget] = []
     for each in _chunks(units):
         for span, weight in each.weights():
             name, shape = each.chunk.members[span.member].name, each.shapes[span.member]
-            held.append(HeldElements(name, tuple(shape), weight, span.start, each.is_trainable))
+            held.append(LoadTarget(name, tuple(shape), weight, span.start, each.is_trainable))
     return held
 
 
 def _chunks(units: Sequence[Unit]) -> Iterator[Held]:
-    return (held for unit in units for held in unit.chunks)
+    return (held for unit in units for held in unit.held)
 
 
 def _rests_sharded(held: Held, stage: Stage) -> bool:

@@ -44,7 +44,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        chunks: list[Held],
+        held: list[Held],
         stage: Stage,
         dtypes: Dtypes,
         wire: Collectives,
@@ -53,14 +53,14 @@ class Unit:
         """One reduction takes at most `bucket_bytes`, or the whole unit where that is None."""
         self.name = name
         self.is_root = not name
-        self.chunks = chunks
+        self.held = held
         self.residence = Residence.READY
-        self.is_sharded = stage.gather is Move.ALL_GATHER and bool(chunks)
+        self.is_sharded = stage.gather is Move.ALL_GATHER and bool(held)
         # The full parameters, flat and uint8, where they rest sharded.
         self.memory: Tensor | None = None
         self.generation = 0  # number of optimizer steps that the weights have taken
-        self.trainable = [held for held in chunks if held.is_trainable]
-        self.parameters = [parameter for held in chunks for parameter in held.parameters]
+        self.trainable = [each for each in held if each.is_trainable]
+        self.parameters = [parameter for each in held for parameter in each.parameters]
         self.trainable_parameters = [p for held in self.trainable for p in held.parameters]
         # Gradients that rest partial are summed on the way to the optimizer.
         self.reduces_at_hand_over = stage.hand_over is Move.REDUCE_SCATTER
@@ -69,7 +69,7 @@ class Unit:
         self._wire = wire
         self._offer: int | None = None
         self._arriving: Pending | None = None
-        self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in chunks if h.full is not None]
+        self._parts = [GatherPart(h.chunk, h.full, h.piece) for h in held if h.full is not None]
         self._parts_published = [part for part in self._parts if part.chunk.kind != FROZEN]
         self._gradients = [Gradients(h, stage, dtypes, wire.group) for h in self.trainable]
         self.buckets = cut_in_buckets(
@@ -87,13 +87,13 @@ class Unit:
         if not self.is_sharded:
             return
         starts = [0]
-        for held in self.chunks:
+        for held in self.held:
             starts.append(aligned(starts[-1] + held.full_bytes))
         device = self._wire.world.device
         self.memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-        for held, start in zip(self.chunks, starts, strict=False):
+        for held, start in zip(self.held, starts, strict=False):
             held.place_in(self.memory[start : start + held.full_bytes])
-        self._parts = [GatherPart(held.chunk, held.whole, held.piece) for held in self.chunks]
+        self._parts = [GatherPart(held.chunk, held.whole, held.piece) for held in self.held]
         self._become(Residence.FREED)
         self.show()
         self._own_uses = torch._C._storage_Use_Count(self.storage)
@@ -197,7 +197,7 @@ class Unit:
 
     def show(self) -> None:
         """Point the parameters at the memory that holds their values, or at no memory where none does."""
-        for held in self.chunks:
+        for held in self.held:
             held.show(there=self.residence is Residence.READY)
 
     def offer(self) -> None:
@@ -206,15 +206,15 @@ class Unit:
 
     def gather_into(self, fulls: list[Tensor]) -> None:
         """Gather the full parameters into other memory, one flat tensor a chunk; the unit stays as it is."""
-        parts = [GatherPart(h.chunk, f, h.piece) for h, f in zip(self.chunks, fulls, strict=True)]
+        parts = [GatherPart(h.chunk, f, h.piece) for h, f in zip(self.held, fulls, strict=True)]
         self._wire.all_gather(parts, "gather", self._offer, str(self)).wait()
 
     def states(self) -> dict[str, list[Tensor]]:
         """Return the tensors that exist now, by kind of memory."""
         return {
-            "parameters": [h.piece if self.is_sharded else h.whole for h in self.chunks],
+            "parameters": [h.piece if self.is_sharded else h.whole for h in self.held],
             "gradients": [tensor for each in self._gradients for tensor in each.tensors],
-            "master": [h.master_flat for h in self.chunks if h.master_flat is not None],
+            "master": [h.master_flat for h in self.held if h.master_flat is not None],
             "buffers": [] if self.memory is None else [self.memory],
         }
 
@@ -251,13 +251,13 @@ class Unit:
     @property
     def is_pinned(self) -> bool:
         """Whether the parameters lie whole in memory of their own, see whole.py."""
-        return any(held.pinned is not None for held in self.chunks)
+        return any(held.pinned is not None for held in self.held)
 
     def own_views(self) -> Iterator[Tensor]:
         """Yield the engine's tensors over the storage of the full parameters."""
         if self.memory is not None:
             yield self.memory
-        for held, part in zip(self.chunks, self._parts, strict=True):
+        for held, part in zip(self.held, self._parts, strict=True):
             yield from (held.whole, *held.views)
             if part.by_rank is not None:
                 yield part.by_rank

@@ -53,7 +53,7 @@ def gathered(
     alike = write and _show_the_same(units, wire)
     try:
         yield
-        chunks = [held for unit in units for held in unit.chunks]
+        chunks = [held for unit in units for held in unit.held]
         # `sum` visits every chunk, since `_was_written` also takes back parameters that were moved.
         written = sum(_was_written(held, wire.group.rank) for held in chunks) > 0
         if alike and not _show_the_same(units, wire):
@@ -80,7 +80,7 @@ def gathered(
 
 def _show_the_same(units: Sequence[Unit], wire: Collectives) -> bool:
     """Tell whether the parameters show the same bits on all ranks, by a checksum; padding is not compared."""
-    shown = [held.whole[: held.chunk.unpadded_numel] for unit in units for held in unit.chunks]
+    shown = [held.whole[: held.chunk.unpadded_numel] for unit in units for held in unit.held]
     return wire.same_everywhere(zlib.crc32(repr([sum_of_bits(each) for each in shown]).encode()))
 
 
@@ -101,9 +101,9 @@ def _pin(unit: Unit, rank: int) -> None:
     """Show whole parameters in memory of their own until `_unpin`, whatever the schedule does meanwhile."""
     if not unit.is_sharded:
         return  # the parameters rest whole
-    copies = [held.piece.new_empty(held.chunk.padded_numel) for held in unit.chunks]
+    copies = [held.piece.new_empty(held.chunk.padded_numel) for held in unit.held]
     unit.gather_into(copies)
-    for held, copy in zip(unit.chunks, copies, strict=True):
+    for held, copy in zip(unit.held, copies, strict=True):
         # A transport may round what it gathers, but what this rank owns is not written by reading it.
         copy[held.chunk.section(rank)].copy_(held.piece)
         held.pinned = copy
@@ -111,7 +111,7 @@ def _pin(unit: Unit, rank: int) -> None:
 
 
 def _unpin(unit: Unit) -> None:
-    for held in unit.chunks:
+    for held in unit.held:
         held.pinned = None
     if unit.is_sharded:
         unit.show()

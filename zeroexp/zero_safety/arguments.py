@@ -21,7 +21,7 @@ from zeroexp.zero.options import Options
 from zeroexp.zero_safety.guard import is_guarded
 
 WORDS = {
-    "family": LAYOUTS,
+    "layout": LAYOUTS,
     "owners": OWNERS,
     "unit": ("model", "block", "module"),
     "keep": ("none", "last", "all"),

@@ -71,7 +71,7 @@ class ParameterWatch:
         self._frozen = [
             parameter
             for unit in self._units
-            for held in unit.chunks
+            for held in unit.held
             if not held.is_trainable
             for parameter in held.parameters
         ]
@@ -82,7 +82,7 @@ class ParameterWatch:
             (parameter, view.data_ptr())
             for unit in self._units
             if not unit.is_sharded and not world.is_fake
-            for held in unit.chunks
+            for held in unit.held
             for parameter, view in zip(held.parameters, held.views, strict=True)
         ]
 
@@ -181,7 +181,7 @@ class ParameterWatch:
 
 def _shown_otherwise(unit: Unit) -> Iterator[nn.Parameter]:
     """Yield the parameters of a freed unit that somebody has given other memory."""
-    for held in unit.chunks:
+    for held in unit.held:
         for parameter, nothing in zip(held.parameters, held.nothing, strict=True):
             if parameter.untyped_storage()._cdata != nothing.untyped_storage()._cdata:
                 yield parameter

@@ -57,9 +57,9 @@ class Refusals(Observer):
         if world.is_fake:  # the trial of the optimizer compares values
             return
         shards = stage.optimizer is Placement.SHARD and world.size > 1
-        cuts = shards and not LAYOUTS[options.family].has_owners
+        cuts = shards and not LAYOUTS[options.layout].has_owners
         refuse_unless_elementwise(
-            optimizer_factory, param_groups, family=options.family, cut=cuts, shared=shards
+            optimizer_factory, param_groups, layout=options.layout, cut=cuts, shared=shards
         )
 
     def held(self, held: Held) -> None:
