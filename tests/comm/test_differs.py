@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zeroexp.comm.collectives import Collectives
 from zeroexp.process.watchdog import differs
-from zeroexp.process.watchdog.differs import Comparison, Message, Moves, describe_difference
+from zeroexp.process.watchdog.differs import Comparison, Moves, describe_difference
 from zeroexp.process.world import World
 
 LOOKS = 0.05  # seconds of a look and of patience here
@@ -133,19 +133,3 @@ def test_idle_ranks_ask_the_store_for_as_much_however_many_they_are(size: int) -
     (text,) = told[-1]
     assert text is not None and f"rank {odd} is in the norm" in text
     assert f"rank {int(odd == 0)} is in the gather of b" in text, "the lowest of those that agree"
-
-
-@pytest.mark.parametrize("size", [3, 8, 200])
-def test_ranks_that_wait_for_one_ask_the_store_for_as_much_however_many_they_are(size: int) -> None:
-    ranks = Ranks(size)
-    for moves in ranks.moves[1:]:
-        moves.waits = Message(0, 7, "the gather of a"), 1.0
-    for _ in range(NUM_LOOKS):
-        assert ranks.look() == {None}, "rank 0 computes"
-        assert ranks.store.take_most() <= 3
-    ranks.moves[0].waits = Message(1, 9, "the gather of b"), 2.0
-    told = [ranks.look() for _ in range(2)]
-    assert ranks.store.take_most() <= 2 * (3 + 2 + 1)
-    (text,) = told[-1]
-    assert text is not None and "rank 0 waits for rank 1: the gather of b" in text
-    assert "rank 1 waits for rank 0: the gather of a" in text

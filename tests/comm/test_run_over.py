@@ -26,7 +26,7 @@ from zeroexp.comm.offers import MOST_OFFERS, OwnBoard
 from zeroexp.cut.chunk import Chunk, Member, ParameterSpec
 from zeroexp.cut.layout import lay_out
 from zeroexp.process.watchdog import differs
-from zeroexp.process.watchdog.differs import Moves, find_lost_ring
+from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World, fake_world
 
 LARGEST_C_INT = 2**31 - 1
@@ -171,31 +171,6 @@ def test_an_offer_tells_the_places_of_its_step_alone() -> None:
 # -- waits for messages -----------------------------------------------------------------------------
 
 
-def waits(peer: int, tag: int, sent: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
-    return {"peer": peer, "tag": tag, "sent": [list(each) for each in sent]}
-
-
-def lost_ring(told: dict[int, dict[str, Any]]) -> list[int]:
-    return find_lost_ring(told, lambda rank: told[rank]["sent"])
-
-
-def test_a_ring_is_lost_only_while_nobody_has_sent() -> None:
-    both = {0: waits(1, 10), 1: waits(0, 20)}
-    assert lost_ring(both) == [0, 1]
-    assert lost_ring({0: waits(1, 10)}) == [], "rank 1 computes"
-    for sender, sent in ((0, [(1, 20)]), (1, [(0, 10)])):
-        on_its_way = {rank: {**word} for rank, word in both.items()}
-        on_its_way[sender]["sent"] = [list(each) for each in sent]
-        assert lost_ring(on_its_way) == [], f"what rank {sender} sent arrives"
-    three = {0: waits(1, 10), 1: waits(2, 20), 2: waits(0, 30)}
-    assert lost_ring(three) == [0, 1, 2]
-    behind = {0: waits(1, 10), 1: waits(2, 20), 2: waits(1, 30)}
-    assert lost_ring(behind) == [1, 2], "rank 0 waits for a ring that others make"
-    one_on_its_way = both | {2: waits(3, 10), 3: waits(2, 20, [(2, 10)]), 5: waits(4, 30)}
-    assert lost_ring(one_on_its_way) == [0, 1], "and that of ranks 2 and 3 goes on"
-    assert lost_ring({2: one_on_its_way[2], 3: one_on_its_way[3], **both}) == [0, 1]
-
-
 HERE = World(0, 2, torch.device("cpu"), "gloo")
 LOOKS = 0.05  # seconds of a look and of patience here
 REMEMBERED = 8  # messages sent
@@ -232,19 +207,6 @@ def wait_by_turns(world: World) -> list[float]:
 def test_a_wait_that_is_over_makes_no_ring(ranks) -> None:
     expected = [float(number) for _ in range(2) for number in range(REMEMBERED + 1)]
     assert ranks(wait_by_turns) == [expected] * 2
-
-
-def test_a_wait_that_is_over_is_shown_again_by_nobody() -> None:
-    """What rank 0 reads counts where the rank itself has shown the same wait at a later look."""
-
-    def line(look: int, since: int | None) -> dict[str, Any]:
-        return {"look": look} if since is None else {"look": look, "waits": {"since": since}}
-
-    waits = line(3, 7)
-    assert differs._again(waits, line(4, 7))
-    for before, now in ((None, waits), (waits, waits), (waits, line(4, 8)), (waits, line(4, None))):
-        assert not differs._again(before, now)
-    assert not differs._again(line(2, None), waits)
 
 
 # -- waits for collectives --------------------------------------------------------------------------

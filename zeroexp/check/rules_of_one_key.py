@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from zeroexp.check.refusal import Refusal, as_typed, value_of
-from zeroexp.config.keys import AUTO, KEYS, Config
+from zeroexp.config.keys import KEYS, Config
 from zeroexp.config.plugins import REGISTRIES
 from zeroexp.process.ports import parse_port_range
 from zeroexp.registry.did_you_mean import suggest_nearest, suggest_word
@@ -22,7 +22,6 @@ RUN_FACTS = ("machine", "versions", "git", "engine", "transport", "load")
 
 WATCHED = ("trace_steps", "profile_steps", "hash_steps")
 MOST_RANKS = 1 << 24
-BUCKET_MB = (0.001, 1 << 20)
 # Whole numbers in a model's shape, which the key's last part names; a larger model would be built for minutes.
 MOST_OF_SHAPE = {
     **{"num_hidden_layers": 1000, "n_layer": 1000, "depth": 1000},
@@ -159,14 +158,6 @@ def check_world_sizes(config: Config) -> Iterator[Refusal]:
             yield f"{key}={size}", "too large", f"use at most {MOST_RANKS}"
 
 
-def check_bucket(config: Config) -> Iterator[Refusal]:
-    size, (least, most) = config.strategy.bucket_mb, BUCKET_MB
-    is_number = isinstance(size, int | float) and not isinstance(size, bool)
-    if size not in (None, AUTO) and not (is_number and least <= size <= most):
-        remedy = f"use {least} to {most}, auto (measured once per cluster), or null"
-        yield "strategy.bucket_mb", "not a size in MiB", remedy
-
-
 def check_watched_steps(config: Config) -> Iterator[Refusal]:
     """Require that steps and ranks to watch exist."""
     num_steps = config.train.warmup_steps + config.train.steps
@@ -228,6 +219,6 @@ def check_study(config: Config) -> Iterator[Refusal]:
 
 RULES = (
     *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
-    *(check_betas, check_world_sizes, check_bucket, check_watched_steps, check_range_of_ports),
+    *(check_betas, check_world_sizes, check_watched_steps, check_range_of_ports),
     *(check_study, check_slurm_names, check_sbatch_options),
 )

@@ -44,7 +44,6 @@ def check_strategy(config: Config) -> None:
 
 
 def _try_layout(config: Config, model: BuiltModel) -> None:
-    config.strategy.bucket_mb = None  # which may be measured when the run starts
     options, size = options_of(config.strategy), config.world_size
     units = [specs_of(g) for g in group_parameters(model.module, model.blocks, options.unit)]
     try:

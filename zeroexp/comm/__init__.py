@@ -10,5 +10,5 @@ direct.py          every rank hands each peer what that peer owns, and sums in r
   shared_memory.py   lets ranks of one host read each other's memory: host_rendezvous.py (how ranks find each other),
                      offers.py (what they tell each other), wake_up.py (how they wait), sizes.py (how much memory)
 replicas.py        sums once more, between groups of ranks, what each group has summed
-tuning.py          how large a reduction should be on these links
+tuning.py          what a reduction costs on these links, for `zeroexp calibrate`
 """

@@ -119,7 +119,11 @@ class Direct(Transport):
     def all_gather(
         self, parts: Sequence[GatherPart], offer: int | None, what: str
     ) -> tuple[Pending, int]:
-        """Copy neighbours' pieces from their memory, and receive those of other hosts."""
+        """Copy neighbours' pieces from their memory, and receive those of other hosts.
+
+        Those come when their rank gathers the same, so that a different order is told (process/watchdog/differs.py).
+        """
+        self._moves.record_collective(what)
         if offer is None:
             offer = self._num_passing = self._num_passing + 1
             self._offer(parts, offer)
@@ -146,6 +150,7 @@ class Direct(Transport):
 
         Copying it away would take a tenth longer.
         """
+        self._moves.record_collective(what)
         for part in parts:
             part.cast()
         tag = self._reduction_tag()
@@ -187,6 +192,7 @@ class Direct(Transport):
         return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
+        self._moves.record_collective(what)
         work = dist.all_reduce(value, group=self._moves.world.process_group, async_op=True)
         return Pending([TimedWork(self._moves.watched(work))])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroexp.comm.base import TimedWork
-from zeroexp.process.watchdog.differs import Message, Moves
+from zeroexp.process.watchdog.differs import Moves
 
 SEGMENT_BYTES = 4 << 20  # longer tensors travel in segments: 200 MB take half the time
 PACK_BELOW_BYTES = 32 << 10  # shorter tensors are packed together: gloo costs ~40 us a message
@@ -50,9 +50,8 @@ class GlooChannel:
 
     def send(self, tag: int, tensors: Sequence[Tensor], what: str) -> list[Any]:
         buffers = [m[0] if len(m) == 1 else _pack(m) for m in _messages(tensors)]
-        self._moves.record_message(self._peer, tag)
         group = self._moves.world.process_group
-        return [self._watched(group.send([b], self._peer, tag), b, tag, what) for b in buffers]
+        return [self._watched(group.send([b], self._peer, tag), b, what) for b in buffers]
 
     def receive(self, tag: int, like: Sequence[Tensor], what: str, *, into: bool) -> Arrival:
         targets = list(like) if into else [torch.empty_like(tensor) for tensor in like]
@@ -61,7 +60,7 @@ class GlooChannel:
         for message in _messages(targets):
             buffer = message[0] if len(message) == 1 else _packed_like(message)
             work = self._moves.world.process_group.recv([buffer], self._peer, tag)
-            works.append(self._watched(work, buffer, tag, what))
+            works.append(self._watched(work, buffer, what))
             if len(message) > 1:
                 packed.append((buffer, message))
 
@@ -74,8 +73,8 @@ class GlooChannel:
 
         return Arrival(wait, release=lambda: None)
 
-    def _watched(self, work: Any, buffer: Tensor, tag: int, what: str) -> TimedWork:
-        watched = self._moves.watched(work, Message(self._peer, tag, what))
+    def _watched(self, work: Any, buffer: Tensor, what: str) -> TimedWork:
+        watched = self._moves.watched(work, f"rank {self._peer}: {what}")
         return TimedWork(watched, self._peer, held=buffer)
 
 

@@ -1,9 +1,6 @@
-"""A reduction has a best size on these links: latency and bandwidth are measured, the rest is arithmetic.
+"""What a reduction costs on these links, by a line through a few that are timed; `zeroexp calibrate` keeps it.
 
-    seconds of a reduction of b bytes  =  latency + b / bandwidth
-
-Small buckets hold little memory and leave little to reduce after backward, but each pays the latency. A bucket of
-9 x latency x bandwidth bytes spends a tenth of its time on latency, and a larger one gains nearly nothing.
+seconds of a reduction of b bytes  =  latency + b / bandwidth
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ from zeroexp.cut.stage import STAGES
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
-LATENCY_SHARE = 0.1  # share of latency in the time of a reduction of the chosen size
 MIB = 1 << 20
-LEAST_MB, MOST_MB = 0.25, 64.0  # bounds of the choice
 PROBED_BYTES = (128 << 10, MIB, 16 * MIB)  # the last exceeds the caches of one core
 NUM_REPEATS = 9
 
@@ -37,15 +32,6 @@ class Link:
 
     latency_seconds: float
     bytes_per_second: float  # of gradient on each rank, whatever part of it travels
-
-    @property
-    def bucket_mb(self) -> float:
-        """The bucket size in MiB, a power of two."""
-        worth = self.latency_seconds * self.bytes_per_second * (1 - LATENCY_SHARE) / LATENCY_SHARE
-        size = LEAST_MB
-        while size < MOST_MB and size * MIB < worth:
-            size *= 2
-        return size
 
 
 def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
@@ -61,18 +47,11 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(max(mean_seconds - slope * mean_bytes, 0.0), 1 / slope)
 
 
-def measure_link(world: World, *, transport: str = "auto") -> Link:
-    """Time reductions of a few sizes between all ranks of `world`, which call it together.
+def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
+    """Return the seconds of reductions of PROBED_BYTES between all ranks of `world`, which call it together.
 
     This takes some tenths of a second.
     """
-    if world.size == 1:
-        return Link(0.0, float("inf"))
-    return fit_link(PROBED_BYTES, measure_moves(world, transport=transport))
-
-
-def measure_moves(world: World, *, transport: str = "auto") -> list[float]:
-    """Return the seconds of reductions of PROBED_BYTES between all ranks of `world`, which call it together."""
     chunks = [_probe_chunk(num_bytes // 4, world.size) for num_bytes in PROBED_BYTES]
     wire = Collectives(world, transport=transport)
     wire.connect()

@@ -23,9 +23,6 @@ from zeroexp.registry.errors import UndefinedCombination as UndefinedCombination
 
 Schema = TypeVar("Schema")
 
-AUTO = "auto"
-
-
 # No experiment needs more, and beyond these the system, torch or a person's patience gives up.
 MANY, MOST_STEPS, MOST_NUMEL, YEAR_S = 10**6, 10**9, 1 << 31, 366 * 24 * 60 * 60
 DTYPES = ("float32", "bfloat16")
@@ -147,8 +144,8 @@ class StrategyConfig:
     keep: str | None = of_engine("last", "none", "last", "all")
     # When accumulated gradients are reduced; None: as the stage says.
     reduce_each: str | None = of_engine(None, "microbatch", "step")
-    # The most MiB of one reduction; None: the transport's best; auto: computed from the links' measured speed.
-    bucket_mb: Any = of_engine()
+    # the most MiB of one reduction; None: the transport's best
+    bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

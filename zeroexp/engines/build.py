@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
-from zeroexp.config.keys import AUTO, TORCH_DDP, Config, ConfigError, StrategyConfig, resolve
+from zeroexp.config.keys import TORCH_DDP, Config, ConfigError, StrategyConfig, resolve
 from zeroexp.config.optimizer import optimizer_factory, parameter_groups
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import Stage
@@ -109,10 +109,6 @@ def dtypes_of(strategy: StrategyConfig) -> Dtypes:
 
 def options_of(strategy: StrategyConfig) -> Options:
     """Make Options of the config's fields; a None (no effect in this stage) keeps the default."""
-    if strategy.bucket_mb == AUTO:
-        raise ValueError(
-            "strategy.bucket_mb=auto: measure it first, with zeroexp.run.bucket_size.settle_bucket_size"
-        )
     words = {field.name: getattr(strategy, field.name, None) for field in fields(Options)}
     words["layout"] = strategy.implementation
     return Options(**{word: value for word, value in words.items() if value is not None})

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroexp.comm.facts import TRANSPORTS
 from zeroexp.config.engines import ENGINES
-from zeroexp.config.keys import AUTO, TORCH_DDP, Config, UndefinedCombination, resolve
+from zeroexp.config.keys import TORCH_DDP, Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.cut.layout import LAYOUTS, lay_out
@@ -55,8 +55,6 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
 
 def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
-    if strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
-        strategy.bucket_mb = None
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)

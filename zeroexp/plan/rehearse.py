@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import (
 import zeroexp
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.checkpoint.staging import Staging, flat_state
-from zeroexp.config.keys import AUTO, Config, ConfigError, UndefinedCombination
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 from zeroexp.config.vocabulary import vocabulary_of_data
 from zeroexp.engines.build import build_strategy
 from zeroexp.interface.strategy import Strategy
@@ -183,8 +183,6 @@ def prepared(config: Config, world_size: int | None) -> Config:
     config.train.warmup_steps, config.train.steps = 0, NUM_STEPS
     config.model.weights = None
     config.data.validation_split = config.data.validation_samples = None
-    if config.strategy.bucket_mb == AUTO:  # a number that is measured when the run starts
-        config.strategy.bucket_mb = None
     data, size = config.data, config.world_size
     if size < 1 or data.global_batch_size % (data.micro_batch_size * size):
         raise ConfigError(

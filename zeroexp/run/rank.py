@@ -49,7 +49,6 @@ from zeroexp.plan.outcome import plan_beside
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
-from zeroexp.run import bucket_size
 from zeroexp.tracking import attempt, failure
 from zeroexp.tracking.files import (
     RecordWriter,
@@ -174,7 +173,6 @@ def _train(config: Config, world: World, folder: Path, stop: Stop) -> bool:
     blocks = {name: model.module.get_submodule(name) for name in model.blocks}
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     checkpoint_as_configured(model.module, model.blocks, config.train)
-    config = bucket_size.settle_bucket_size(config, folder, world)
     strategy = build_strategy(config, model, world)
     build_peak_bytes = memory.peak_bytes()
     if build_peak_bytes is not None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from zeroexp.config.keys import AUTO
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking.files import ENGINE, RECORDS, SUMMARY
 from zeroexp.tracking.run import Run
@@ -54,15 +53,8 @@ MLFLOW_STATUS = {
 
 
 def run_params(run: Run) -> dict[str, str]:
-    """Return the resolved config with dotted keys. `study` is left out: it says why a point ran, not what it was.
-
-    MLflow writes a param once, so a value that is still to be measured is left out until config.yaml holds the number.
-    """
-    return {
-        key: value
-        for key, value in run.config.items()
-        if not key.startswith("study.") and (key, value) != ("strategy.bucket_mb", AUTO)
-    }
+    """Return the resolved config with dotted keys. `study` is left out: it says why a point ran, not what it was."""
+    return {key: value for key, value in run.config.items() if not key.startswith("study.")}
 
 
 def run_tags(run: Run, status: str) -> dict[str, str]:

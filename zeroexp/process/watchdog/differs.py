@@ -1,22 +1,18 @@
 """Ranks that differ: a wait for a move that can never come ends with an error that names ranks and units.
 
-The backend pairs collectives by the order in which they are issued, and messages by their tags. A rank that does
-something else waits for peers that wait for something else, and the backend says so after minutes, and names neither
-peer nor move. So every rank remembers its last moves in words. While it does not advance (progress.py), a thread shows
-them once a second in the store of the process group, and rank 0 compares those of all ranks:
+The backend pairs collectives by the order in which they are issued, and messages by the unit that they carry. A rank
+that does something else waits for peers that wait for something else, and the backend says so after minutes, and names
+neither peer nor move. So every rank remembers its last moves in words. While it does not advance (progress.py), a
+thread shows them once a second in the store of the process group, and rank 0 compares those of all ranks:
 
-    every rank ── its collectives, their checksum, what it sent and waits for ──▶ store ──▶ rank 0
-               ◀──────────────────────── the verdict ─────────────────────────────────────
+    every rank ── its last moves, their number and checksum ──▶ store ──▶ rank 0
+               ◀──────────────── the verdict ─────────────────────────────
 
-Two ranks that issued different collectives under one number can never meet. Nor can ranks in a ring, in which each
-waits for a message that the next has not sent. Neither is ever true of a rank that is merely slow.
+Two ranks that issued different moves under one number can never meet. That is never true of a rank that is merely slow.
 
 [Note: few requests] One process serves the store, and all ranks may be idle at once (validation, a save, a debugger). A
 look costs every rank two short requests, and rank 0 one more that reads a line of each rank. It reads the words of one
-rank for each checksum, and what was sent by ranks in a ring.
-
-[Note: both looks] The wait of a rank counts if it was shown at two looks of the same wait: what the store holds may be
-of a wait that is over.
+rank for each checksum.
 
 [Note: ending a wait] A thread in a wait for gloo can not be interrupted, and gloo's `abort` wakes nobody. But a
 receive that runs out of time closes all connections of its rank, upon which all waits there fail. A wait for a GPU
@@ -33,9 +29,8 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,16 +45,7 @@ PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 # From a rank's last move until it knows the verdict: it is shown, read by rank 0, and told to the others.
 LOOKS_TO_TELL = 6
-NUM_REMEMBERED = 256  # far more messages than may be in flight
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message between this rank and `peer`; `what` describes its content."""
-
-    peer: int
-    tag: int
-    what: str
+NUM_REMEMBERED = 256  # moves, by which one rank may be ahead of another
 
 
 class Moves:
@@ -69,9 +55,7 @@ class Moves:
         self.world = world
         self.checksum = self.num_collectives = 0
         self.collectives: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)  # (number, what)
-        self.sent: deque[tuple[int, int]] = deque(maxlen=NUM_REMEMBERED)  # (peer, tag)
-        # The wait of now, for a message or for all ranks, and since when.
-        self.waits: tuple[Message | None, float] | None = None
+        self.waits = False
         self.error: str | None = None
         self._thread: Comparison | None = None
 
@@ -92,20 +76,17 @@ class Moves:
         self.num_collectives += 1
         self.collectives.append((self.num_collectives, what))
 
-    def record_message(self, peer: int, tag: int) -> None:
-        """Record the message that this rank is about to send."""
-        self.sent.append((peer, tag))
-
-    def watched(self, work: Any, message: Message | None = None) -> WatchedWork:
+    def watched(self, work: Any, message: str | None = None) -> WatchedWork:
+        """Watch the wait for a collective, or for a message, as "rank 1: the gather of blocks.2"."""
         return WatchedWork(work, self, message)
 
-    def await_verdict(self) -> str | None:
+    def await_verdict(self, message: str | None) -> str | None:
         """Return how the ranks differ after a wait failed; None if they do not.
 
         A collective can fail at once since the ranks differ, so the thread gets time to find it. A wait for a message
         fails for that reason only after the verdict.
         """
-        if not self.collectives:
+        if message is not None:
             return self.error or (self._thread.read_verdict() if self._thread else None)
         until = time.monotonic() + PATIENCE_SECONDS + LOOKS_TO_TELL * LOOK_SECONDS
         while self.error is None and time.monotonic() < until:
@@ -116,24 +97,24 @@ class Moves:
 class WatchedWork:
     """A work of the backend whose wait ends when the ranks are found to differ."""
 
-    def __init__(self, work: Any, moves: Moves, message: Message | None) -> None:
+    def __init__(self, work: Any, moves: Moves, message: str | None) -> None:
         self._work, self._moves, self._message = work, moves, message
 
     def wait(self) -> None:
         moves, message = self._moves, self._message
-        moves.waits = message, time.monotonic()
+        moves.waits = True
         try:
             if moves.error is None:  # else the thread has looked already who waits
                 self._work.wait()
         except RuntimeError as error:
-            if verdict := moves.await_verdict():
+            if verdict := moves.await_verdict(message):
                 raise RuntimeError(verdict) from error
             if message is None:
                 raise
-            waited = f"rank {moves.world.rank} waited for rank {message.peer}: {message.what}"
+            waited = f"rank {moves.world.rank} waited for {message}"
             raise RuntimeError(f"{waited}: {error}") from error
         finally:
-            moves.waits = None
+            moves.waits = False
         if moves.error is not None:
             raise RuntimeError(moves.error)
 
@@ -145,9 +126,7 @@ class Comparison:
         self._world, self._name = moves.world, name
         self._keys = [f"{name}/{rank}" for rank in range(self._world.size)]
         self._group = weakref.ref(group)
-        self._looks = 0
         self._shown = ""  # the words that this rank showed last
-        self._seen: dict[int, Any] = {}  # rank -> what rank 0 read at the last look
         self._words: dict[str, Any] = {}  # checksum -> collectives that led to it
         self._show(moves, group.get_group_store())
 
@@ -175,7 +154,7 @@ class Comparison:
             return self._read_verdict(store)
         if not store.check(self._keys):  # a rank has not begun
             return None
-        verdict = self._compare([json.loads(each) for each in store.multi_get(self._keys)], store)
+        verdict = self._compare([each.decode() for each in store.multi_get(self._keys)], store)
         if verdict is not None:
             store.set(f"{self._name}/verdict", verdict)
         return verdict
@@ -190,37 +169,26 @@ class Comparison:
         return store.get(key).decode() if store.check([key]) else None
 
     def _show(self, moves: Moves, store: Any) -> None:
-        key, waits = self._keys[self._world.rank], moves.waits
-        line: dict[str, Any] = {"did": f"{moves.num_collectives} {moves.checksum}"}
-        # These are copies: another thread may issue more meanwhile.
-        words = json.dumps({"collectives": list(moves.collectives), "sent": list(moves.sent)})
+        key = self._keys[self._world.rank]
+        did = f"{moves.num_collectives} {moves.checksum}"
+        words = json.dumps(
+            list(moves.collectives)
+        )  # a copy: another thread may issue more meanwhile
         if words != self._shown:
             self._shown = words
             store.set(f"{key}/words", words)
-        if waits is not None and waits[0] is not None:
-            line["waits"] = asdict(waits[0]) | {"since": waits[1]}
-        self._looks += 1
-        store.set(key, json.dumps({**line, "look": self._looks}))
+        store.set(key, did)
 
-    def _compare(self, lines: list[dict[str, Any]], store: Any) -> str | None:
-        """Describe how the ranks differ whose lines these are, in rank order."""
-
-        def read(rank: int, kind: str) -> Any:
-            return json.loads(store.get(f"{self._keys[rank]}/words"))[kind]
-
-        one_of_each = {lines[rank]["did"]: rank for rank in reversed(range(len(lines)))}
+    def _compare(self, did: list[str], store: Any) -> str | None:
+        """Describe how the ranks differ that did this, in rank order."""
+        one_of_each = {each: rank for rank, each in reversed([*enumerate(did)])}
+        if len(one_of_each) == 1:
+            return None
         self._words = {
-            did: self._words.get(did) or read(rank, "collectives")
-            for did, rank in one_of_each.items()
-            if len(one_of_each) > 1
+            each: self._words.get(each) or json.loads(store.get(f"{self._keys[rank]}/words"))
+            for each, rank in one_of_each.items()
         }
-        words = {rank: self._words[did] for did, rank in one_of_each.items() if self._words}
-        if error := describe_difference(words):
-            return error
-        before, self._seen = self._seen, dict(enumerate(lines))
-        waits = {r: line["waits"] for r, line in self._seen.items() if _again(before.get(r), line)}
-        ring = find_lost_ring(waits, lambda rank: read(rank, "sent"))
-        return _describe_ring(ring, waits) if ring else None
+        return describe_difference({rank: self._words[each] for each, rank in one_of_each.items()})
 
     def _end_waits(self, moves: Moves, verdict: str, group: dist.ProcessGroup) -> None:
         """End the waits of this rank, see [Note: ending a wait]. Rank 0, which may serve the store, does so last."""
@@ -231,7 +199,7 @@ class Comparison:
             print(verdict, file=sys.stderr, flush=True)
             group.abort()
             return
-        if moves.waits is None:  # the next wait begins with the error
+        if not moves.waits:  # the next wait begins with the error
             return
         peer = (self._world.rank + 1) % self._world.size
         # gloo has connections of their own for each network interface, and takes them by turns of the tag.
@@ -258,40 +226,4 @@ def describe_difference(words: Mapping[int, list[tuple[int, str]]]) -> str | Non
     return (
         f"the ranks do not do the same, {did}. "
         "Every rank must use the same units in the same order, or use zero2"
-    )
-
-
-def find_lost_ring(
-    waits: Mapping[int, Any], sent_by: Callable[[int], list[list[int]]]
-) -> list[int]:
-    """Return ranks of which each waits for the next, and the last for the first, for messages that nobody has sent.
-
-    waits: peer and tag of the message that a rank waits for. sent_by: what a rank has sent, as [peer, tag].
-    """
-    seen: set[int] = set()
-    for rank in waits:
-        chain: list[int] = []
-        while rank in waits and rank not in seen:
-            seen.add(rank)
-            chain.append(rank)
-            rank = waits[rank]["peer"]
-        ring = chain[chain.index(rank) :] if rank in chain else []
-        on_its_way = ([each, waits[each]["tag"]] in sent_by(waits[each]["peer"]) for each in ring)
-        if ring and not any(on_its_way):
-            return ring
-    return []
-
-
-def _again(before: Any, line: Any) -> bool:
-    """Tell whether a rank showed this wait at two looks, see [Note: both looks]."""
-    if before is None or "waits" not in before or "waits" not in line:
-        return False
-    return before["waits"]["since"] == line["waits"]["since"] and before["look"] < line["look"]
-
-
-def _describe_ring(ring: list[int], waits: Mapping[int, Any]) -> str:
-    waiting = (f"rank {r} waits for rank {waits[r]['peer']}: {waits[r]['what']}" for r in ring)
-    return (
-        f"the ranks do not do the same, {'; '.join(waiting)}. "
-        "Between hosts every rank must use the same units in the same order"
     )
