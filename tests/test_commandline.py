@@ -51,15 +51,6 @@ def test_every_key_and_group_has_help(monkeypatch, capsys):
     assert "did you mean train.steps" in capsys.readouterr().err
 
 
-def test_python_without_docstrings_is_refused(tmp_path):
-    """transformers would blame the model."""
-    command = [sys.executable, "-OO", "-m", "zeroexp", *TINY]
-    done = subprocess.run(command, cwd=tmp_path, env=HERE, capture_output=True, text=True)
-    (told,) = done.stderr.splitlines()
-    assert done.returncode == zeroexp.REFUSED and told.startswith("zeroexp: PYTHONOPTIMIZE=2: ")
-    assert "unset it" in told and not list(tmp_path.iterdir())
-
-
 def test_ctrl_c_while_it_imports_is_silent(tmp_path):
     """Python tells each import that is done; ours of Hydra are then under way."""
     command = [sys.executable, "-X", "importtime", "-m", "zeroexp", *TINY]

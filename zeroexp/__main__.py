@@ -38,9 +38,6 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 NOT_UNDERSTOOD = "Hydra does not understand the line; write key=value and group=option"
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 ONLY_LINUX = "ranks need Linux (pidfds, memfds, /proc); use a Linux machine, a container or a virtual machine"
-WITHOUT_DOCSTRINGS = (
-    "PYTHONOPTIMIZE=2: transformers reads the docstrings that it removes; unset it, leave out -OO"
-)
 # Hydra 1.3 asks for the version whose behaviour is meant, and later ones warn of the question.
 BEHAVIOUR: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Hydra 1.4 wants to be told that what is stored may be there, as that of a plugin from an earlier line of a process.
@@ -65,9 +62,6 @@ def _sweep_or_explain(arguments: list[str], told: list[str] | None) -> int:
     """Run the line's sweep and return its exit code; `told`, if it is wanted, gets the results as JSON."""
     if sys.platform != "linux":
         print(f"zeroexp: {sys.platform}: {ONLY_LINUX}", file=sys.stderr)
-        return REFUSED
-    if sys.flags.optimize > 1:
-        print(f"zeroexp: {WITHOUT_DOCSTRINGS}", file=sys.stderr)
         return REFUSED
     signals.handle_ctrl_c()
     with Sweep(arguments) as sweep:

@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from zeroexp.process import ports
-from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
 from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Clock, Heartbeat, Hub
 
@@ -163,9 +162,8 @@ def test_nobody_is_lost_where_all_end(job: Job) -> None:
     assert job.end(hub, member) == [None, None]
 
 
-def test_a_member_may_start_long_before_the_hub(job: Job) -> None:
-    """Longer than it would wait for a machine that does not answer: this one refuses its calls."""
-    member = job.task(1, start=0)
+def test_a_member_may_start_before_the_hub(job: Job) -> None:
+    member = job.task(1, start=3 * PERIOD_SECONDS)
     job.clock.pass_by(3 * PERIOD_SECONDS)
     assert member.waits
     hub = job.task(0, start=0)
@@ -175,13 +173,11 @@ def test_a_member_may_start_long_before_the_hub(job: Job) -> None:
 
 
 def test_a_member_whose_call_was_refused_calls_again(job: Job) -> None:
-    """First by nobody at the port, then by another program there, twice."""
+    """By another program at the port, twice."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.setblocking(False)
-        port = stranger.getsockname()[1]
-        member = job.task(1, start=1)
-        job.clock.pass_by(PERIOD_SECONDS)
-        ports.publish_port(job.hub.file, port)
+        member = job.task(1, start=9 * PERIOD_SECONDS)
+        ports.publish_port(job.hub.file, stranger.getsockname()[1])
         for _ in range(2):
             job.clock.pass_by(PERIOD_SECONDS)
             stranger.accept()[0].close()
@@ -199,18 +195,6 @@ def test_silence_is_a_loss(job: Job) -> None:
         assert hub.waits
         job.clock.pass_by(0.5 * PERIOD_SECONDS)
         assert hub.lost() == "rank 1 on far is gone: no sign of it for 2 s"
-
-
-def test_a_task_that_slept_itself_misses_nobody(job: Job) -> None:
-    """What the peer said meanwhile lies unread, and it gets a whole period to say more; who was to come, too."""
-    hub = job.task(0, world_size=3, start=1)
-    with job.peer("rank 1 on far", BEAT) as far:
-        job.clock.jump(10 * PERIOD_SECONDS)
-        job.clock.pass_by(0.75 * PERIOD_SECONDS)
-        assert hub.waits
-        far.sendall(BYE)
-        job.clock.pass_by(PERIOD_SECONDS)
-        assert str(hub.lost()).startswith("rank 2 is gone: it did not reach port")
 
 
 BEAT_SECONDS = 1.001 * PERIOD_SECONDS / BEATS_PER_PERIOD  # a little more than from beat to beat
@@ -267,23 +251,13 @@ def test_who_never_came_is_missed(job: Job) -> None:
         assert hub.lost() == f"rank 1 is gone: it {silence}, nor did 1 more"
 
 
-def test_a_hub_whose_machine_says_nothing_is_missed(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A queue that is full answers no further call, as a machine without power."""
-    monkeypatch.setattr(lost, "CALL_SECONDS", 0.01)  # of real time: this call is given up
-    with socket.socket() as deaf, socket.socket() as last_answered:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        last_answered.connect(deaf.getsockname())
-        port = deaf.getsockname()[1]
-        ports.publish_port(job.hub.file, port)
-        member = job.task(1, start=1)
-        job.clock.pass_by(PERIOD_SECONDS)
-        assert member.waits
-        job.clock.pass_by(1.5)
-        silence = f"did not answer from port {port} of 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
-        assert member.lost() == f"rank 0 is gone: it {silence}"
+def test_a_hub_that_never_came_is_missed(job: Job) -> None:
+    member = job.task(1, start=1)
+    job.clock.pass_by(PERIOD_SECONDS)
+    assert member.waits
+    job.clock.pass_by(1.5)
+    silence = "did not answer from 127.0.0.1 within 1 s + cluster.heartbeat_s=2"
+    assert member.lost() == f"rank 0 is gone: it {silence}"
 
 
 def test_a_hub_without_a_port_misses_nobody(job: Job) -> None:
@@ -361,16 +335,4 @@ def test_who_speaks_a_byte_at_a_time_delays_nobody(job: Job) -> None:
         assert job.has_closed(slow), "after CALL_SECONDS, though it said something all the time"
         far.sendall(BYE)
         job.clock.let_all_look()
-    assert job.end(hub) == [None]
-
-
-def test_a_crowd_of_strangers_has_a_limit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "MAX_STRANGERS", 1)
-    hub = job.task(0)
-    with ExitStack() as opened:
-        crowd = [opened.enter_context(job.call()) for _ in range(5)]
-        job.clock.let_all_look()
-        assert all(job.has_closed(one) for one in crowd[3:])
-        job.clock.pass_by(lost.CALL_SECONDS + 1)
-        opened.enter_context(job.peer("rank 1 on far", BYE))
     assert job.end(hub) == [None]

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from zeroexp.plan.machines import Machines
     from zeroexp.plan.outcome import Outcome, RehearsedPeaks
 
-Hours = tuple[float, float, float]  # least, expected, most
-
 
 def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
     """Print the plan of each point for Slurm; return all points, those that can not fit with the reason.
@@ -31,30 +29,37 @@ def plan_slurm_points(points: Sequence[Point]) -> list[Point]:
     """
     begun = time.monotonic()
     judged: list[Point] = []
-    hours: list[Hours] = []
-    speeds: dict[str, None] = {}
     for point in points:
-        if point.config.cluster.kind != "slurm" or point.refusal:
-            judged.append(point)
-            continue
-        rehearses = time.monotonic() - begun < point.config.cluster.rehearse_s
-        planned = _plan(point, rehearses)
-        if isinstance(planned, str):
-            print(f"no plan of {point.name}: {planned}")
-            judged.append(point)
-            continue
-        outcome, machines = planned
-        print(f"plan of {point.name}: {_told(point.config, outcome, machines)}")
-        no_room = outcome.verdict == "no" and not point.config.cluster.force
-        judged.append(replace(point, refusal=_refusal(point.config, outcome)) if no_room else point)
-        if outcome.rehearsed and not no_room:
-            hours.append(_node_hours(point.config, outcome, machines))
-            speeds[outcome.rehearsed.speed] = None
-    if len(hours) > 1:
-        print(f"plan of {len(hours)} points: {_hours_told(_sum(hours))}")
-    if speeds:
-        print(f"Node-hours are those of training steps, predicted ({'; '.join(speeds)}).")
+        if point.config.cluster.kind == "slurm" and not point.refusal:
+            rehearses = time.monotonic() - begun < point.config.cluster.rehearse_s
+            point = replace(point, refusal=_refusal(point, rehearses))
+        judged.append(point)
     return judged
+
+
+def _refusal(point: Point, rehearses: bool) -> str | None:
+    """Print the point's plan; return why it can not fit, or None."""
+    planned = _plan(point, rehearses)
+    if isinstance(planned, str):
+        print(f"no plan of {point.name}: {planned}")
+        return None
+    outcome, machines = planned
+    print(f"plan of {point.name}: {_describe(point.config, outcome, machines)}")
+    cluster = point.config.cluster
+    if outcome.verdict != "no" or cluster.force:
+        return None
+    beside = (
+        f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
+    )
+    needed = (
+        f"a rank holds {_peak(outcome.rehearsed)}"
+        if outcome.rehearsed
+        else f"model states take {gib(outcome.total.fullest)} of a rank"
+    )
+    return (
+        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: {needed}{beside}; "
+        "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
+    )
 
 
 def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
@@ -78,18 +83,16 @@ def _plan(point: Point, rehearses: bool) -> tuple[Outcome, Machines] | str:
         return replace(outcome, not_rehearsed=reason), machines
 
 
-# -- what is said of it ----------------------------------------------------------------------------
-
-
-def _told(config: Config, outcome: Outcome, machines: Machines) -> str:
-    allowed = machines.shape.nodes * config.repeats * config.cluster.timeout_s / 3600
+def _describe(config: Config, outcome: Outcome, machines: Machines) -> str:
+    nodes = machines.shape.nodes
+    allowed = nodes * config.repeats * config.cluster.timeout_s / 3600
     parts = [
         f"model states {gib(outcome.total.fullest)}",
         f"timeout_s allows {allowed:,.3g} node-hours",
     ]
     if outcome.rehearsed:
         parts[0] += f", peak {_peak(outcome.rehearsed)}"
-        parts.insert(1, _hours_told(_node_hours(config, outcome, machines)))
+        parts.insert(1, _node_hours(config, outcome.rehearsed, nodes))
     if outcome.not_rehearsed:
         parts.append(f"not rehearsed: {outcome.not_rehearsed}")
     if outcome.verdict is not None:
@@ -101,37 +104,9 @@ def _peak(rehearsed: RehearsedPeaks) -> str:
     return f"{gib(rehearsed.fullest.num_bytes)} with activations"
 
 
-def _node_hours(config: Config, outcome: Outcome, machines: Machines) -> Hours:
-    """Return the hours of all steps of a point, in all its repeats, times its nodes."""
-    assert outcome.rehearsed is not None
+def _node_hours(config: Config, rehearsed: RehearsedPeaks, nodes: int) -> str:
+    """Return the hours of all steps of a point, in all its repeats, times its nodes; and whose speed that is."""
     steps = config.repeats * (config.train.warmup_steps + config.train.steps)
-    least, expected, most = (
-        machines.shape.nodes * steps * seconds / 3600 for seconds in outcome.rehearsed.step_seconds
-    )
-    return least, expected, most
-
-
-def _sum(hours: Sequence[Hours]) -> Hours:
-    least, expected, most = (sum(each) for each in zip(*hours, strict=True))
-    return least, expected, most
-
-
-def _hours_told(hours: Hours) -> str:
+    hours = (nodes * steps * seconds / 3600 for seconds in rehearsed.step_seconds)
     least, expected, most = (f"{each:,.2g}" for each in hours)
-    return f"{expected} node-hours ({least} to {most})"
-
-
-def _refusal(config: Config, outcome: Outcome) -> str:
-    cluster = config.cluster
-    beside = (
-        f" beside cluster.reserved_gib={cluster.reserved_gib:g}" if cluster.reserved_gib else ""
-    )
-    needed = (
-        f"a rank holds {_peak(outcome.rehearsed)}"
-        if outcome.rehearsed
-        else f"model states take {gib(outcome.total.fullest)} of a rank"
-    )
-    return (
-        f"cluster.device_memory_gib={cluster.device_memory_gib:g}: {needed}{beside}; "
-        "use more ranks or a later stage (zeroexp plan --fit), or cluster.force=true"
-    )
+    return f"{expected} node-hours ({least} to {most}; {rehearsed.speed})"

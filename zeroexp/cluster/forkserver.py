@@ -3,7 +3,7 @@
     sweep  ── {"tries"} and a file of configs ─────────▶  server  ── fork ──▶  try_points.py
            ◀───────────── {"tried"} ─────────────────────
            ── {"folder", "world_size", "device", ...} ──▶          ── fork ──▶  rank 0 .. N-1
-           ◀────────── {"prepared"}, then {"ended"} ─────          ◀─ pidfds ──
+           ◀───────────── {"ended"} ─────────────────────          ◀─ pidfds ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
 as if it had just imported everything. So points are tried in a fork too, where libraries start threads. Requests and
@@ -87,18 +87,12 @@ def _try_points(file: int, control: socket.socket, import_for: Callable[[Config]
         with contextlib.suppress(Exception):  # it is met again in the fork
             plugins.load(configs[0].plugins)
             import_for(configs[0])
-        _tell_prepared(control)
+        gc.freeze()  # see `_run`
         server, pid = os.getpid(), os.fork()
         if pid == 0:
             control.close()
             run_and_leave(lambda: _answer(server, configs, points))
         return os.waitpid(pid, 0)[1] == 0
-
-
-def _tell_prepared(control: socket.socket) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        control.send(json.dumps({"prepared": True}).encode())
-    gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
 
 
 def _answer(server: int, configs: list[Config], file: BinaryIO) -> None:
@@ -138,11 +132,10 @@ def _run(
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
         failure.write_unranked(folder, type(error).__name__, str(error))
         return "failed"
-    _tell_prepared(control)
-    device = _device_for_ranks(request)
-    if device is None:
-        failure.write_unranked(folder, "ConfigError", _too_few_gpus(request.world_size))
-        return "failed"
+    gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
+    device = request.device
+    if device == "auto":  # counting GPUs makes no CUDA context
+        device = "cuda" if torch.cuda.device_count() >= request.world_size else "cpu"
     ranks: list[Rank] = []
     # Its folder goes last, when the ranks have ended.
     with contextlib.ExitStack() as meeting:
@@ -184,22 +177,6 @@ def _fork_rank(
     os.setpgid(pid, pid)  # the child does it too; the first call counts
     os.close(descriptor)  # the next descriptor takes its number
     return Rank(place.rank, pid, os.pidfd_open(pid), numbers)
-
-
-def _device_for_ranks(request: Request) -> str | None:
-    """Return cpu or cuda; None if there are too few GPUs. Counting them makes no CUDA context."""
-    if request.device == "cpu":
-        return "cpu"
-    if torch.cuda.device_count() >= request.world_size:
-        return "cuda"
-    return "cpu" if request.device == "auto" else None
-
-
-def _too_few_gpus(world_size: int) -> str:
-    return (
-        f"cluster.device=cuda: world_size={world_size} needs {world_size} GPUs, this machine has "
-        f"{torch.cuda.device_count()}; use cluster.device=cpu or a smaller world_size"
-    )
 
 
 def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], None]) -> NoReturn:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,13 +18,13 @@ from typing import Any
 from zeroexp.checkpoint.folders import LOG
 from zeroexp.cluster.job import Job, Outcome, ending_of
 from zeroexp.config.keys import ClusterConfig, Config, ConfigError
-from zeroexp.process.watchdog.hung import LOOK_SECONDS, Idle, Looks, kernel_wait_of
 from zeroexp.tracking import failure
 from zeroexp.tracking.files import read_rows
 from zeroexp.tracking.follow_file import Complaints, Tail
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0  # the server's time to end its ranks and itself
+PREPARE_SECONDS = 600.0  # its time to import and compile what ranks need, beside cluster.timeout_s
 RANK_MAIN = "zeroexp.run.rank:main"
 
 
@@ -60,11 +62,9 @@ class LocalCluster:
             file.flush()
             file.seek(0)
             socket.send_fds(self._socket, [b"{}"], [file.fileno()])
-            told = self._await_answer(self._config.hang_s)
+            told = self._await_answer()
             if "tried" not in told:
-                raise ConfigError(
-                    f"no point can be tried: {told.get('ServerLost') or told['Hang']}"
-                )
+                raise ConfigError(f"no point can be tried: {told['ServerLost']}")
             file.seek(0)
             answer = pickle.load(file)
         if isinstance(answer, Exception):
@@ -105,11 +105,10 @@ class LocalCluster:
             for line in complaints.new_complaints():
                 on_event(line)
 
-        answer = self._await_answer(config.cluster.hang_s, show)
+        answer = self._await_answer(show, config.cluster.timeout_s + PREPARE_SECONDS)
         self._runs = False
-        for exception in ("ServerLost", "Hang"):
-            if exception in answer:
-                failure.write_unranked(job.folder, exception, answer[exception])
+        if "ServerLost" in answer:
+            failure.write_unranked(job.folder, "ServerLost", answer["ServerLost"])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
 
     def _is_replaced(self) -> bool:
@@ -121,20 +120,18 @@ class LocalCluster:
         return True
 
     def _await_answer(
-        self, hang_seconds: float | None, meanwhile: Callable[[], None] = lambda: None
+        self, meanwhile: Callable[[], None] = lambda: None, timeout_seconds: float = math.inf
     ) -> dict[str, Any]:
         """Return the server's answer, or what became of the server; call `meanwhile` again and again until then."""
-        preparing = _PreparationWatch(self.server, hang_seconds)
-        while True:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
             answer = self._receive(POLL_SECONDS)
-            if answer:
-                preparing.over = True
-            elif preparing.stands_still():
-                answer = {"ended": "failed", "Hang": preparing.describe_hang()}
-                self._kill()
             meanwhile()
-            if answer and "prepared" not in answer:
+            if answer:
                 return answer
+        self._kill()
+        lost = f"the process that starts ranks gave no answer for {timeout_seconds:.0f} s"
+        return {"ended": "failed", "ServerLost": lost}
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,27 +173,6 @@ class LocalCluster:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # whoever looks next is to see that it is gone
             self._process.wait(END_SECONDS)
-
-
-class _PreparationWatch:
-    """Looks whether the server does anything while it imports and compiles what ranks need, before there are any."""
-
-    def __init__(self, pid: int, hang_seconds: float | None) -> None:
-        self.over = hang_seconds is None
-        self._pid, self._most, self._idle = pid, hang_seconds or 0.0, Idle(pid)
-        self._looks = Looks(min(LOOK_SECONDS, self._most / 4))
-
-    def stands_still(self) -> bool:
-        if self.over or not self._looks.are_due():
-            return False
-        return self._idle.look(self._looks.take()) >= self._most
-
-    def describe_hang(self) -> str:
-        kernel = kernel_wait_of(self._pid)
-        return (
-            f"the process {self._pid} that prepares the ranks has done nothing for {self._most:.0f} s;"
-            f" it waits ({kernel}), as for a disk that does not answer (cluster.hang_s)"
-        )
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:

@@ -70,7 +70,7 @@ def supervise(
         ready, _, _ = select.select([control, *alive], [], [], min(left, pause))
         if not ready and time.monotonic() >= deadline:
             return "timed_out"
-        if not ready and watch.looks.are_due():
+        if not ready and watch.is_due:
             watch.look([watched[rank.rank] for rank in alive])
             if watch.judge():
                 watch.leave_stacks()

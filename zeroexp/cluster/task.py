@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -47,10 +46,7 @@ SIGNALLED = 128  # a shell's exit code for a signal is this plus the signal
 TIME_LIMIT = "time limit of this attempt (cluster.timeout_s)"
 PREEMPTED = "preempted by a job of higher priority"
 ENDED = "ended by Slurm (SIGTERM)"  # by scancel, or for a reason that Slurm does not report
-
-
 DUTY = "slurm/duty.json"  # in the run's folder
-NOT_STARTED = re.compile(r"^srun: error: task (\d+) launch failed: (.+)$", re.MULTILINE)
 WANTS_ANOTHER = "wants-another-start"  # in its folder slurm: a file that rank 0's task leaves for the batch file
 
 
@@ -88,9 +84,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         lost = heartbeat.wait(
             child.pid,
             until=lambda: (
-                _exit_superseded(folder)
-                or _hang(watch, heartbeat.reports, rank, world_size)
-                or (_not_started(folder, world_size) if rank == 0 else None)
+                _exit_superseded(folder) or _hang(watch, heartbeat.reports, rank, world_size)
             ),
         )
         if watch.hung:
@@ -195,20 +189,6 @@ def _exit_superseded(folder: Path) -> str | None:
     except attempt.Superseded as outdated:
         return str(outdated)
     return None
-
-
-def _not_started(folder: Path, world_size: int) -> str | None:
-    """Return which task srun could not start, and why. Without this, its peers wait for it as long as it may take."""
-    job_id, array_id = (os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "ARRAY_JOB"))
-    if array_id is not None:
-        job_id = f"{array_id}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    errors = folder / "slurm" / f"{job_id}_batch.err"
-    if not errors.exists() or not (
-        error := NOT_STARTED.search(errors.read_text(errors="replace", encoding="utf-8"))
-    ):
-        return None
-    who = _name_of(int(error[1]), world_size)
-    return f"{who} did not start: {error[2]}, says srun. Does its node see {folder}?"
 
 
 def _leave_to_slurm(folder: Path, duty: Duty, rank: int, asked: _Asked) -> int:

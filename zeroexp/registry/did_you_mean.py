@@ -6,90 +6,62 @@ Words of others are answered, never obeyed, so that each thing has one name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
-HYBRID = "there is no hybrid sharding: use strategy=zero3, or strategy=zero2 for less traffic"
-MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
 BATCH = "use data.global_batch_size (all ranks, one step) and data.micro_batch_size (one pass)"
-OR_ANY = "or any model of transformers with model=hf model.path=..."
+FSDP2 = "use strategy=zero3 strategy.implementation=torch, which is PyTorch's FSDP2"
+MIXED = "use precision=bf16_master (ours, FSDP2) or precision=autocast (torch's ddp and zero1)"
+NO_FP16 = f"fp16 needs loss scaling, which is not here: {MIXED}"
 
-# (key, word without its signs) -> what to use
+# A key -> what to use -> the words of others for it, without their signs. Words that are close to ours need no row.
 WORDS = {
-    **dict.fromkeys((("strategy", word) for word in ("fsdp", "fsdp2", "fullyshard")), FSDP2),
-    **dict.fromkeys((("strategy.implementation", word) for word in ("fsdp", "fsdp2")), FSDP2),
-    **dict.fromkeys((("strategy", word) for word in ("hsdp", "hybrid", "hybridshard")), HYBRID),
-    ("strategy", "dp"): "use strategy=ddp",
-    ("strategy", "dataparallel"): "use strategy=ddp",
-    ("strategy", "zero0"): "use strategy=ddp: ZeRO-0 shards nothing",
-    ("strategy", "zero"): "use strategy=zero1, zero2 or zero3",
-    ("strategy", "deepspeed"): "use strategy=zero1, zero2 or zero3; DeepSpeed itself is not run",
-    ("strategy", "zero++"): "use strategy=zero3, without quantized messages",
-    ("strategy.implementation", "pytorch"): "use torch",
-    ("strategy.implementation", "native"): "use torch",
-    ("strategy.implementation", "deepspeed"): "not available yet; use torch for a native engine",
-    ("strategy.implementation", "ours"): "use buffer, parameter or tensor",
-    ("strategy.implementation", "flat"): "use buffer",
-    ("optimizer", "adam"): "use optimizer=adamw (with optimizer.weight_decay=0 it is Adam)",
-    ("optimizer", "momentum"): "use optimizer=sgd optimizer.momentum=0.9",
-    ("precision", "fp16"): f"fp16 needs loss scaling, which is not here: {MIXED}",
-    ("precision", "float16"): f"fp16 needs loss scaling, which is not here: {MIXED}",
-    ("precision", "amp"): MIXED,
-    ("precision", "mixed"): MIXED,
-    ("precision", "bfloat16"): "use precision=bf16, or precision=bf16_master with fp32 weights",
-    ("precision", "float32"): "use precision=fp32",
-    ("cluster.device", "gpu"): "use cuda",
-    ("cluster.device", "mps"): "use cpu: Apple's GPUs have no collectives",
-    (
-        "model",
-        "llama",
-    ): f"use model=tiny, small, smollm2_135m or llama_7b, all of which are LLaMAs, {OR_ANY}",
-    ("model", "gpt2"): f"use model=gpt2_tiny, {OR_ANY}",
-    ("model", "mixtral"): f"use model=mixtral_tiny, {OR_ANY}",
-    **{
-        ("data", word): f"use data=hf data.path=... with a {word} file or a folder of them"
-        for word in ("csv", "tsv", "json", "jsonl", "parquet")
+    "strategy": {
+        FSDP2: "fsdp fsdp2 fullyshard",
+        "there is no hybrid sharding: use strategy=zero3, or strategy=zero2 for less traffic": (
+            "hsdp hybrid hybridshard"
+        ),
     },
-    **{
-        ("data", word): "use data=hf data.path=... with its id on the hub"
-        for word in ("hub", "huggingface", "datasets", "imdb", "wikitext", "openwebtext", "c4")
+    "strategy.implementation": {
+        FSDP2: "fsdp fsdp2",
+        "not available yet; use torch for a native engine": "deepspeed",
     },
-    ("data", "txt"): "use data=offline data.path=... with a .txt file",
-    ("data", "text"): "use data=offline data.path=... with a .txt file",
-    ("data", "yelpreviewfull"): "use data=yelp, or data=yelp_causal for a causal model",
+    "optimizer": {
+        "use optimizer=adamw (with optimizer.weight_decay=0 it is Adam)": "adam",
+        "use optimizer=sgd optimizer.momentum=0.9": "momentum",
+    },
+    "precision": {NO_FP16: "fp16 float16", MIXED: "amp mixed"},
+    "data": {
+        "use data=hf data.path=... with such a file or a folder of them": (
+            "csv tsv json jsonl parquet"
+        ),
+        "use data=hf data.path=... with its id on the hub": (
+            "hub huggingface datasets imdb wikitext openwebtext c4"
+        ),
+        "use data=offline data.path=... with a .txt file": "txt text",
+    },
 }
-# A key without its signs -> what to use
+# What to use -> the keys of others for it, without their signs.
 KEYS = {
-    **dict.fromkeys(("lr", "learningrate"), "use optimizer.lr"),
-    **dict.fromkeys(("batchsize", "batch", "globalbatchsize"), BATCH),
-    **dict.fromkeys(
-        ("gradientaccumulationsteps", "accumulation"), f"it follows from others: {BATCH}"
-    ),
-    **dict.fromkeys(("steps", "maxsteps", "numsteps", "iterations"), "use train.steps"),
-    **dict.fromkeys(("epochs", "numepochs"), "runs are counted in steps: use train.steps"),
-    **dict.fromkeys(("dataset", "datasetname"), "use data=hf data.path=..., or another data="),
-    **dict.fromkeys(("file", "files", "datafiles", "trainfile"), "use data.path (with data=hf)"),
-    **dict.fromkeys(("column", "textfield", "datasettextfield"), "use data.text_column"),
-    **dict.fromkeys(("seqlen", "seqlength", "blocksize", "contextlength"), "use data.seq_len"),
-    **dict.fromkeys(
-        ("gpus", "ngpus", "nproc", "nprocpernode", "worldsize", "ranks"), "use world_size"
-    ),
-    **dict.fromkeys(("nodes", "nnodes"), "use world_size and cluster.slurm.ranks_per_node"),
-    **dict.fromkeys(
-        ("partition", "account", "qos", "constraint"), "use cluster.slurm.* of that name"
-    ),
-    **dict.fromkeys(("time", "timelimit"), "use cluster.timeout_s"),
-    **dict.fromkeys(("seed",), "use train.seed"),
-    **dict.fromkeys(("device",), "use cluster.device"),
-    **dict.fromkeys(("dtype", "bf16", "fp16"), "use precision=bf16_master, or another precision"),
-    **dict.fromkeys(("zerostage", "stage"), "use strategy=zero1, zero2 or zero3"),
-    **dict.fromkeys(("zerooptimization",), "use strategy=zero1, zero2 or zero3"),
-    **dict.fromkeys(("gradientcheckpointing",), "use train.activation_checkpointing"),
-    **dict.fromkeys(("maxgradnorm", "gradclip", "clip"), "use optimizer.max_grad_norm"),
-    **dict.fromkeys(("checkpoint", "saveevery", "savesteps"), "use checkpoint.every"),
-    **dict.fromkeys(("outputdir", "output"), "use outputs"),
-    **dict.fromkeys(("mlflow", "tracker"), "use tracking=mlflow or tracking=files"),
+    "use optimizer.lr": "lr learningrate",
+    BATCH: "batchsize batch globalbatchsize",
+    f"it follows from others: {BATCH}": "gradientaccumulationsteps accumulation",
+    "use train.steps": "steps maxsteps numsteps iterations",
+    "runs are counted in steps: use train.steps": "epochs numepochs",
+    "use data=hf data.path=..., or another data=": "dataset datasetname",
+    "use data.path (with data=hf)": "file files datafiles trainfile",
+    "use data.text_column": "column textfield datasettextfield",
+    "use data.seq_len": "seqlen seqlength blocksize contextlength",
+    "use world_size": "gpus ngpus nproc nprocpernode worldsize ranks",
+    "use world_size and cluster.slurm.ranks_per_node": "nodes nnodes",
+    "use cluster.slurm.* of that name": "partition account qos constraint",
+    "use cluster.timeout_s": "time timelimit",
+    "use precision=bf16_master, or another precision": "dtype bf16 fp16",
+    "use strategy=zero1, zero2 or zero3": "zerostage stage zerooptimization",
+    "use train.activation_checkpointing": "gradientcheckpointing",
+    "use optimizer.max_grad_norm": "maxgradnorm gradclip clip",
+    "use checkpoint.every": "checkpoint saveevery savesteps",
+    "use tracking=mlflow or tracking=files": "mlflow tracker",
 }
 
 
@@ -111,14 +83,19 @@ def suggest_word(key: str, word: object, options: Iterable[str]) -> str:
     for option in options:
         if _plain(option) == plain:
             return f"use {option}"
-    return WORDS.get((key.removesuffix(".name"), plain)) or suggest_nearest(word, options)
+    ours = _ours(plain, WORDS.get(key.removesuffix(".name"), {}))
+    return ours or suggest_nearest(word, options)
 
 
 def suggest_key(key: str, names: Iterable[str]) -> str:
     """Return what to use for a key that does not exist: ours for one of another project, else the nearest."""
-    if remedy := KEYS.get(_plain(key.rpartition(".")[2])):
+    if remedy := _ours(_plain(key.rpartition(".")[2]), KEYS):
         return remedy
     return f"{did_you_mean(key, names, most=3)} `zeroexp --cfg job` shows them all".lstrip()
+
+
+def _ours(word: str, remedies: Mapping[str, str]) -> str | None:
+    return next((remedy for remedy, words in remedies.items() if word in words.split()), None)
 
 
 def _plain(word: str) -> str:

@@ -36,24 +36,6 @@ STATE, MAJOR_FAULTS, USER_TICKS, SYSTEM_TICKS = 0, 9, 11, 12
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-class Looks:
-    """The looks of one process at others, `pause` seconds apart.
-
-    Where it was stopped itself, as by a suspended job, the others are not to blame: a pause counts at most twice.
-    """
-
-    def __init__(self, pause: float) -> None:
-        self.pause, self._last = pause, time.monotonic()
-
-    def are_due(self) -> bool:
-        return time.monotonic() - self._last >= self.pause
-
-    def take(self) -> float:
-        """Return the seconds since the last look, which count for the processes looked at."""
-        passed, self._last = time.monotonic() - self._last, time.monotonic()
-        return min(passed, 2 * self.pause)
-
-
 class Idle:
     """Tells for how long a process did nothing: no CPU time, no bytes read or written, no page fetched."""
 
@@ -170,8 +152,9 @@ class WatchedRank:
 
 
 class HangWatch:
-    """Looks at ranks that this process started, and tells whether the job hangs.
+    """Looks at ranks that this process started, `pause` seconds apart, and tells whether the job hangs.
 
+    Where it was stopped itself, as by a suspended job, the ranks are not to blame: a pause counts at most twice.
     blame: called with rank, host and message where this process finds it.
     """
 
@@ -179,12 +162,17 @@ class HangWatch:
         self, hang_seconds: float | None, pause: float, blame: Callable[[int, str, str], None]
     ) -> None:
         self.hung = False
-        self.looks = Looks(pause)
+        self._pause, self._last_look = pause, time.monotonic()
         self._hang_seconds, self._blame = hang_seconds, blame
         self._seen: list[tuple[WatchedRank, Sight]] = []
 
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._last_look >= self._pause
+
     def look(self, ranks: Sequence[WatchedRank]) -> list[Sight]:
-        passed = self.looks.take()
+        now = time.monotonic()
+        passed, self._last_look = min(now - self._last_look, 2 * self._pause), now
         self._seen = [(rank, rank.look(passed)) for rank in ranks]
         return [sight for _, sight in self._seen]
 

@@ -6,9 +6,7 @@ Both ends send a beat three times per period and expect one within it. A task th
 first, so a connection that closes without a goodbye is a loss too. The ranks take no part in this: they may compute for
 minutes. A beat carries what the task reports of its rank (hung.py).
 
-A task that never connects is noticed as well, one period after the time that a job has to start. The task of rank 0
-knows how many tasks should connect; the others know whether its machine answers at all. A machine that refuses their
-connections is alive, and Slurm reports the death of its task; a machine that stays silent for that long is lost.
+A task that has not met its peers one period after the time that a job has to start misses them.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0  # for a call, and for an introduction
-NOBODYS_PORT = 1  # a machine that lives refuses a call there, as long as the hub has told no port
-MAX_STRANGERS = 64  # connections beyond those of the job's tasks that may be there at once
 
 
 class Clock:
@@ -87,7 +83,6 @@ class Heartbeat:
         self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._connections: dict[socket.socket, Connection] = {}
-        self._most_strangers = MAX_STRANGERS + world_size
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._calls = rank != 0
@@ -249,32 +244,18 @@ class Heartbeat:
     def _call(self) -> None:
         """Connect to the task of rank 0, which may not have started yet."""
         port = self._hub.port = ports.read_published_port(self._hub.file)
-        try:
-            hub = (self._hub.host, port or NOBODYS_PORT)
-            connection = socket.create_connection(hub, timeout=CALL_SECONDS)
-        except OSError as error:
-            answered = isinstance(error, ConnectionRefusedError)
-        else:
-            answered = True
-            if port:
-                self._calls = False
-                self._meet(connection)
-            else:
-                connection.close()
+        if port is None:
+            return
+        with suppress(OSError):
+            self._meet(socket.create_connection((self._hub.host, port), timeout=CALL_SECONDS))
+            self._calls = False
         self._looked = self._clock.now()  # this task was busy, not asleep
-        if answered:
-            self._all_by = self._looked + self._start + self._period
 
     def _answer(self) -> None:
-        """Accept a connection, which may have gone already. More than a job can have are put down at once."""
+        """Accept a connection, which may have gone already."""
         assert self._listener is not None
         with suppress(OSError):
-            connection, _ = self._listener.accept()
-            num_strangers = sum(not each.name for each in self._connections.values())
-            if num_strangers < self._most_strangers:
-                self._meet(connection)
-            else:
-                connection.close()
+            self._meet(self._listener.accept()[0])
 
     def _meet(self, connection: socket.socket) -> None:
         """Begin to exchange names; nobody waits for the other end to go on."""
