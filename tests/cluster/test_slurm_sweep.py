@@ -95,14 +95,20 @@ def test_a_plugin_trains_on_two_nodes(cluster: Minicluster, tmp_path: Path) -> N
     assert list(tmp_path.glob("outputs/*/.code/*/plugin_of_test.py"))
 
 
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("cluster.slurm.partition=nowhere", "Invalid partition name specified"),
+        ("cluster.device=cuda", f"Invalid generic resource (gres) specification; {NO_GPUS}"),
+    ],
+)
 def test_what_slurm_refuses_is_failed_in_mlflow_at_once(
-    cluster: Minicluster, tmp_path: Path
+    cluster: Minicluster, tmp_path: Path, word: str, reason: str
 ) -> None:
-    settings = ["cluster.slurm.partition=nowhere", "world_size=1"]
-    done = run(cluster, tmp_path, "zeroexp", *settings, *SMALL)
-    assert done.returncode == 1 and "Invalid partition name" in done.stdout + done.stderr
+    done = run(cluster, tmp_path, "zeroexp", "world_size=1", *SMALL, word)
     (job,) = jobs(tmp_path)
-    assert job.state["status"] == "failed"
+    assert (done.returncode, job.status) == (1, "failed")
+    assert job.state["reason"].endswith(reason)
     assert in_mlflow(tmp_path) == {job.name: "FAILED"}
 
 
@@ -198,31 +204,6 @@ def test_cancelling_really_ends_things(cluster: Minicluster, tmp_path: Path, how
     assert in_mlflow(tmp_path) == ({job.name: "KILLED"} if how == "watch" else {})
 
 
-def test_ctrl_c_while_slurm_is_silent_says_which_jobs_go_on(
-    cluster: Minicluster, tmp_path: Path
-) -> None:
-    """The controller stands still, so that scancel waits for it in vain; afterwards `watch` ends the job."""
-    words = [*SMALL, "train.steps=100000", "world_size=1", "tracking=files"]
-    sweep = start(cluster, tmp_path, "zeroexp", *words)
-    cluster.wait_for(lambda: any(job.state["status"] == "running" for job in jobs(tmp_path)), 60)
-    (job,) = jobs(tmp_path)
-    controller = int((cluster.folder / "slurmctld.pid").read_text())
-    os.kill(controller, signal.SIGSTOP)
-    try:
-        sweep.send_signal(signal.SIGINT)
-        _, said = sweep.communicate(timeout=600)
-    finally:
-        os.kill(controller, signal.SIGCONT)
-    assert sweep.returncode == 130 and "Traceback" not in said, said
-    folder = os.path.relpath(job.folder.parent, tmp_path)
-    assert f"so that 1 jobs go on ({slurm_id(job)}); once it does, " in said
-    assert f"`zeroexp watch {folder} --cancel` ends them" in said
-    assert job.state["status"] == "running"
-    run(cluster, tmp_path, "zeroexp.watch", folder, "--cancel")
-    assert job.state["status"] == "cancelled"
-    cluster.wait_for(lambda: cluster.job_state(str(slurm_id(job))) == "CANCELLED", 15)
-
-
 def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -> None:
     of_slurm = ("cluster=slurm", "cluster.slurm.", "cluster.rehearse_s=")
     settings = [word for word in SMALL if not word.startswith(of_slurm)]
@@ -255,26 +236,6 @@ def test_optuna_on_slurm(cluster: Minicluster, tmp_path: Path) -> None:
     losses = [(losses_of(job)[-1][1], job.config.optimizer.lr) for job in found]
     best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
     assert (best["best_value"], best["best_params"]["optimizer.lr"]) == min(losses)
-
-
-def test_a_dry_run_prints_and_submits_nothing(cluster: Minicluster, tmp_path: Path) -> None:
-    jobs_of_all = ("squeue", "--noheader", "--states=all", "--format=%i")
-    before = cluster.run(*jobs_of_all)
-    done = run(cluster, tmp_path, "zeroexp", "world_size=2", "cluster.dry_run=true", *SMALL)
-    assert done.returncode == 0, done.stderr
-    assert "#SBATCH --nodes=2\n" in done.stdout
-    assert "srun " in done.stdout
-    assert cluster.run(*jobs_of_all) == before
-
-
-def test_gpus_that_nobody_has_are_told_with_the_remedy(
-    cluster: Minicluster, tmp_path: Path
-) -> None:
-    words = [*SMALL, "cluster.device=cuda", "tracking=files"]
-    done = run(cluster, tmp_path, "zeroexp", *words)
-    (job,) = jobs(tmp_path)
-    assert (done.returncode, job.state["status"]) == (1, "failed")
-    assert job.state["reason"].endswith(f"Invalid generic resource (gres) specification; {NO_GPUS}")
 
 
 def test_without_accounting_a_job_nobody_knows_is_none(

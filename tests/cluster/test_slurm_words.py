@@ -258,7 +258,7 @@ def slurm_task(rank: int) -> dict[str, str]:
 def test_jobs_that_a_silent_slurm_can_not_cancel_go_on_and_one_line_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Silent because this PATH has no scancel; test_slurm_sweep.py stops a real Slurm."""
+    """Silent because this PATH has no scancel."""
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     local, slurm = make_job(sweep / "local"), make_job(sweep / "slurm")
