@@ -337,7 +337,6 @@ def test_at_its_time_limit_a_job_goes_on_as_often_as_it_may(ended: dict[str, Job
     assert first == TIME_LIMIT
     assert second == f"{TIME_LIMIT}; not requeued: it was 1 times (cluster.slurm.max_requeues=1)"
     assert (job.status, job.state["reason"]) == ("timed_out", second)
-    assert "requeued_at" in job.state
     assert job.failure is None
     before, after = counted(job, 1)[0], counted(job, 2)[0]
     assert before and after and 0 < before["last"] == after["first"] < after["last"]
@@ -346,7 +345,6 @@ def test_at_its_time_limit_a_job_goes_on_as_often_as_it_may(ended: dict[str, Job
 def test_a_preempted_job_saves_and_goes_on(ended: dict[str, Job]) -> None:
     job = ended["makes_room"]
     assert (job.status, job.state["reason"]) == ("done", None)
-    assert "preempted_at" in job.state
     assert reasons(job) == [PREEMPTED, None]
     before, after = counted(job, 1)[0], counted(job, 2)[0]
     assert before and after and 0 < before["last"] == after["first"] < after["last"]

@@ -18,10 +18,10 @@ from zeroexp.cluster import slurm_state
 from zeroexp.cluster.batch import BatchFile, batch_file
 from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
-from zeroexp.cluster.slurm_state import Sighting, conclude_state, passed_through
+from zeroexp.cluster.slurm_state import Sighting, conclude_state
 from zeroexp.cluster.snapshot import PACKAGE, take_snapshot
 from zeroexp.cluster.submit import _complaint
-from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, TIME_LIMIT, Duty
+from zeroexp.cluster.task import DUTY, ENDED, PREEMPTED, Duty
 from zeroexp.config.keys import ClusterConfig, Config, SlurmConfig, save
 from zeroexp.plan.machines import JobShape
 from zeroexp.process.world import device_index
@@ -72,25 +72,6 @@ def test_that_a_job_made_room_is_known_after_squeue_forgot(tmp_path: Path) -> No
     write_json(tmp_path / "attempts.json", {"attempts": [ended]})
     assert conclude_state(job, seen) == ("failed", f"{PREEMPTED} (node[1-2])")
     assert conclude_state(job, None) == ("failed", PREEMPTED)
-
-
-def test_what_a_run_passed_through_is_told_by_its_attempts(tmp_path: Path) -> None:
-    """Each that another followed, whoever looked when; the last one's end is the state itself."""
-    job = make_job(tmp_path)
-    assert passed_through(job) == {}
-    attempts: list[dict[str, object]] = [{"number": 1, "began_at": 10.0}]
-    told = {"attempts": attempts}
-    write_json(tmp_path / "attempts.json", told)
-    assert passed_through(job) == {}
-    attempts[0] |= {"ended_at": 15.0, "reason": PREEMPTED}
-    attempts.append({"number": 2, "began_at": 20.0, "reason": attempt.WITHOUT_A_WORD})
-    attempts.append({"number": 3, "began_at": 30.0, "ended_at": 35.0, "reason": TIME_LIMIT})
-    write_json(tmp_path / "attempts.json", told)
-    assert passed_through(job) == {"preempted_at": 15.0, "requeued_at": 30.0}
-    job.enter("timed_out", TIME_LIMIT, meanwhile=passed_through(job))
-    assert [key for key in sorted(job.state, key=str) if key.endswith("_at")] == [
-        *("preempted_at", "requeued_at", "timed_out_at")
-    ]
 
 
 def test_words_of_squeue_and_of_sacct_are_read_alike() -> None:

@@ -220,7 +220,7 @@ def _settle(job: Job, seen: Sighting | None) -> tuple[str, str | None]:
         _note_nodes(job, seen.nodes)
     before = job.state
     if (status, reason) != (before["status"], before["reason"]):
-        job.enter(status, reason, meanwhile=slurm_state.passed_through(job))
+        job.enter(status, reason)
     return status, reason
 
 

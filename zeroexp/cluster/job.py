@@ -6,7 +6,6 @@ A `Job` holds only its folder, so it can be pickled, sent to another machine, or
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,19 +64,9 @@ class Job:
     def failure(self) -> dict[str, Any] | None:
         return read_json(self.folder / "failure.json")
 
-    def enter(
-        self,
-        status: Status,
-        reason: str | None = None,
-        *,
-        meanwhile: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write the next state atomically: a reader sees the old or the new one.
-
-        meanwhile: `<status>_at` of states that passed unobserved.
-        """
-        seen = {key: value for key, value in self.state.items() if key.endswith("_at")}
-        passed = {**(meanwhile or {}), **seen}
+    def enter(self, status: Status, reason: str | None = None) -> None:
+        """Write the next state atomically: a reader sees the old or the new one."""
+        passed = {key: value for key, value in self.state.items() if key.endswith("_at")}
         state = {"status": status, "reason": reason, **passed, f"{status}_at": time.time()}
         write_json(self.folder / "state.json", state)
 

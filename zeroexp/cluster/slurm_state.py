@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +179,6 @@ def _state_of_waiting(job: Job, seen: Sighting) -> tuple[Status, str | None]:
         return "pending", None if seen.reason == "None" else seen.reason
     status = "preempted" if job.status == "preempted" else "requeued"
     return status, _last_reason(job)
-
-
-def passed_through(job: Job) -> dict[str, float]:
-    """Return when the run was requeued or preempted, from its attempts: Slurm shows that only for seconds."""
-    attempts = attempt.read(job.folder)
-    return {
-        "preempted_at" if _reason_of(job, each) == PREEMPTED else "requeued_at": each.get(
-            "ended_at", after["began_at"]
-        )
-        for each, after in pairwise(attempts)
-    }
 
 
 def _last_reason(job: Job) -> str:
