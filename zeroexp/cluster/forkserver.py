@@ -1,14 +1,14 @@
 """A process that imports the ranks' modules once, then forks the ranks of every run from itself.
 
-    sweep  ── {"tries"} and a file of configs ─────────▶  server  ── fork ──▶  try_points.py
+    sweep  ── a file of configs ───────────────────────▶  server  ── fork ──▶  try_points.py
            ◀───────────── {"tried"} ─────────────────────
-           ── {"folder", "world_size", "device", ...} ──▶          ── fork ──▶  rank 0 .. N-1
+           ── a run's folder ──────────────────────────▶          ── fork ──▶  rank 0 .. N-1
            ◀───────────── {"ended"} ─────────────────────          ◀─ pidfds ──
 
 The server never makes a thread, a process group or a CUDA context, because these do not survive a fork: a rank starts
-as if it had just imported everything. So points are tried in a fork too, where libraries start threads. Requests and
-answers are JSON, one packet each. When the sweep's end of the socket closes, the server ends its ranks and itself; when
-the server dies, the kernel kills its children. So neither case leaves an orphan.
+as if it had just imported everything. So points are tried in a fork too, where libraries start threads. A request and
+an answer, which is JSON, are one packet each. When the sweep's end of the socket closes, the server ends its ranks and
+itself; when the server dies, the kernel kills its children. So neither case leaves an orphan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -35,7 +34,7 @@ from zeroexp.cluster.job import Ending
 from zeroexp.cluster.rank_process import run_and_leave
 from zeroexp.cluster.supervise import Rank, end_processes, supervise
 from zeroexp.config import plugins
-from zeroexp.config.keys import Config, ConfigError
+from zeroexp.config.keys import Config, ConfigError, load
 from zeroexp.process import locks, progress, safe_output
 from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.registry import RegistryError
@@ -47,15 +46,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 Main = Callable[..., None]  # called with (folder, *, device) in every rank: zeroexp.run.rank.main
 
 
-@dataclass(frozen=True)
-class Request:
-    folder: str
-    world_size: int
-    device: str  # auto | cpu | cuda
-    timeout_seconds: float
-    hang_seconds: float | None
-
-
 def serve(control: socket.socket, module: Any, main: Main) -> None:
     """Answer requests until the other side closes the socket. The module's `prepare` imports what `main` will import,
     and its `import_for` what ranks of a config will.
@@ -64,13 +54,12 @@ def serve(control: socket.socket, module: Any, main: Main) -> None:
         packet, files, *_ = socket.recv_fds(control, PACKET_BYTES, 1)
         if not packet:
             return
-        content = json.loads(packet)
         try:
             if files:
                 whole = _try_points(files[0], control, module.import_for)
                 answer = {"tried": True} if whole else {"ServerLost": "what tries points has died"}
             else:
-                ending = _run(Request(**content), control, module.prepare, main)
+                ending = _run(Path(packet.decode()), control, module.prepare, main)
                 answer = {"ended": ending}
         except OSError as error:  # a disk may have no room for the reason of an end
             what = "no process can be started" if files else "its end can not be written down"
@@ -122,42 +111,43 @@ def _portable(error: Exception) -> Exception:
 
 
 def _run(
-    request: Request, control: socket.socket, prepare: Callable[[Path], None], main: Main
+    folder: Path, control: socket.socket, prepare: Callable[[Path], None], main: Main
 ) -> Ending:
-    folder = Path(request.folder)
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.remove_older_failure(folder)
     try:
+        config = load(folder / "config.yaml")
         prepare(folder)
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
         failure.write_unranked(folder, type(error).__name__, str(error))
         return "failed"
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
-    device = request.device
+    device, size = config.cluster.device, config.world_size
     if device == "auto":  # counting GPUs makes no CUDA context
-        device = "cuda" if torch.cuda.device_count() >= request.world_size else "cpu"
+        device = "cuda" if torch.cuda.device_count() >= size else "cpu"
     ranks: list[Rank] = []
     # Its folder goes last, when the ranks have ended.
     with contextlib.ExitStack() as meeting:
         try:
             # Unlike a free port, nobody can take a file between its choice and its use.
             where = meeting.enter_context(locks.temporary_folder())
-            for rank in range(request.world_size):
-                place = RankInfo(rank, request.world_size, local_rank=rank)
+            for rank in range(size):
+                place = RankInfo(rank, size, local_rank=rank)
                 ranks.append(
                     _fork_rank(place, f"file://{where}/ranks", folder, device, control, main)
                 )
         except OSError as error:
             cannot_start = error
         else:
-            limits = request.timeout_seconds, request.hang_seconds
-            return supervise(ranks, folder, control, *limits)
+            return supervise(
+                ranks, folder, control, config.cluster.timeout_s, config.cluster.hang_s
+            )
         finally:
             end_processes(ranks)
     remedy = failure.REMEDIES.get(
         cannot_start.errno or 0, "set TMPDIR to a folder that can be written"
     )
-    which = f"rank {len(ranks)} of {request.world_size} can not be started"
+    which = f"rank {len(ranks)} of {size} can not be started"
     message = f"{which}: {cannot_start.strerror or cannot_start}; {remedy}"
     failure.write_unranked(folder, "CannotStart", message)  # now there is a file to be had for it
     return "failed"

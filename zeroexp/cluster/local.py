@@ -61,7 +61,7 @@ class LocalCluster:
             pickle.dump(list(configs), file)
             file.flush()
             file.seek(0)
-            socket.send_fds(self._socket, [b"{}"], [file.fileno()])
+            socket.send_fds(self._socket, [b"points"], [file.fileno()])
             told = self._await_answer()
             if "tried" not in told:
                 raise ConfigError(f"no point can be tried: {told['ServerLost']}")
@@ -89,14 +89,7 @@ class LocalCluster:
         )
         if self._is_replaced():
             on_event("the process that starts ranks has died; starting another")
-        request = {
-            "folder": str(job.folder.resolve()),
-            "world_size": config.world_size,
-            "device": config.cluster.device,
-            "timeout_seconds": config.cluster.timeout_s,
-            "hang_seconds": config.cluster.hang_s,
-        }
-        self._socket.send(json.dumps(request).encode())
+        self._socket.send(str(job.folder.resolve()).encode())
         self._runs = True
 
         def show() -> None:

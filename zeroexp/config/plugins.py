@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from zeroexp.config.data_sources import DATA
@@ -26,7 +25,7 @@ from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
 from zeroexp.cut.stage import STAGES
-from zeroexp.registry import MODULES_OF_OTHERS, Registry, RegistryError
+from zeroexp.registry import MODULES_OF_OTHERS, Registry
 from zeroexp.registry.did_you_mean import suggest_nearest
 
 NAMED = re.compile(r"[^\s\[\],'\"()]+")
@@ -58,14 +57,13 @@ def load(modules: Sequence[str], folder: Path | None = None) -> None:
         look_in(folder)
     for name in modules:
         if not MODULE.fullmatch(name) or name.endswith(".py"):
-            raise ConfigError(f"plugins=[{name}]: no name of a module; {_module_meant(name)}")
+            remedy = "write mine for mine.py, package.mine for mine.py in the folder package"
+            raise ConfigError(f"plugins=[{name}]: no name of a module; {remedy}")
         MODULES_OF_OTHERS.add(name)
         try:
-            _refuse_namesake(importlib.import_module(name), folder)
-        except RegistryError as error:
+            importlib.import_module(name)
+        except ConfigError as error:
             raise ConfigError(f"plugins=[{name}]: {error}") from error
-        except ConfigError:
-            raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"plugins=[{name}]: {_describe_failure(name, error, folder)}"
@@ -76,29 +74,6 @@ def look_in(folder: Path) -> None:
     """Let Python look for modules in this folder too, after all other places."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-
-
-def _module_meant(name: str) -> str:
-    module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    if MODULE.fullmatch(module):
-        above = module.rpartition(".")[0]
-        return f"write plugins={module}" + (f", given above {above}" if above else "")
-    if "-" in module:
-        file = f"{module.replace('-', '_')}.py"
-        return f"Python imports no name with a dash: rename the file to {file}"
-    return "write mine for mine.py, package.mine for mine.py in the folder package"
-
-
-def _refuse_namesake(module: ModuleType, folder: Path) -> None:
-    """Refuse a file that is not imported, since Python or an installed package has a module of its name."""
-    name, taken = module.__name__, Path(getattr(module, "__file__", None) or "built in")
-    here = folder.joinpath(*name.split(".")).with_suffix(".py")
-    top = name.partition(".")[0]
-    if not here.is_file() or (taken.exists() and here.samefile(taken)):
-        return
-    if top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & set(taken.parts):
-        problem = f"another module has this name ({taken})"
-        raise ConfigError(f"plugins=[{name}]: {problem}; rename {here.name}")
 
 
 def blamed(error: BaseException) -> str | None:
