@@ -8,21 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.agreed import agreed
-from tests.fuzz.words import single
 from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
-def test_drawn_lines_are_refused_in_one_line_or_accepted_as_agreed():
+def test_drawn_lines_are_accepted_or_refused_in_one_line():
     command = [sys.executable, "-m", "tests.fuzz", "--lines", "25", "--seed", "1"]
     fuzz = Warm(command, env=dict(os.environ), cwd=ROOT)
     told, errors = fuzz.communicate(timeout=800)
     assert fuzz.returncode == 0, told + errors
     assert told.rstrip().splitlines()[-1].startswith("25 lines: ")
-
-
-def test_the_list_of_accepted_words_holds_words_that_are_drawn():
-    assert agreed() <= set(single()) and len(agreed()) > 300

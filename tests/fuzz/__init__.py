@@ -3,7 +3,6 @@
     python -m tests.fuzz --lines 2000            each line must be refused in one line, or accepted
     python -m tests.fuzz --lines 2000 --real     what is accepted also runs, on one rank
     python -m tests.fuzz --key train.seed        every single word of this key, and of those that begin so
-    python -m tests.fuzz --write                 accepted.txt: every single word that is accepted, for a reader
 
 words.py draws the lines, line.py tries one in a fork of this process, which has imported everything.
 """
