@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from math import nan
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,7 @@ from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.clock import StepClock
 from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
-from zeroexp.measure.record import Peak, StepRecord, VerbSeconds
+from zeroexp.measure.record import StepRecord, Traffic
 from zeroexp.measure.trace import StepTrace
 from zeroexp.measure.traffic import WireMeter
 from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
@@ -41,7 +42,7 @@ from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
 from zeroexp.process.world import World, barrier
 from zeroexp.training.agree_to_stop import Stop
-from zeroexp.training.validate import Validation, ValidationData, validate
+from zeroexp.training.validate import ValidationData, validate
 
 GPU_TIMES_EVERY = 10  # steps, of which one has its moves timed
 
@@ -75,20 +76,20 @@ def train(
     for index in range(start_step, run.num_steps):
         step = run.take_step(index)
         if index in run.validated:  # [Note: validation]
-            step.validation = validate(
-                strategy, data, run.collectives, task=config.model.task, step=index
-            )
+            found = validate(strategy, data, run.collectives, task=config.model.task, step=index)
+            step.record.validation_loss = found.loss
+            step.record.validation_accuracy = found.accuracy
         unread.append(step)
         most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
             done = unread.popleft()
-            record = done.record(config)
+            record = done.read()
             stop.agreed = stop.agreed or done.num_wishes > 0
             yield record
         if stop.agreed:
             break
     for step in unread:
-        yield step.record(config)
+        yield step.read()
 
 
 class _Run:
@@ -121,13 +122,13 @@ class _Run:
         reads, instruments = index == self._reading_step, self._instruments
         watching = instruments.watching(index, self._strategy, reading=reads)
         with watching as trace, self._timing_moves(index, trace) as moves:
-            step = _Step(self._world, index, reading_memory=reads, trace=trace)
+            step = _Step(self._world, index, self._config, reading_memory=reads, trace=trace)
             num_tokens = self._accumulate_gradients(step)
             self._update_parameters(step)
         step.end(num_tokens, moves, bytes_known=not instruments.allocates(index))
-        step.traced = instruments.slows(index)
-        instruments.write_timeline(index, trace, step.peak)
-        if step.traced:
+        step.record.traced = instruments.slows(index)
+        instruments.write_timeline(index, trace, step.record.peak)
+        if step.record.traced:
             barrier()  # no rank waits in its next step for another one that still writes what it saw
         return step
 
@@ -143,10 +144,11 @@ class _Run:
     def _accumulate_gradients(self, step: _Step) -> int:
         """Run forward and backward of this rank's microbatches, and return their number of tokens."""
         strategy, world = self._strategy, self._world
-        step.lr = learning_rate(self._config.optimizer, step.index, self.num_steps)
+        index, record = step.record.step, step.record
+        record.lr = learning_rate(self._config.optimizer, index, self.num_steps)
         for group in strategy.optimizer.param_groups:
-            group["lr"] = step.lr
-        first_sample = step.index * self._config.data.global_batch_size
+            group["lr"] = record.lr
+        first_sample = index * self._config.data.global_batch_size
         batch = self._data.step_batch(first_sample, rank=world.rank, world_size=world.size)
         for microbatch in batch.microbatches:
             last = microbatch is batch.microbatches[-1]
@@ -163,13 +165,13 @@ class _Run:
         return batch.num_tokens
 
     def _update_parameters(self, step: _Step) -> None:
-        strategy, ends_window = self._strategy, step.index in self._window_ends
+        strategy, ends_window = self._strategy, step.record.step in self._window_ends
         step.enter(progress.STEP)
         if self._stop.asked:
             step.wishes.fill_(1)
         sums = self.collectives.sum_scalar_later(step.sums, "loss")  # overlaps the engine's step
         with step.clock.optimizer(strategy.optimizer):
-            step.grad_norm = strategy.step(drain=step.index in self._drained)
+            step.grad_norm = strategy.step(drain=step.record.step in self._drained)
         step.read_memory("after_step", strategy)
         strategy.zero_grad()
         sums.wait()
@@ -195,24 +197,37 @@ def _loss_sum(strategy: Strategy, microbatch: Microbatch, world: World, task: st
 
 
 class _Step:
-    """The meters of one step, and its numbers until somebody reads them."""
+    """The meters of one step, and its record, which is whole once `read` has waited for the device."""
 
     def __init__(
-        self, world: World, index: int, *, reading_memory: bool, trace: StepTrace | None = None
+        self,
+        world: World,
+        index: int,
+        config: Config,
+        *,
+        reading_memory: bool,
+        trace: StepTrace | None = None,
     ):
-        self.lr = 0.0
-        self.traced = False
-        self.peak: Peak | None = None
-        self._trace = trace
-        self._backend: dict[str, VerbSeconds] = {}
-        self._world = world
+        self._world, self._trace = world, trace
+        self.record = StepRecord(
+            step=index,
+            warmup=index < config.train.warmup_steps,
+            samples_seen=(index + 1) * config.data.global_batch_size,
+            loss=nan,
+            grad_norm=nan,
+            lr=nan,
+            num_tokens=0,
+            step_seconds=nan,
+            phase_seconds={},
+            memory_bytes={} if reading_memory else None,
+            peak_bytes=None,
+            allocated_bytes=None,
+            traffic=Traffic(),
+        )
         self.sums = torch.zeros(2, device=world.device)  # one message sums both over ranks
         self.loss, self.wishes = self.sums.unbind()
         self.num_wishes = 0.0  # number of ranks that were asked to stop
         self.grad_norm = self.loss
-        self.validation: Validation | None = None
-        self.index = index
-        self._memory: dict[str, dict[str, int]] | None = {} if reading_memory else None
         self._wire = WireMeter(world.backend)
         self._allocations = AllocationMeter(world.timed_device)
         # A trace is of the host's time, on a GPU too.
@@ -222,7 +237,7 @@ class _Step:
     def enter(self, phase: str) -> None:
         """Enter a phase that the clock knows too."""
         self.clock.enter(phase)
-        progress.note_phase(self.index, phase)
+        progress.note_phase(self.record.step, phase)
 
     def read_memory(self, moment: str, strategy: Strategy) -> None:
         """Read the bytes held now, if this is the step that [Note: reading memory] names.
@@ -230,55 +245,37 @@ class _Step:
         A trace asks after backward alone, where the engine is about to wait for its reductions anyway.
         """
         traces = self._trace is not None and moment == "after_backward"
-        if self._memory is None and not traces:
+        memory = self.record.memory_bytes
+        if memory is None and not traces:
             return
         phase = self.clock.enter(None)
         states = strategy.model_states()
-        if self._memory is not None:
-            self._memory[moment] = bytes_by_kind(states)
+        if memory is not None:
+            memory[moment] = bytes_by_kind(states)
         if self._trace is not None:
             self._trace.note_model_states(states)
         self.clock.enter(phase)
 
     def end(self, num_tokens: int, moves: list[TimedMove], *, bytes_known: bool) -> None:
-        self._num_tokens = num_tokens
-        self._peak_bytes = self._allocations.peak_bytes() if bytes_known else None
-        if self._peak_bytes is not None:
-            self._peak_bytes += held_shared_bytes()
-        self._allocated_bytes = self._allocations.allocated_bytes() if bytes_known else None
-        self._wire_bytes = self._wire.sent_bytes()
-        self._traffic = take_traffic()
-        self._moves = moves
+        record, self._moves = self.record, moves
+        record.num_tokens = num_tokens
+        if bytes_known:
+            record.peak_bytes = self._allocations.peak_bytes()
+            record.allocated_bytes = self._allocations.allocated_bytes()
+        if record.peak_bytes is not None:
+            record.peak_bytes += held_shared_bytes()
+        record.wire_bytes = self._wire.sent_bytes()
+        record.traffic = take_traffic()
         if self._trace is not None:
-            self._trace.finish(self.clock.marks, self._moves, held_shared_bytes())
-            self.peak = self._trace.peak(self.index) if bytes_known else None
-            self._backend = self._trace.backend()
+            self._trace.finish(self.clock.marks, moves, held_shared_bytes())
+            record.peak = self._trace.peak(record.step) if bytes_known else None
+            record.backend = self._trace.backend()
 
-    def record(self, config: Config) -> StepRecord:
+    def read(self) -> StepRecord:
         """Return the step's record; this waits for the device to finish the step."""
-        seconds, phase_seconds = self.clock.read()
-        verbs, waited_seconds = sum_up_moves(self._moves)
-        loss, self.num_wishes = self._world.read(self.sums)
-        return StepRecord(
-            step=self.index,
-            warmup=self.index < config.train.warmup_steps,
-            samples_seen=(self.index + 1) * config.data.global_batch_size,
-            loss=loss,
-            grad_norm=self._world.read(self.grad_norm.view(1))[0],
-            validation_loss=self.validation and self.validation.loss,
-            validation_accuracy=self.validation and self.validation.accuracy,
-            lr=self.lr,
-            num_tokens=self._num_tokens,
-            step_seconds=seconds,
-            phase_seconds=phase_seconds,
-            memory_bytes=self._memory,
-            peak_bytes=self._peak_bytes,
-            allocated_bytes=self._allocated_bytes,
-            traffic=self._traffic,
-            wire_bytes=self._wire_bytes,
-            verbs=verbs,
-            waited_seconds=waited_seconds,
-            peak=self.peak,
-            backend=self._backend,
-            traced=self.traced,
-        )
+        record = self.record
+        record.step_seconds, record.phase_seconds = self.clock.read()
+        record.verbs, record.waited_seconds = sum_up_moves(self._moves)
+        record.loss, self.num_wishes = self._world.read(self.sums)
+        record.grad_norm = self._world.read(self.grad_norm.view(1))[0]
+        return record
