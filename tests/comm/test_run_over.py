@@ -168,18 +168,18 @@ def test_an_offer_tells_the_places_of_its_step_alone() -> None:
         assert board.offer_offsets(7, step + 1) is None
 
 
-# -- waits for messages -----------------------------------------------------------------------------
+# -- more moves than a rank remembers ---------------------------------------------------------------
 
 
 HERE = World(0, 2, torch.device("cpu"), "gloo")
 LOOKS = 0.05  # seconds of a look and of patience here
-REMEMBERED = 8  # messages sent
+REMEMBERED = 8  # moves
 
 
 def wait_by_turns(world: World) -> list[float]:
-    """Each rank in turn waits long for the other, with more messages between than a rank remembers.
+    """Each rank in turn waits long for the other, with more gathers between than a rank remembers.
 
-    A rank's last message to the store is then of a wait that is over. Whoever took it for one of now would find a ring.
+    What the two remember then has other lengths, and begins at other moves.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
@@ -190,21 +190,21 @@ def wait_by_turns(world: World) -> list[float]:
         (chunk,) = lay_out("buffer", [[ParameterSpec("a", 8, 4)]], world.size)[0]
         read: list[float] = []
 
-        def gather(value: float) -> None:
-            part = GatherPart(chunk, torch.empty(8), torch.full((4,), value))
-            wire.all_gather([part], "gather").wait()
+        def gather(number: int) -> None:
+            part = GatherPart(chunk, torch.empty(8), torch.full((4,), float(number)))
+            wire.all_gather([part], "gather", what=f"unit {number}").wait()
             read.append(float(part.full[4 * (1 - world.rank)]))
 
         for slow in (0, 1):
             if world.rank == slow:
-                time.sleep(12 * LOOKS)  # the other rank tells that it waits
+                time.sleep(12 * LOOKS)  # ranks are compared while the other one waits
             for number in range(REMEMBERED + 1):
-                gather(float(number))
+                gather(number)
             wire.quiesce()
         return read
 
 
-def test_a_wait_that_is_over_makes_no_ring(ranks) -> None:
+def test_of_a_slow_rank_what_both_remember_is_compared(ranks) -> None:
     expected = [float(number) for _ in range(2) for number in range(REMEMBERED + 1)]
     assert ranks(wait_by_turns) == [expected] * 2
 
