@@ -68,7 +68,7 @@ def build(built: BuiltModel, world: World) -> Sharded:
         built.module,
         blocks=built.blocks,
         stage=STAGES["zero3"],
-        param_groups=parameter_groups(built.module, config),
+        param_groups=parameter_groups(built.module, config, built.blocks),
         optimizer_factory=optimizer_factory(config),
         world=world,
         options=Options(transport="native"),

@@ -77,7 +77,7 @@ def _over_sockets(config: Config, model: BuiltModel, world: World) -> Timed:
         model.module,
         blocks=model.blocks,
         stage=STAGES[config.strategy.name],
-        param_groups=parameter_groups(model.module, config.optimizer),
+        param_groups=parameter_groups(model.module, config.optimizer, model.blocks),
         optimizer_factory=optimizer_factory(config.optimizer),
         world=world,
         dtypes=Dtypes(

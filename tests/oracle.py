@@ -111,7 +111,7 @@ def _train_oracle(recipe: Recipe, rules: Rules, model: TestModel) -> Outcome:
     precision = PRECISIONS[recipe.precision]
     built = model.build()
     config = recipe.optimizer_config()
-    masters, optimizer = _masters(built.module, config, _dtype(precision.master))
+    masters, optimizer = _masters(built, config, _dtype(precision.master))
     outcome = Outcome()
     frozen = {p: p.detach().clone() for p in built.module.parameters() if not p.requires_grad}
     _publish({**masters, **frozen}, _dtype(precision.compute))
@@ -134,15 +134,15 @@ def _train_oracle(recipe: Recipe, rules: Rules, model: TestModel) -> Outcome:
 
 
 def _masters(
-    module: nn.Module, config: OptimizerConfig, dtype: torch.dtype
+    built: BuiltModel, config: OptimizerConfig, dtype: torch.dtype
 ) -> tuple[dict[nn.Parameter, nn.Parameter], torch.optim.Optimizer]:
     """Each trainable parameter's weights as the optimizer updates them, before any rounding to compute."""
     masters = {
         parameter: nn.Parameter(parameter.detach().to(dtype, copy=True))
-        for parameter in module.parameters()
+        for parameter in built.module.parameters()
         if parameter.requires_grad
     }
-    groups = parameter_groups(module, config)
+    groups = parameter_groups(built.module, config, built.blocks)
     groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups]
     return masters, optimizer_factory(config)(groups)
 

@@ -51,6 +51,7 @@ COMPANY = {
     "data=yelp": ["model=smollm2_360m_yelp"],
     "precision=autocast": ["strategy=ddp", "strategy.implementation=torch"],
     "cluster=slurm": ["cluster.device=cpu"],
+    "optimizer=muon": ["strategy.implementation=parameter"],
 }
 
 

@@ -113,7 +113,7 @@ def losses_of_one_process(config: ModelConfig) -> list[float]:
 
 def losses_of(module: Any, task: str) -> list[float]:
     recipe = Recipe().optimizer_config()
-    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe))
+    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe, []))
     losses: list[float] = []
     for step in range(STEPS):
         shares = [share(module, task, step, rank) for rank in range(RANKS)]

@@ -29,7 +29,7 @@ class Tied(nn.Module):
 
 def test_norms_and_biases_do_not_decay_and_tied_weights_come_once():
     model = Tied()
-    matrices, vectors = parameter_groups(model, CONFIG)
+    matrices, vectors = parameter_groups(model, CONFIG, [])
     assert [id(p) for p in matrices["params"]] == [id(model.embedding.weight)]
     assert {id(p) for p in vectors["params"]} == {
         id(model.norm.weight),
@@ -43,13 +43,13 @@ def test_norms_and_biases_do_not_decay_and_tied_weights_come_once():
     "config", [replace(CONFIG, decay_norms_and_biases=True), replace(CONFIG, weight_decay=0.0)]
 )
 def test_without_a_difference_there_is_one_group(config):
-    (group,) = parameter_groups(Tied(), config)
+    (group,) = parameter_groups(Tied(), config, [])
     assert len(group["params"]) == 4
     assert group["weight_decay"] == config.weight_decay
 
 
 def test_a_model_without_vectors_has_no_empty_group():
-    (group,) = parameter_groups(nn.Linear(3, 3, bias=False), CONFIG)
+    (group,) = parameter_groups(nn.Linear(3, 3, bias=False), CONFIG, [])
     assert len(group["params"]) == 1
 
 

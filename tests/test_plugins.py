@@ -219,7 +219,7 @@ def test_words_of_a_plugin_are_options_and_have_settings(tmp_path, monkeypatch, 
     assert say(monkeypatch, "--help", "strategy", "optimizer.name", "plugins=plugin_of_test") == 0
     told = capsys.readouterr().out
     assert "late_of_test         added by a plugin" in told
-    assert "one of adamw, sgd, optimizer_of_test" in told
+    assert "one of adamw, sgd, muon, optimizer_of_test" in told
     assert say(monkeypatch, "--help", "optimizer.settings.rho", "plugins=plugin_of_test") == 0
     told = capsys.readouterr().out
     assert told.splitlines()[1:] == [

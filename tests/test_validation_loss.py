@@ -70,7 +70,7 @@ def train_alone() -> list[float]:
     """The loss on the held-out samples after each step, in one process that does the obvious thing."""
     config = make_config()
     module = MODELS["toy"].build().module
-    optimizer = optimizer_factory(config.optimizer)(parameter_groups(module, config.optimizer))
+    optimizer = optimizer_factory(config.optimizer)(parameter_groups(module, config.optimizer, []))
     data = Data(samples(), config.data, seed=0)
     losses = []
     for step in range(STEPS):

@@ -29,7 +29,7 @@ class Ours:
             built.module,
             blocks=built.blocks,
             stage=STAGES[self.stage],
-            param_groups=parameter_groups(built.module, config),
+            param_groups=parameter_groups(built.module, config, built.blocks),
             optimizer_factory=optimizer_factory(config),
             world=world,
             dtypes=Dtypes(*(DTYPES[dtype] for dtype in dtypes)),

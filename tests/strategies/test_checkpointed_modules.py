@@ -60,7 +60,7 @@ def loss_in_step(model: Callable[..., Any], name: str, step: int, index: int, ra
 def oracle(name: str) -> dict[str, Tensor]:
     """Gradients summed as ranks do it: each rank's microbatches by themselves, then the ranks in order."""
     module, config = built(name).module, Recipe().optimizer_config()
-    optimizer = optimizer_factory(config)(parameter_groups(module, config))
+    optimizer = optimizer_factory(config)(parameter_groups(module, config, []))
     for step in range(STEPS):
         summed: dict[torch.nn.Parameter, Tensor] = {}
         for rank in range(RANKS):

@@ -151,7 +151,7 @@ def train_without_search(world: World) -> None:
     config = recipe.optimizer_config()
     strategy = TorchDDP(
         module,
-        param_groups=parameter_groups(module, config),
+        param_groups=parameter_groups(module, config, []),
         optimizer_factory=optimizer_factory(config),
         world=world,
     )

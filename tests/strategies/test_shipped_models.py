@@ -32,7 +32,7 @@ def losses_of_one_process(name: str) -> list[float]:
     """Each rank's microbatch by itself, then the gradients of the ranks in order."""
     config, recipe = shrunk(name), Recipe().optimizer_config()
     module = build_model(config, seed=1).module
-    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe))
+    optimizer = optimizer_factory(recipe)(parameter_groups(module, recipe, []))
     losses = []
     for step in range(STEPS):
         total = 0.0

@@ -8,6 +8,8 @@ from zeroexp.check.refusal import Refusal
 from zeroexp.config.engines import ENGINES
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
+from zeroexp.config.optimizer import OPTIMIZERS
+from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES
 
 
@@ -94,6 +96,19 @@ def check_fsdp2(config: Config) -> Iterator[Refusal]:
         yield "optimizer.fused", problem, "use optimizer.fused=false"
 
 
+def check_whole_matrices(config: Config) -> Iterator[Refusal]:
+    """Refuse a strategy that cuts matrices, for an optimizer that steps them whole."""
+    strategy, name = config.strategy, config.optimizer.name
+    if OPTIMIZERS[name].matrix_moments is None:
+        return
+    word = strategy.implementation
+    is_cut = word in LAYOUTS and not LAYOUTS[word].has_owners and config.world_size > 1
+    if _is_fsdp2(strategy) or (is_cut and strategy.optimizer.placement == "shard"):
+        problem = f"{word} cuts the matrices that optimizer.name={name} steps whole"
+        remedy = "use parameter, whose ranks own whole parameters"
+        yield "strategy.implementation", problem, remedy
+
+
 def check_reduce_each(config: Config) -> Iterator[Refusal]:
     strategy = config.strategy
     if strategy.gradients.placement == "partial" and strategy.reduce_each == "microbatch":
@@ -116,5 +131,11 @@ def _is_fsdp2(strategy: StrategyConfig) -> bool:
 
 RULES = (
     *(check_stage_of_rows, check_stages_of_engines, check_precision, check_precision_of_engines),
-    *(check_dtypes_of_engines, check_fsdp2, check_reduce_each, check_selective_recomputation),
+    *(
+        check_dtypes_of_engines,
+        check_fsdp2,
+        check_whole_matrices,
+        check_reduce_each,
+        check_selective_recomputation,
+    ),
 )

@@ -10,7 +10,7 @@ from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.zero.grouping import group_parameters, specs_of
+from zeroexp.zero.grouping import group_parameters, kinds_of, specs_of
 
 
 def refused_strategy(config: Config) -> str | None:
@@ -33,7 +33,9 @@ def check_strategy(config: Config) -> None:
         strategy.implementation not in LAYOUTS.own
         or (strategy.owners is not None and strategy.owners not in OWNERS.own)
     )
-    steps = config.optimizer.name not in OPTIMIZERS.own
+    chosen = OPTIMIZERS[config.optimizer.name]
+    has_settings = config.optimizer.settings != dict(chosen.settings)
+    steps = has_settings or config.optimizer.name not in OPTIMIZERS.own
     if not (cuts or steps):
         return
     model = build_model(config.model, seed=0, device="meta", vocab_size=vocabulary_of_data(config))
@@ -45,7 +47,9 @@ def check_strategy(config: Config) -> None:
 
 def _try_layout(config: Config, model: BuiltModel) -> None:
     options, size = options_of(config.strategy), config.world_size
-    units = [specs_of(g) for g in group_parameters(model.module, model.blocks, options.unit)]
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
+    kinds = kinds_of(groups)
+    units = [specs_of(g, kinds) for g in group_parameters(model.module, model.blocks, options.unit)]
     try:
         lay_out(options.layout, units, size, owners=options.owners)
     except ValueError as error:
@@ -54,7 +58,7 @@ def _try_layout(config: Config, model: BuiltModel) -> None:
 
 def _try_optimizer(config: Config, model: BuiltModel) -> None:
     strategy, name = config.strategy, config.strategy.implementation
-    groups = parameter_groups(model.module, config.optimizer)
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
     factory = optimizer_factory(config.optimizer)
     key = f"optimizer.name={config.optimizer.name}"
     num_moments = OPTIMIZERS[config.optimizer.name].num_moments(config.optimizer)

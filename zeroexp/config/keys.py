@@ -166,11 +166,11 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"  # adamw | sgd, or a plugin's
+    name: str = "adamw"  # adamw | sgd | muon, or a plugin's
     lr: float = number(1e-3, above=0)  # learning rate at its top
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
-    eps: float = number(1e-8, above=0)  # adamw
-    momentum: float = number(0.0, least=0, most=1)  # sgd
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, muon
+    eps: float = number(1e-8, above=0)  # adamw, muon
+    momentum: float = number(0.0, least=0, most=1)  # sgd, muon
     weight_decay: float = number(0.1, least=0)  # per unit of the learning rate
     decay_norms_and_biases: bool = False  # False: they form a second parameter group without decay
     fused: bool = True

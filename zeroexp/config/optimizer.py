@@ -9,12 +9,13 @@ an optimizer is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
-from zeroexp.registry import Registry
+from zeroexp.cut.chunk import MATRIX
+from zeroexp.registry import Later, Registry
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ class OptimizerKind:
     bytes_per_tensor: what it keeps beside them for each tensor.
     keys: the keys of `optimizer` that it reads beyond those that all read; other ones are refused.
     settings: its own keys below `optimizer.settings`, with their defaults.
+    matrix_moments: how many such tensors it keeps of a block's matrix, where it steps these whole
+    and in another way; nothing else. None: it steps all parameters alike.
     """
 
     make: Callable[[Iterable[Any], OptimizerConfig], torch.optim.Optimizer]
@@ -39,24 +42,51 @@ class OptimizerKind:
     bytes_per_tensor: int = 0
     keys: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    matrix_moments: int | None = None
 
 
-def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: nn.Module, config: OptimizerConfig, blocks: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return one group with weight decay and one without, in the form torch.optim takes.
 
     Norms and biases, which have fewer than two dimensions, form the second group. Frozen parameters are in no group and
-    a tied parameter appears once. If all parameters decay alike, there is one group.
+    a tied parameter appears once. If all parameters decay alike, there is one group. Where the optimizer steps matrices
+    of the model's `blocks` in another way these come first, as a group with the kind `matrix`.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices: list[nn.Parameter] = []
+    if OPTIMIZERS[config.name].matrix_moments is not None:
+        matrices = _matrices_of_blocks(module, blocks)
+        if not matrices:
+            problem = "no block of the model has a trainable matrix"
+            raise ConfigError(f"optimizer.name={config.name}: {problem}; use optimizer=adamw")
+    taken = set(matrices)
+    others = [p for p in trainable if p not in taken]
+    decayed, plain = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
     if config.decay_norms_and_biases or config.weight_decay == 0:
-        return [{"params": trainable, "weight_decay": config.weight_decay}]
-    matrices = [p for p in trainable if p.ndim >= 2]
-    vectors = [p for p in trainable if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        decayed, plain = others, []
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, "kind": MATRIX},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _matrices_of_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Parameter]:
+    """Return the trainable matrices inside of blocks; an embedding's rows are no matrix that maps, wherever it lies."""
+    from torch import nn
+
+    named = dict(module.named_modules())
+    inside = [each for block in blocks for each in named[block].modules()]
+    parameters = [
+        parameter
+        for each in inside
+        if not isinstance(each, nn.Embedding)
+        for parameter in each.parameters(recurse=False)
+    ]
+    return [p for p in dict.fromkeys(parameters) if p.ndim == 2 and p.requires_grad]
 
 
 def optimizer_factory(
@@ -114,6 +144,14 @@ OPTIMIZERS = Registry(
         ),
         "sgd": OptimizerKind(
             _sgd, num_moments=lambda config: int(config.momentum > 0), keys=("momentum",)
+        ),
+        "muon": OptimizerKind(
+            Later("zeroexp.training.muon:make_muon"),
+            num_moments=lambda config: 2,
+            bytes_per_tensor=4,
+            keys=("betas", "eps", "momentum"),
+            settings={"nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},
+            matrix_moments=1,
         ),
     },
     needs="an OptimizerKind(make=function, num_moments=function)",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 FROZEN = "frozen"  # the kind of parameters that get no gradient
+MATRIX = "matrix"  # the kind of those that the optimizer steps as whole matrices, in another way than the rest
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class ParameterSpec:
     name: str
     numel: int
     itemsize: int  # bytes of one element
-    kind: str = ""  # dtype and trainability, which all parameters of one chunk share
+    kind: str = (
+        ""  # what all parameters of one chunk share: whether, and in which way, they are trained
+    )
 
 
 @dataclass(frozen=True)

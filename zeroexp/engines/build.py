@@ -49,7 +49,7 @@ def build_torch_strategy(
 
 def _common(config: Config, model: BuiltModel) -> dict[str, Any]:
     return {
-        "param_groups": parameter_groups(model.module, config.optimizer),
+        "param_groups": parameter_groups(model.module, config.optimizer, model.blocks),
         "optimizer_factory": optimizer_factory(config.optimizer),
         "max_grad_norm": config.optimizer.max_grad_norm,
         "values": model.values,

@@ -26,7 +26,7 @@ from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
 from zeroexp.comm.sizes import aligned, num_slots, slot_bytes
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
-from zeroexp.cut.chunk import FROZEN, Chunk
+from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
 from zeroexp.cut.stage import Move, Placement, Stage
 from zeroexp.measure.record import MOMENTS, Traffic
 
@@ -69,6 +69,12 @@ class OptimizerForm:
 
     num_moments: int = 2  # each as large as its master weight, in the master's dtype
     bytes_per_tensor: int = 4
+    matrix_moments: int = 0  # of chunks of the kind `matrix`, of which it keeps nothing else
+
+    def num_bytes(self, held: HeldElements, itemsize: int) -> int:
+        moments = self.num_moments * (held.owned - held.owned_matrices)
+        moments += self.matrix_moments * held.owned_matrices
+        return itemsize * moments + self.bytes_per_tensor * (held.num_owned - held.num_matrices)
 
 
 class HeldElements(NamedTuple):
@@ -78,6 +84,10 @@ class HeldElements(NamedTuple):
     padding: int  # the part of `resting` that is padding
     owned: int  # elements that the optimizer updates
     num_owned: int  # spans that the optimizer updates, each a tensor
+    owned_matrices: int = (
+        0  # the part of `owned`, and of `num_owned`, that it steps as whole matrices
+    )
+    num_matrices: int = 0
 
 
 class StatesForm:
@@ -122,12 +132,11 @@ class StatesForm:
         held, itemsize = self.held_elements(rank), self._itemsize(self.of_states)
         between = moment == "after_forward" and self.accumulation > 1
         has_gradients = between or moment in ("after_backward", "after_step")
-        states = self.optimizer.num_moments * itemsize * held.owned
         has_master = itemsize != self.parameter_itemsize
         return {
             "parameters": self.parameter_itemsize * held.resting,
             "gradients": self._gradient_bytes(moment, held.owned) if has_gradients else 0,
-            "optimizer": states + self.optimizer.bytes_per_tensor * held.num_owned,
+            "optimizer": self.optimizer.num_bytes(held, itemsize),
             "master": itemsize * held.owned if has_master else 0,
             "buffers": self._buffer_bytes(moment, rank),
         }
@@ -286,7 +295,9 @@ class ShardedForm(StatesForm):
     def held_elements(self, rank: int) -> HeldElements:
         if rank not in self._held_by_rank:
             parts = [(self._held_of_chunk(chunk, rank), num) for chunk, num in self._chunks]
-            sums = (sum(num * part[i] for part, num in parts) for i in range(4))
+            sums = (
+                sum(num * part[i] for part, num in parts) for i in range(len(HeldElements._fields))
+            )
             self._held_by_rank[rank] = HeldElements(*sums)
         return self._held_by_rank[rank]
 
@@ -311,7 +322,9 @@ class ShardedForm(StatesForm):
             return HeldElements(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
         spans = chunk.spans(rank) if sharded else chunk.whole()
-        return HeldElements(resting, resting - real, sum(span.numel for span in spans), len(spans))
+        owned = sum(span.numel for span in spans), len(spans)
+        matrices = owned if chunk.kind == MATRIX else (0, 0)
+        return HeldElements(resting, resting - real, *owned, *matrices)
 
     @cached_property
     def _num_trainable(self) -> int:

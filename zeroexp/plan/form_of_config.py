@@ -12,6 +12,7 @@ from zeroexp.config.engines import ENGINES
 from zeroexp.config.keys import TORCH_DDP, Config, UndefinedCombination, resolve
 from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
 from zeroexp.config.vocabulary import vocabulary_of_data
+from zeroexp.cut.chunk import MATRIX
 from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.stage import Move
 from zeroexp.engines.build import options_of, stage_of
@@ -23,7 +24,7 @@ from zeroexp.plan.closed_forms import (
     ShardedForm,
 )
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
-from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
+from zeroexp.zero.grouping import group_parameters, kinds_of, specs_of, stage_for_world
 from zeroexp.zero.options import settle_options
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
@@ -58,7 +59,8 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
-    specs = [specs_of(group) for group in groups]
+    kinds = kinds_of(parameter_groups(model.module, config.optimizer, model.blocks))
+    specs = [specs_of(group, kinds) for group in groups]
     layout = lay_out(options.layout, specs, world_size, owners=options.owners)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
@@ -96,10 +98,10 @@ def _gathers(form: ShardedForm, model: BuiltModel, *, recomputes: bool) -> list[
 
 
 def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
-    groups = parameter_groups(model.module, config.optimizer)
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     return DdpForm(
-        groups=[_shapes(group["params"]) for group in groups],
+        groups=[_shapes(group["params"], group.get("kind")) for group in groups],
         frozen=_shapes(frozen),
         world_size=config.world_size,
         shards_optimizer=config.strategy.name == "zero1",
@@ -122,8 +124,11 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     )
 
 
-def _shapes(parameters: Iterable[nn.Parameter]) -> list[ParameterShape]:
-    return [ParameterShape(tuple(p.shape), p.requires_grad) for p in parameters]
+def _shapes(parameters: Iterable[nn.Parameter], kind: str | None = None) -> list[ParameterShape]:
+    return [
+        ParameterShape(tuple(p.shape), p.requires_grad, is_matrix=kind == MATRIX)
+        for p in parameters
+    ]
 
 
 def _precision(config: Config) -> PrecisionForm:
@@ -133,8 +138,11 @@ def _precision(config: Config) -> PrecisionForm:
 
 def _optimizer(config: Config) -> OptimizerForm:
     kind = OPTIMIZERS[config.optimizer.name]
-    num_moments = kind.num_moments(config.optimizer)
-    return OptimizerForm(num_moments=num_moments, bytes_per_tensor=kind.bytes_per_tensor)
+    return OptimizerForm(
+        num_moments=kind.num_moments(config.optimizer),
+        bytes_per_tensor=kind.bytes_per_tensor,
+        matrix_moments=kind.matrix_moments or 0,
+    )
 
 
 def _accumulation(config: Config) -> int:

@@ -32,6 +32,7 @@ FP32, ADAMW = PrecisionForm(), OptimizerForm()
 class ParameterShape(NamedTuple):
     shape: tuple[int, ...]
     trainable: bool = True
+    is_matrix: bool = False  # which the optimizer steps whole, in another way than the rest
 
     @property
     def numel(self) -> int:
@@ -73,20 +74,22 @@ class DdpForm(StatesForm):
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: all parameters, and the optimizer state of those that it updates."""
         owned = self._owned[rank if self.shards_optimizer else 0]
+        matrices = [p.numel for p in owned if p.is_matrix]
         resting = self._num_trainable + sum(p.numel for p in self.frozen)
-        return HeldElements(resting, 0, sum(owned), len(owned))
+        numel = sum(p.numel for p in owned)
+        return HeldElements(resting, 0, numel, len(owned), sum(matrices), len(matrices))
 
     @cached_property
-    def _owned(self) -> list[list[int]]:
-        """Sizes of the parameters that each rank updates, dealt out as ZeroRedundancyOptimizer does."""
+    def _owned(self) -> list[list[ParameterShape]]:
+        """The parameters that each rank updates, dealt out as ZeroRedundancyOptimizer does."""
         num_dealt = self.world_size if self.shards_optimizer else 1
-        owned: list[list[int]] = [[] for _ in range(num_dealt)]
+        owned: list[list[ParameterShape]] = [[] for _ in range(num_dealt)]
         load = [0] * num_dealt
         for group in self.groups:
-            for numel in sorted((p.numel for p in group), reverse=True):
+            for parameter in sorted(group, key=lambda p: p.numel, reverse=True):
                 rank = load.index(min(load))
-                owned[rank].append(numel)
-                load[rank] += numel
+                owned[rank].append(parameter)
+                load[rank] += parameter.numel
         return owned
 
     def _gradient_bytes(self, moment: str, owned_numel: int) -> int:

@@ -93,11 +93,13 @@ def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
 
 
 def _num_moments(run: Run) -> int | None:
-    """Return how many moments the optimizer keeps; None for one whose plugin is not loaded."""
+    """Return how many moments the optimizer keeps of each weight; None for one that differs or is not loaded."""
     name = run.config.get("optimizer.name", "adamw")
     if name not in OPTIMIZERS:
         return None
     kind, own = OPTIMIZERS[name], "optimizer.settings."
+    if kind.matrix_moments is not None:  # what it keeps depends on shapes
+        return None
     settings = {
         key.removeprefix(own): _value(word)
         for key, word in run.config.items()

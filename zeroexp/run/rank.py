@@ -79,7 +79,7 @@ def prepare(folder: Path) -> None:
 def import_for(config: Config) -> None:
     """Import what ranks with this config need. Raises whatever the config's model or optimizer does."""
     model = build_model(config.model, seed=0, device="meta", vocab_size=config.data.vocab_size)
-    groups = parameter_groups(model.module, config.optimizer)
+    groups = parameter_groups(model.module, config.optimizer, model.blocks)
     optimizer_factory(config.optimizer)(groups)  # has torch import its compiler already here
 
 

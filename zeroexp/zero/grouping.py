@@ -10,7 +10,7 @@ replicated, and nothing is gathered or copied. Only `stage_for_world` decides th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,10 +85,17 @@ def groups_of_lists(
     return groups
 
 
-def specs_of(group: Group) -> list[ParameterSpec]:
+def kinds_of(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, str]:
+    """Return the kind of each parameter of a group that names one: what is of another kind lies in another chunk."""
+    return {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
+
+
+def specs_of(group: Group, kinds: Mapping[nn.Parameter, str]) -> list[ParameterSpec]:
     """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
     return [
-        ParameterSpec(name, p.numel(), p.itemsize, "trainable" if p.requires_grad else FROZEN)
+        ParameterSpec(
+            name, p.numel(), p.itemsize, kinds.get(p, "trainable") if p.requires_grad else FROZEN
+        )
         for name, p in group.parameters.items()
     ]
 
