@@ -7,9 +7,8 @@ the whole sweep, since only the sweep knows which points are defined and which m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
@@ -21,28 +20,12 @@ TARGET = {"_target_": "hydra_plugins.zeroexp_launcher.ZeroexpLauncher"}
 ConfigStore.instance().store(group="hydra/launcher", name="zeroexp", node=TARGET)
 
 
-class Untried:
-    """Hydra's loader of configs, for a sweeper: it need not try points, since `launch` composes all before any runs."""
-
-    def __init__(self, loader: ConfigLoader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def load_sweep_config(
-        self, master_config: DictConfig, sweep_overrides: Sequence[str]
-    ) -> DictConfig:
-        return master_config
-
-
 class ZeroexpLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.run_points, self.config = task_function, config
         self._loader = hydra_context.config_loader
-        hydra_context.config_loader = cast(ConfigLoader, Untried(self._loader))
         # These checks come before a sweeper writes. The imports are local because Hydra loads this file for every app.
         from zeroexp.check.refusal import refuse_password
         from zeroexp.config.keys import ConfigError
@@ -67,22 +50,11 @@ class ZeroexpLauncher(Launcher):
         losses = self.run_points([self._compose(list(overrides)) for overrides in job_overrides])
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=loss) for loss in losses]
 
-    def _is_composed(self, overrides: list[str]) -> bool:
-        """Tell whether this is the line's only point: then Hydra, which composed the line to find us, composed it.
-
-        Only where Hydra composes a point does it ask for a group that a file leaves open.
-        """
-        line = self.config.hydra
-        left_open = OmegaConf.missing_keys(line.runtime.choices)
-        return overrides == list(line.overrides.task) and not left_open
-
     def _compose(self, overrides: list[str]) -> tuple[list[str], Any, dict[str, str]]:
         """Return the overrides that distinguish this point within the sweep, its config as plain values, and the files
         that Hydra writes of a job.
         """
-        composed = self.config
-        if not self._is_composed(overrides):
-            composed = self._loader.load_sweep_config(self.config, overrides)
+        composed = self._loader.load_sweep_config(self.config, overrides)
         keys = [str(key) for key in composed if key != "hydra"]
         ours = OmegaConf.masked_copy(composed, keys)
         values = OmegaConf.to_container(ours, resolve=True)

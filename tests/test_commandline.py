@@ -125,13 +125,6 @@ def points_of_line(*words: str) -> Sequence[Composed]:
     return taker.batch
 
 
-def test_a_line_of_one_point_is_what_hydra_composes_of_each_of_two():
-    """Of the first, Hydra's files included."""
-    (alone,) = points_of_line(*TINY, "optimizer.lr=0.1")
-    (_, values, files), _ = points_of_line(*TINY, "optimizer.lr=0.1,0.2")
-    assert alone == ([], values, files)
-
-
 def test_a_key_that_is_text_gets_the_text_that_was_typed():
     """Hydra reads numbers with underscores, and truths; other keys keep what it reads."""
     (alone,) = points_of_line(*TINY, "study.name=2026_11_23", "data.subset=1.10", "resume=null")
