@@ -13,6 +13,7 @@ import pytest
 
 from tests.descriptors import open_now
 from zeroexp.cluster.supervise import Rank, end_processes, supervise
+from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.tracking.json_files import read_json
 
 # "ended by": an exit code, or a signal as a negative number
@@ -32,7 +33,8 @@ def dead(rank: int, ended_by: int) -> Rank:
     process = subprocess.Popen([sys.executable, "-S", "-c", f"import os; os.setpgid(0, 0); {how}"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     process.returncode = 0  # who supervises reaps it
-    return Rank(rank, process.pid, os.pidfd_open(process.pid), memoryview(b""))
+    watched = WatchedRank(rank, "here", process.pid, memoryview(b""), Path())
+    return Rank(rank, process.pid, os.pidfd_open(process.pid), watched)
 
 
 @pytest.mark.parametrize(("ended_by", "guilty"), CASES)

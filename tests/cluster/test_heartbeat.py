@@ -5,7 +5,6 @@ Time is the test's: it passes when `clock.pass_by` says so, and every task has i
 
 from __future__ import annotations
 
-import selectors
 import socket
 import subprocess
 import time
@@ -15,35 +14,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from selectors import BaseSelector, DefaultSelector, SelectorKey
 
 import pytest
 
 from zeroexp.process import ports
+from zeroexp.process.watchdog import lost
 from zeroexp.process.watchdog.connection import Connection, Stranger
-from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Clock, Heartbeat, Hub
+from zeroexp.process.watchdog.lost import BEATS_PER_PERIOD, START_SECONDS, Heartbeat, Hub
 
 PERIOD_SECONDS = 2.0
 BEAT, BYE = b".\n", b"!\n"
 
 
-class SteeredClock(Clock):
+class SteeredClock:
     """Tells a time that only the test moves; tasks look up many times in each of its seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._now = 1000.0
-        self._looks: Counter[selectors.BaseSelector] = Counter()
-        self._tasks: dict[selectors.BaseSelector, Future[str | None]] = {}
+        self._looks: Counter[BaseSelector] = Counter()
+        self._tasks: dict[BaseSelector, Future[str | None]] = {}
+        looks = self._looks
 
-    def now(self) -> float:
-        return self._now
+        class Selector(DefaultSelector):
+            def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+                looks[self] += 1
+                return super().select(min(timeout or 0.0, 0.002))
 
-    def select(
-        self, selector: selectors.BaseSelector, seconds: float
-    ) -> list[tuple[selectors.SelectorKey, int]]:
-        self._looks[selector] += 1
-        return selector.select(min(seconds, 0.002))
+        patch.setattr(lost, "monotonic", lambda: self._now)
+        patch.setattr(lost, "DefaultSelector", Selector)
 
-    def watch(self, selector: selectors.BaseSelector, task: Future[str | None]) -> None:
+    def watch(self, selector: BaseSelector, task: Future[str | None]) -> None:
         """Time does not pass before this task has looked."""
         self._tasks[selector] = task
 
@@ -78,7 +79,7 @@ class Task:
     ) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1)
         self._heartbeat = Heartbeat(
-            rank, world_size, hub, PERIOD_SECONDS, start_seconds=start_seconds, clock=job.clock
+            rank, world_size, hub, PERIOD_SECONDS, start_seconds=start_seconds
         )
         self._lost = self._threads.submit(self._wait, job.child.pid)
         job.clock.watch(self._heartbeat._selector, self._lost)
@@ -99,8 +100,8 @@ class Task:
 class Job:
     """Tasks on one clock, whose child ends when the test says so, and who calls them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.clock, self.hub = SteeredClock(), Hub("127.0.0.1", folder / "port", SECRET)
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.clock, self.hub = SteeredClock(patch), Hub("127.0.0.1", folder / "port", SECRET)
         self.child = subprocess.Popen(["sleep", "1000"])
 
     def task(
@@ -147,8 +148,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
     yield made
     made.child.kill()
     made.child.wait()

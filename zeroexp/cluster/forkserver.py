@@ -36,6 +36,7 @@ from zeroexp.cluster.supervise import Rank, end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
 from zeroexp.process import locks, progress, safe_output
+from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.world import RankInfo, environment_of_rank
 from zeroexp.registry import RegistryError
 from zeroexp.tracking import attempt, failure
@@ -166,7 +167,9 @@ def _fork_rank(
         _be_rank(server, place, rendezvous, lambda: main(folder, device=device))
     os.setpgid(pid, pid)  # the child does it too; the first call counts
     os.close(descriptor)  # the next descriptor takes its number
-    return Rank(place.rank, pid, os.pidfd_open(pid), numbers)
+    log = failure.log_path(folder, place.rank)
+    watched = WatchedRank(place.rank, socket.gethostname(), pid, numbers, log)
+    return Rank(place.rank, pid, os.pidfd_open(pid), watched)
 
 
 def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], None]) -> NoReturn:
@@ -176,10 +179,8 @@ def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], No
         _die_with(server)
         os.setpgid(0, 0)
         # When memory is short, the kernel should kill a rank, since the server can report that.
-        try:
+        with contextlib.suppress(OSError):  # a sandbox whose /proc takes nothing
             Path("/proc/self/oom_score_adj").write_text("500", encoding="utf-8")
-        except OSError as error:  # a sandbox whose /proc takes nothing
-            print(f"the kernel may kill another process than a rank: {error}", file=sys.stderr)
         os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         run()

@@ -28,7 +28,7 @@ class Rank:
     rank: int
     pid: int
     pidfd: int
-    numbers: memoryview  # how far it is, see progress.py
+    watched: WatchedRank  # how far it is
     status: int | None = None  # exit code, or minus the signal; None while it lives
     peak_bytes: int | None = None  # peak resident memory; None while it lives
 
@@ -56,22 +56,15 @@ def supervise(
 ) -> Ending:
     """Wait until all ranks are done, one failed, all hang, the time is over, or the sweep hung up."""
     deadline, kills = time.monotonic() + timeout_seconds, kills_by_kernel()
-    host = socket.gethostname()
     pause = math.inf if hang_seconds is None else min(LOOK_SECONDS, hang_seconds / 4)
     watch = HangWatch(hang_seconds, pause, partial(failure.write_hung, folder))
-    watched = {
-        rank.rank: WatchedRank(
-            rank.rank, host, rank.pid, rank.numbers, failure.log_path(folder, rank.rank)
-        )
-        for rank in ranks
-    }
     while alive := _alive(ranks):
         left = max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([control, *alive], [], [], min(left, pause))
         if not ready and time.monotonic() >= deadline:
             return "timed_out"
         if not ready and watch.is_due:
-            watch.look([watched[rank.rank] for rank in alive])
+            watch.look([rank.watched for rank in alive])
             if watch.judge():
                 watch.leave_stacks()
                 return "failed"

@@ -99,7 +99,8 @@ class Sweep:
         numbers, points = [n for n, _ in numbered], [point for _, point in numbered]
         self._refuse(points, batch[0][1]["study"]["name"])
         points = plan_slurm_points(self._tried(points))
-        self._refuse_all_skipped(points)
+        if not self._jobs:
+            require_defined(points)
         jobs: list[list[Job]] = [[] for _ in batch]
         num_before = len(self._jobs)
         for repeat in range(max(point.config.repeats for point in points)):
@@ -180,7 +181,8 @@ class Sweep:
     def _refuse(self, points: Sequence[Point], study: str | None) -> None:
         """Check the sweep as a whole; `zeroexp.check` has checked each point by itself."""
         require_points(points, study)
-        self._refuse_all_skipped(points)
+        if not self._jobs:
+            require_defined(points)
         for outputs in {point.config.outputs for point in points}:
             require_writable(f"outputs={outputs}", outputs, "choose a folder that is yours")
         for point in points:
@@ -211,10 +213,6 @@ class Sweep:
         from zeroexp.check.try_points import try_points
 
         return try_points(configs)
-
-    def _refuse_all_skipped(self, points: Sequence[Point]) -> None:
-        if not self._jobs:
-            require_defined(points)
 
     def _admit(self, point: Point, repeat: int) -> Job:
         """Make the folder of the point's run in round `repeat` with all that is known before it runs."""

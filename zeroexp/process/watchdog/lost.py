@@ -12,14 +12,14 @@ A task that has not met its peers one period after the time that a job has to st
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from time import monotonic
 from types import TracebackType
 
 from zeroexp.process import ports
@@ -29,19 +29,6 @@ BEATS_PER_PERIOD = 3
 START_SECONDS = 60.0  # from a job's first task to its last: Python may load from a slow shared disk
 SECONDS_BETWEEN_CALLS = 1.0  # to the task of rank 0, until it listens
 CALL_SECONDS = 5.0  # for a call, and for an introduction
-
-
-class Clock:
-    """The machine's clock; tests replace it by one that they move themselves."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def select(
-        self, selector: selectors.BaseSelector, seconds: float
-    ) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready to be read, after at most this many seconds."""
-        return selector.select(seconds)
 
 
 @dataclass
@@ -75,19 +62,17 @@ class Heartbeat:
         name_of: Callable[[int], str] = "rank {}".format,
         report: Callable[[], str] = str,
         start_seconds: float = START_SECONDS,
-        clock: Clock | None = None,
     ) -> None:
-        self._clock = clock or Clock()
         self._me, self._hub = f"rank {rank} on {socket.gethostname()}", hub
         self._period, self._start = period_seconds, start_seconds
         self._name_of, self._report = name_of, report
         self._missing = set(range(1, world_size)) if rank == 0 else {0}
         self._connections: dict[socket.socket, Connection] = {}
-        self._selector = selectors.DefaultSelector()
+        self._selector = DefaultSelector()
         self._listener: socket.socket | None = None
         self._calls = rank != 0
         self._next_beat = self._next_call = 0.0
-        self._looked = self._clock.now()  # the last look at the peers' silence
+        self._looked = monotonic()  # the last look at the peers' silence
         # After this time no task may be missing.
         self._all_by = self._looked + self._start + self._period
         if rank == 0 and world_size > 1:
@@ -100,12 +85,10 @@ class Heartbeat:
         consequence of a loss: a last look at the peers shows this.
         """
         child = os.pidfd_open(pid)
-        self._selector.register(child, selectors.EVENT_READ)
+        self._selector.register(child, EVENT_READ)
         try:
             while True:
-                ready = [
-                    key.fileobj for key, _ in self._clock.select(self._selector, self._pause())
-                ]
+                ready = [key.fileobj for key, _ in self._selector.select(self._pause())]
                 if child in ready:
                     return self._hear([key.fileobj for key, _ in self._selector.select(0)])
                 if words := self._hear(ready) or self._silent() or self._never_came():
@@ -129,11 +112,11 @@ class Heartbeat:
 
     def wait_for_goodbyes(self, seconds: float) -> None:
         """Wait until every task that ever came has left, at most for so long."""
-        deadline = self._clock.now() + seconds
+        deadline = monotonic() + seconds
         while not all(peer.left for peer in self._peers()):
-            if (left := deadline - self._clock.now()) <= 0:
+            if (left := deadline - monotonic()) <= 0:
                 return
-            ready = [key.fileobj for key, _ in self._clock.select(self._selector, left)]
+            ready = [key.fileobj for key, _ in self._selector.select(left)]
             if self._hear(ready):
                 return
 
@@ -170,11 +153,11 @@ class Heartbeat:
             print(f"no heartbeat between tasks: {error}", file=sys.stderr)
             self._missing.clear()
             return
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._listener, EVENT_READ)
 
     def _pause(self) -> float:
         due = self._next_call if self._calls else self._next_beat
-        return max(0.0, due - self._clock.now())
+        return max(0.0, due - monotonic())
 
     def _hear(self, ready: Sequence[object]) -> str | None:
         """Read all that has arrived; return a message if a peer hung up without a goodbye."""
@@ -192,7 +175,7 @@ class Heartbeat:
     def _read(self, connection: socket.socket) -> str | None:
         peer = self._connections[connection]
         try:
-            goes_on = peer.read(self._clock.now())
+            goes_on = peer.read(monotonic())
         except Stranger:
             self._put_down(connection)
             return None
@@ -204,7 +187,7 @@ class Heartbeat:
         return None if peer.left else f"{peer.name} is gone: its connection closed without a word"
 
     def _silent(self) -> str | None:
-        now = self._clock.now()
+        now = monotonic()
         if now - self._looked > self._period / 2:  # this task itself was stopped or short of CPU
             self._all_by += now - self._looked
             for peer in self._peers():
@@ -219,7 +202,7 @@ class Heartbeat:
         return None
 
     def _never_came(self) -> str | None:
-        if not self._missing or self._clock.now() < self._all_by:
+        if not self._missing or monotonic() < self._all_by:
             return None
         first, *others = sorted(self._missing)
         nor = f", nor did {len(others)} more" if others else ""
@@ -231,7 +214,7 @@ class Heartbeat:
 
     def _speak(self) -> bool:
         """Call and send beats when they are due; return True if it was time for a beat."""
-        now = self._clock.now()
+        now = monotonic()
         if self._calls and now >= self._next_call:
             self._call()
             self._next_call = now + SECONDS_BETWEEN_CALLS
@@ -249,7 +232,7 @@ class Heartbeat:
         with suppress(OSError):
             self._meet(socket.create_connection((self._hub.host, port), timeout=CALL_SECONDS))
             self._calls = False
-        self._looked = self._clock.now()  # this task was busy, not asleep
+        self._looked = monotonic()  # this task was busy, not asleep
 
     def _answer(self) -> None:
         """Accept a connection, which may have gone already."""
@@ -260,9 +243,9 @@ class Heartbeat:
     def _meet(self, connection: socket.socket) -> None:
         """Begin to exchange names; nobody waits for the other end to go on."""
         self._connections[connection] = Connection(
-            connection, self._me, self._hub.secret, self._missing.__contains__, self._clock.now()
+            connection, self._me, self._hub.secret, self._missing.__contains__, monotonic()
         )
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(connection, EVENT_READ)
 
     def _put_down(self, stranger: socket.socket) -> None:
         """Close a connection to no task of this job. A task of another rank than 0 then calls again."""
