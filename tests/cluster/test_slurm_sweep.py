@@ -9,11 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.cluster.minicluster import Minicluster, why_not
 from tests.mlflow_server import MlflowServer
@@ -218,24 +216,6 @@ def test_a_sweep_over_the_cluster_itself(cluster: Minicluster, tmp_path: Path) -
     local, slurm = ([r.loss for r in read_records(found[k].folder)] for k in ("local", "slurm"))
     assert local == slurm, "the same ranks do the same sums"
     assert "with activations" in done.stdout and "node-hours (" in done.stdout
-
-
-@pytest.mark.skipif(
-    find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
-    reason="hydra-optuna-sweeper is not installed: pip install 'zeroexp[optuna]'",
-)
-def test_optuna_on_slurm(cluster: Minicluster, tmp_path: Path) -> None:
-    """Two trials at a time, each a job of its own."""
-    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2"]
-    space = ["optimizer.lr=interval(0.0001,0.01)", "world_size=1", "tracking=files"]
-    done = run(cluster, tmp_path, "zeroexp", *trials, *space, *SMALL)
-    assert done.returncode == 0, done.stderr
-    found = jobs(tmp_path)
-    assert len({slurm_id(job) for job in found}) == 2
-    assert len({job.folder.parent for job in found}) == 1, "one sweep"
-    losses = [(losses_of(job)[-1][1], job.config.optimizer.lr) for job in found]
-    best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
-    assert (best["best_value"], best["best_params"]["optimizer.lr"]) == min(losses)
 
 
 def test_without_accounting_a_job_nobody_knows_is_none(

@@ -35,19 +35,8 @@ SHAPE = {
     "cluster.slurm.sbatch": ("reservation", "time"),
 }
 SHAPE_VALUES = (
-    "-1",
-    "0",
-    "1",
-    "2",
-    "3",
-    "64",
-    "100",
-    "1e12",
-    "0.1",
-    "nan",
-    "gelu",
+    *["-1", "0", "1", "2", "3", "64", "100", "1e12", "0.1", "nan", "gelu", "null"],
     "{a: 1}",
-    "null",
 )
 SWEPT = ("train.steps", "world_size", "optimizer.lr", "strategy", "cluster.slurm.setup", "study")
 
@@ -130,15 +119,8 @@ def single() -> list[str]:
     for group in GROUPS:
         words = [
             *options(group),
-            "null",
             "",
-            "nope",
-            "[a,b]",
-            "3",
-            "../x",
-            "a/b",
-            "tiny,tiny",
-            "glob(zz*)",
+            *["null", "nope", "[a,b]", "3", "../x", "a/b", "tiny,tiny", "glob(zz*)"],
         ]
         found += [f"{group}={word}" for word in words]
     for parent, names in SHAPE.items():
