@@ -174,11 +174,14 @@ def test_a_member_may_start_before_the_hub(job: Job) -> None:
 
 
 def test_a_member_whose_call_was_refused_calls_again(job: Job) -> None:
-    """By another program at the port, twice."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
+    """First by nobody at the port, then by another program there, twice."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    member = job.task(1, start=9 * PERIOD_SECONDS)
+    ports.publish_port(job.hub.file, port)
+    job.clock.pass_by(PERIOD_SECONDS)
+    with socket.create_server(("127.0.0.1", port)) as stranger:
         stranger.setblocking(False)
-        member = job.task(1, start=9 * PERIOD_SECONDS)
-        ports.publish_port(job.hub.file, stranger.getsockname()[1])
         for _ in range(2):
             job.clock.pass_by(PERIOD_SECONDS)
             stranger.accept()[0].close()

@@ -7,6 +7,7 @@ named operators returned, as of their products of matrices (`train.recompute_exc
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,13 @@ from torch._C import DispatchKey
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from zeroexp.config.keys import ConfigError, TrainConfig
+
+# torch 2.14 asks whether what a checkpoint keeps passes the hooks on saved tensors around it; before, it did not.
+BESIDE_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
 
 
 def checkpoint_as_configured(module: nn.Module, blocks: Sequence[str], train: TrainConfig) -> None:
@@ -77,12 +85,14 @@ def _can_be_kept(operator: Any) -> bool:
 
 
 def _recomputed(forward, operators: Sequence[Any]):
-    contexts = noop_context_fn
+    contexts, options = noop_context_fn, {}
     if operators:
         contexts = functools.partial(create_selective_checkpoint_contexts, operators)
+        options = BESIDE_HOOKS
+    run = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, **options)
 
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return run(forward, *args, **kwargs)
 
     return recomputed
