@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -203,28 +203,6 @@ def test_a_busy_store_is_waited_for_and_then_told_as_busy(
         again.conclude(folder.parent)
     assert not again.failed
     assert in_store(outputs, "busy-run") == ["FINISHED"]
-
-
-def test_a_queue_of_sweeps_that_advances_is_no_standing_still(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another sweep sends its runs for longer than a store may stand still, and this one's come after them."""
-    folder = write_run(outputs / "queue" / "queue-run", num_steps=4)
-    lock, turns = ExitStack(), list(range(5))
-    lock.enter_context(held(outputs / "mlflow.db.lock"))
-
-    def other_writes() -> bool:
-        if not turns:
-            lock.close()
-            return False
-        with closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
-            connection.execute(f"create table if not exists turn{turns.pop()} (id integer)")
-        return True
-
-    sent = Uploads(TrackingConfig(), outputs, "queue")
-    Clock(monkeypatch, other_writes)
-    sent.conclude(folder.parent)
-    assert not sent.failed and not turns, capsys.readouterr().out
 
 
 def test_a_store_of_somebody_else_is_told_as_a_matter_of_permission(outputs: Path) -> None:

@@ -143,26 +143,7 @@ def test_params_are_the_flat_config_and_tags_say_what_it_was(tmp_path: Path) -> 
         "host": "laptop",
         "mlflow.source.git.commit": "0123abc",
         "mlflow.source.name": "zeroexp -m study=compare",
-        "mlflow.runColor": "#d55e00",
     }
-
-
-def test_mlflow_itself_is_told_of_code_colour_and_data(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run"))
-    made = labels.run_tags(run, "done")
-    assert made["mlflow.source.git.commit"] == "0123abc"
-    assert made["mlflow.source.name"] == "zeroexp -m study=compare"
-    torchs = labels.run_tags(read_run(write_run(tmp_path / "b", "zero3", "torch")), "done")
-    assert (made["mlflow.runColor"], torchs["mlflow.runColor"]) == ("#d55e00", "#eebf99")
-    assert run.summary is not None and labels.dataset_fields(run) is None
-    known = replace(run, summary=replace(run.summary, data_source="topics of Python, PSF"))
-    told = labels.dataset_fields(known)
-    assert told is not None
-    name, digest, kind, source = told
-    assert (name, kind, len(digest)) == (run.config["data.name"], run.config["data.kind"], 36)
-    assert json.loads(source)["source"] == "topics of Python, PSF"
-    other = labels.dataset_fields(replace(known, config={**run.config, "data.seq_len": "7"}))
-    assert other is not None and other[1] != digest
 
 
 def test_samples_of_a_node_become_system_metrics(tmp_path: Path) -> None:

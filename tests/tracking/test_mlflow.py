@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -20,9 +18,9 @@ import pytest
 
 from tests.run_folders import record, write_run
 from zeroexp.config.keys import ConfigError, load, save
-from zeroexp.tracking import owner, views
+from zeroexp.tracking import views
 from zeroexp.tracking.files import RecordWriter, read_timed_records, write_json
-from zeroexp.tracking.mlflow import LINK, MlflowTracker
+from zeroexp.tracking.mlflow import MlflowTracker
 from zeroexp.tracking.store import METRICS_PER_CALL, store_uri
 from zeroexp.tracking.views import filter_of
 
@@ -124,10 +122,9 @@ def test_the_page_of_a_sweep_is_an_artifact_that_no_view_takes_for_a_point(
     assert address is not None and address.endswith(f"/runs/{run_id}/artifacts/report.html")
     keys = {key for (key,) in ask(outputs, "select key from tags where run_uuid = ?", run_id)}
     assert "report_of" in keys and "sweep" not in keys
-    assert sweep not in tracker.close_stale(outputs)
 
 
-def test_instruments_samples_and_data_are_kept(
+def test_instruments_and_samples_are_kept_and_the_data_is_named(
     tracker: MlflowTracker, outputs: Path, sweep: Path
 ) -> None:
     folder = write_run(sweep / "run")
@@ -147,9 +144,7 @@ def test_instruments_samples_and_data_are_kept(
     key = "system/node/cpu_utilization_percentage"
     told = "select value, timestamp, step from metrics where run_uuid = ? and key = ?"
     assert ask(outputs, told, run_id, key) == [(50.0, 7000, 0)]
-    data = "select name, dataset_source from datasets join inputs on source_id = dataset_uuid"
-    ((name, source),) = ask(outputs, f"{data} where destination_id = ?", run_id)
-    assert name == "offline" and json.loads(source)["source"] == "topics, PSF"
+    assert tag(outputs, run_id, "data") == "topics, PSF"
 
 
 def tag_of_run(outputs: Path, column: str, run_id: str) -> str:
@@ -229,22 +224,6 @@ def test_every_ending_has_its_status(outputs: Path, ending: str, expected: str) 
     assert tag(outputs, run_id, "status") == ending
 
 
-def test_a_run_that_a_user_deleted_is_not_brought_back(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
-    from mlflow import MlflowClient
-
-    folder = write_run(sweep / "run", status="running", num_steps=3)
-    run_id = tracker.start_run(folder)
-    MlflowClient(tracker.store.uri).delete_run(run_id)
-    write_json(folder / "state.json", {"status": "failed"})
-    assert tracker.close_stale(sweep) == []
-    assert ask(
-        outputs, "select count(*) from runs where name = 'run' and run_uuid = ?", run_id
-    ) == [(1,)]
-    assert status(outputs, run_id) == "RUNNING"
-
-
 def test_a_skipped_point_never_was_a_run(tracker: MlflowTracker, sweep: Path) -> None:
     folder = write_run(sweep / "run", status="skipped", reason="undefined", num_steps=0)
     assert tracker.log_run(folder) is None
@@ -257,41 +236,6 @@ def test_long_runs_are_sent_whole(tracker: MlflowTracker, outputs: Path, sweep: 
     run_id = tracker.log_run(folder)
     assert run_id is not None
     assert num_metrics(outputs, run_id) == num_steps * METRICS_PER_STEP
-
-
-def _start_and_die(folder: Path, outputs: Path, experiment: str) -> None:
-    owner.take_ownership(folder.parent)
-    MlflowTracker(None, experiment, outputs).start_run(folder)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_run_does_not_stay_running(
-    tracker: MlflowTracker, outputs: Path, sweep: Path
-) -> None:
-    killed = write_run(sweep / "b" / "killed", status="running", num_steps=4)
-    alive = write_run(sweep / "a" / "alive", status="running", num_steps=4)
-    ended = write_run(sweep / "a" / "ended", status="running", num_steps=4)
-    owner.take_ownership(sweep / "a")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_start_and_die, args=(killed, outputs, tracker.store.experiment)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    ids = {
-        "killed": tracker.start_run(killed),
-        "alive": tracker.start_run(alive),
-        "ended": tracker.start_run(ended),
-    }
-    assert {status(outputs, run_id) for run_id in ids.values()} == {"RUNNING"}
-    write_json(ended / "state.json", {"status": "failed", "reason": "rank 0: boom"})
-    assert tracker.close_stale(sweep) == [ended, killed]
-    found = {name: status(outputs, run_id) for name, run_id in ids.items()}
-    assert found == {"killed": "KILLED", "alive": "RUNNING", "ended": "FAILED"}
-    assert "has died" in tag(outputs, ids["killed"], "reason")
-    assert num_metrics(outputs, ids["killed"]) == 4 * METRICS_PER_STEP
-    assert tracker.close_stale(sweep) == []
-    owner.release_ownership(sweep / "a")
 
 
 def _send_all(folders: list[Path], outputs: Path, together: Barrier) -> None:
@@ -395,17 +339,15 @@ def test_a_store_that_mlflow_refuses_is_refused_before_it_is_opened(uri: str) ->
 def quiet(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A process of its own that makes a store in this folder, and sends one run that is done and one that is not."""
+    """A process of its own that makes a store in this folder, and sends one run."""
     folder = tmp_path_factory.mktemp("quiet")
     write_run(folder / "sweep" / "done")
-    write_run(folder / "sweep" / "stale", status="running")
     code = (
         "import sys, zeroexp.tracking.mlflow as door\n"
         "from pathlib import Path\n"
         "assert 'mlflow' not in sys.modules, 'imported too early'\n"
         "tracker = door.MlflowTracker(None, 'thrown-away', Path(sys.argv[1]))\n"
-        "for name in ('done', 'stale'):\n"
-        "    tracker.log_run(Path(sys.argv[1], 'sweep', name))\n"
+        "tracker.log_run(Path(sys.argv[1], 'sweep', 'done'))\n"
     )
     words = [sys.executable, "-c", code, str(folder)]
     return folder, subprocess.run(words, capture_output=True, text=True, timeout=600)
@@ -420,13 +362,10 @@ def test_mlflow_is_imported_late_and_makes_its_store_in_silence(quiet) -> None:
 def test_a_store_that_was_thrown_away_is_made_again_from_the_folders(quiet) -> None:
     """By another process: mlflow keeps a store open for good."""
     folder, _ = quiet
-    done, stale = folder / "sweep" / "done", folder / "sweep" / "stale"
     (before,) = ask(folder, "select run_uuid from runs where name = 'done'")
     (folder / "mlflow.db").unlink()
-    write_json(stale / "state.json", {"status": "failed"})
     tracker = MlflowTracker(None, "thrown-away", folder)
-    assert tracker.close_stale(folder) == []
-    after = tracker.log_run(done)
+    after = tracker.log_run(folder / "sweep" / "done")
     assert after is not None
     assert after != before[0]
     assert num_metrics(folder, after) > NUM_STEPS * METRICS_PER_STEP
@@ -469,7 +408,7 @@ def test_steps_that_the_store_refused_are_sent_later(
     assert steps_sent(outputs, run_id) == list(range(7)), "each once"
 
 
-# -- runs that MLflow can not take as they are, or that nobody can read ---------------------------------
+# -- runs that MLflow can not take as they are ---------------------------------
 
 
 def test_a_clock_that_is_set_back_loses_no_step(
@@ -501,21 +440,6 @@ def test_a_key_that_is_refused_costs_that_key_alone(
     params = dict(ask(outputs, "select key, value from params where run_uuid = ?", run_id))
     assert params["model.hf_config.fine"] == "2" and "optimizer.lr" in params
     assert ask(outputs, "select status from runs where run_uuid = ?", run_id) == [("FINISHED",)]
-
-
-@pytest.mark.parametrize("file", [LINK, "config.yaml", "state.json", "records.jsonl"])
-def test_what_nobody_can_read_keeps_no_other_sweep_out(
-    tracker: MlflowTracker, sweep: Path, file: str
-) -> None:
-    torn = write_run(sweep / "a", status="running", num_steps=4)
-    fine = write_run(sweep / "b", status="running", num_steps=4)
-    for folder in (torn, fine):
-        tracker.start_run(folder)
-        write_json(folder / "state.json", {"status": "failed", "reason": "boom"})
-    (torn / file).write_text('{"uri": [\n')
-    # A run whose state is torn has failed, and is closed as one.
-    closed = [torn, fine] if file == "state.json" else [fine]
-    assert tracker.close_stale(torn.parent) == closed
 
 
 @pytest.mark.parametrize("name", ["it's", 'a "b"', """it's "b\""""])

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from yaml import YAMLError
-
 from zeroexp.measure.record import StepRecord
 from zeroexp.tracking import entries, labels, views
 from zeroexp.tracking.files import RECORDS, read_json, read_timed_records, write_json
-from zeroexp.tracking.run import Run, read_run
+from zeroexp.tracking.run import read_run
 from zeroexp.tracking.store import Store
 
 LINK = "mlflow.json"  # in a run's folder, and in that of a sweep for its page
 PAGE = "report.html"  # of a sweep's folder, see report/page
 PAGE_OF = "report_of"  # the tag of the run that holds it; `sweep` would show it among the points
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError)
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,6 @@ class MlflowTracker:
         self.store.send(run_id, summary, labels.run_params(run), labels.run_tags(run, status))
         if labels.MLFLOW_STATUS[status] != labels.RUNNING:
             self.store.send(run_id, entries.system_entries(folder))
-            self._note_data(run_id, run)
             self._close(folder, run_id, labels.MLFLOW_STATUS[status], ended)
         return run_id
 
@@ -140,15 +136,6 @@ class MlflowTracker:
         self.store.send(run_id, [e for at, record in new for e in entries.step_entries(at, record)])
         sent.update(record.step for _, record in new)
 
-    def close_stale(self, outputs: Path) -> list[Path]:
-        """Close the ended runs below `outputs` that MLflow takes for running; return their folders.
-
-        A run has also ended if its sweep died. The files of such a run are sent too.
-        """
-        return [
-            path.parent for path in sorted(outputs.rglob(LINK)) if self._close_if_stale(path.parent)
-        ]
-
     def write_views(self, sweep: str) -> list[tuple[str, str]]:
         """Save the views of a sweep in the experiment; return (title, link) for each."""
         experiment_id, saved = self.store.experiment_id, views.of_sweep(sweep)
@@ -159,18 +146,6 @@ class MlflowTracker:
             for tag in views.outdated_tags(tags, sweep):
                 client.delete_experiment_tag(experiment_id, tag)
         return [(view.title, view.url(self.store.address, experiment_id)) for view in saved]
-
-    def _note_data(self, run_id: str, run: Run) -> None:
-        """Record what the run trained on as MLflow's data set of it; doing so again changes nothing."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        if (fields := labels.dataset_fields(run)) is None:
-            return
-        context = [InputTag("mlflow.data.context", "training")]
-        name, digest, kind, source = fields
-        made = DatasetInput(Dataset(name, digest, kind, source), context)
-        with self.store.opened() as client:
-            client.log_inputs(run_id, datasets=[made])
 
     def _create_run(self, folder: Path) -> Link:
         run = read_run(folder)
@@ -195,17 +170,3 @@ class MlflowTracker:
         link = Link.read(folder)
         assert link is not None
         replace(link, closed=True).write(folder)
-
-    def _close_if_stale(self, folder: Path) -> bool:
-        link = Link.read(folder)
-        if link is None or link.closed:
-            return False
-        try:
-            ended = labels.MLFLOW_STATUS[read_run(folder).status] != labels.RUNNING
-            read_timed_records(folder)
-        except UNREADABLE:  # one unreadable run must not keep another sweep from the store
-            return False
-        ended = ended and self.store.has_run(link.uri, link.run_id)
-        if ended:
-            self.log_run(folder)
-        return ended

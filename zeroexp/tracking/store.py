@@ -11,7 +11,7 @@ import shlex
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -94,19 +94,6 @@ class Store:
     @property
     def _is_file(self) -> bool:
         return self.uri.startswith(SQLITE)
-
-    def written_at(self) -> int:
-        """Return when any process last wrote to a sqlite store (nanoseconds); 0 for a server."""
-        if not self._is_file:
-            return 0
-        database, times = _database(self.uri), [0]
-        with suppress(OSError):  # a folder that is not there, a journal that has just gone
-            for path in os.scandir(database.parent):
-                if (
-                    database.name in path.name
-                ):  # its journal, too, and one whose tables are being made
-                    times.append(path.stat().st_mtime_ns)
-        return max(times)
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:

@@ -3,7 +3,7 @@
 The first point waits until the store is open, since importing mlflow for a second would disturb its measured steps, but
 only while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C:
 its error is printed at the end, with the command that sends the files of the runs. What a busy store does not take is
-tried again until then, and the end waits for other sweeps that still write to the store.
+tried again until then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroexp.tracking.store import StoreBusy
 
 SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
 STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
-END_SECONDS = 30.0  # the same, at the end of a sweep, where writes of others count as work too
+END_SECONDS = 30.0  # the same, at the end of a sweep
 RETRY_SECONDS = 0.5  # between two tries of what a busy store did not take
 WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
@@ -36,16 +36,16 @@ class Uploads:
         """Raises ConfigError for a store that MLflow refuses."""
         self._tracker = MlflowTracker(config.uri, config.experiment, outputs)
         self._views: list[tuple[str, str]] = []
-        self._worker = _Worker(self._tracker.store.written_at)
+        self._worker = _Worker()
         self._looked: dict[Path, float] = {}  # time.monotonic() of the last look at each run
-        self._worker.do(lambda: self._open(outputs, sweep))
+        self._worker.do(lambda: self._write_views(sweep))
 
     @property
     def failed(self) -> bool:
         return self._worker.error is not None
 
     def begin(self, folder: Path) -> None:
-        """Start the MLflow run before its ranks run; if this process is killed, the next sweep closes the run."""
+        """Start the MLflow run before its ranks run; if this process is killed, --rerun or a sync closes the run."""
         self._looked[folder] = time.monotonic()
         self._worker.do(lambda: self._tracker.start_run(folder))
         self._worker.wait(STILL_SECONDS)
@@ -87,23 +87,18 @@ class Uploads:
         if (address := self._tracker.log_page(folder)) is not None:
             self._views.append(("report", address))
 
-    def _open(self, outputs: Path, sweep: str) -> None:
-        """Close the runs that earlier, killed sweeps left open, and write the views of this sweep."""
-        self._tracker.close_stale(outputs)
+    def _write_views(self, sweep: str) -> None:
         self._views = self._tracker.write_views(sweep)
 
 
 class _Worker:
     """A thread that runs one action after the other, and no more once one has failed. It ends with the process,
     whatever it waits for.
-
-    written_at: when the store last took something from any process.
     """
 
-    def __init__(self, written_at: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.error: Exception | None = None
         self.busy: StoreBusy | None = None  # why an action that is tried again failed last
-        self._written_at = written_at
         self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_open, self._stands_still = 0, False
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -119,17 +114,14 @@ class _Worker:
     def wait(self, still_seconds: float, *, at_end: bool = False) -> bool:
         """Wait until all is done, no work was done for `still_seconds`, or the user is impatient.
 
-        Returns False if not all is done. A worker that once stood still is waited for only with `at_end`, where
-        waiting in a queue of sweeps that advances is no standing still.
+        Returns False if not all is done. A worker that once stood still is waited for only with `at_end`.
         """
         if self._stands_still and not at_end and not self.idle():
             return False
-        worked, written, since = self._cpu_seconds(), 0, time.monotonic()
+        worked, since = self._cpu_seconds(), time.monotonic()
         while not self.idle():
-            others = self._written_at() if at_end else 0
-            advances = self._cpu_seconds() - worked > WORK_SECONDS or others != written
-            if advances and self.busy is None:
-                worked, written, since = self._cpu_seconds(), others, time.monotonic()
+            if self._cpu_seconds() - worked > WORK_SECONDS and self.busy is None:
+                worked, since = self._cpu_seconds(), time.monotonic()
             self._stands_still = time.monotonic() - since > still_seconds
             if self._stands_still or signals.was_asked_twice():
                 return False
