@@ -102,12 +102,6 @@ def test_the_peak_is_told_by_cause(tmp_path: Path, text: str) -> None:
     assert caption.endswith("It comes outside of torch's operators in the backward phase.")
 
 
-def test_colours_of_ranks_begin_at_nothing(text: str) -> None:
-    held, peak, _ = charts(text)["ranks"]["data"]
-    assert held["zmin"] == peak["zmin"] == 0
-    assert peak["z"][1] == [4 * P + 10, 4 * P + 11], "of ddp-n2"
-
-
 def test_a_step_is_cut_into_what_waits_for_each_verb_and_the_rest(text: str) -> None:
     chart = charts(text)["exposed"]
     drawn, point = bars(chart), "zero3-n2"

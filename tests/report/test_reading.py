@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,26 +39,13 @@ def folder(tmp_path: Path) -> Path:
         ("config.yaml", "model: {name: small}"),
         ("environment.json", "{"),
         ("environment.json", '{"repeat": "first"}'),
-        ("state.json", '{"status": "done", "reason": {}}'),
-        ("state.json", '{"status": "done", "done_at": "Infinity"}'),
-        ("load.json", '{"other_cores": "many"}'),
-        # What no run writes
-        ("summary.json", {"step_seconds_median": 0}),
-        ("summary.json", {"step_seconds_p95": "NaN"}),
-        ("summary.json", {"tokens_per_second": None}),
-        ("summary.json", {"world_size": 3}),
-        ("summary.json", {"memory.total.fullest": "much"}),
-        ("summary.json", {"memory.peak.per_rank": {}}),
-        ("summary.json", {"times": [{"rank": 0}]}),
-        ("summary.json", {"plan": {"total": []}}),
     ],
 )
-def test_a_torn_file_costs_its_run_and_one_line(tmp_path: Path, name: str, text: Any) -> None:
+def test_a_torn_file_costs_its_run_and_one_line(
+    tmp_path: Path, name: str, text: str | bytes
+) -> None:
     whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn")
-    if isinstance(text, dict):
-        change(torn / name, text)
-    else:
-        (torn / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (torn / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     runs, (line,) = read_runs([tmp_path])
     assert [run.folder for run in runs] == [whole]
     assert line.startswith(f"{torn}: left out") and "\n" not in line
@@ -89,9 +75,7 @@ def test_a_timeline_that_is_torn_or_odd_is_not_drawn(folder: Path) -> None:
     trace = folder / "trace.0.9.json"
     whole = trace.read_text()
     trace.write_text(whole[:-40])
-    runs, problems = read_runs([folder])
-    assert problems == [f"{folder}: trace.0.9.json is torn and left out"]
-    assert "No step was traced" in page.render(points_of(runs))
+    assert "No step was traced" in page.render(points(folder))
     for odd in ({"ts": "late"}, {"args": None}):
         content = json.loads(whole)
         content["traceEvents"][-1] |= odd
@@ -111,7 +95,7 @@ def test_a_later_version_may_say_more_and_an_earlier_one_less(folder: Path) -> N
     page.render(points(folder))
 
 
-@pytest.mark.parametrize("name", ["summary.json", "records.jsonl", "trace.0.9.json"])
+@pytest.mark.parametrize("name", ["summary.json", "records.jsonl"])
 def test_a_file_of_a_later_format_is_one_line_with_the_remedy(folder: Path, name: str) -> None:
     other = write_run(folder.parent / "old")
     assert read_runs([folder.parent])[1] == []
@@ -123,8 +107,8 @@ def test_a_file_of_a_later_format_is_one_line_with_the_remedy(folder: Path, name
         f"{folder}: {'left out, ' if gone else ''}{name} has format 2, and this zeroexp reads 1; "
         "use the version that wrote it"
     )
-    text = page.render(points_of(runs), [line])
-    assert name != "trace.0.9.json" or "No step was traced" in text
+    edit(folder / "trace.0.9.json", '"format": 1', '"format": 2')
+    assert "No step was traced" in page.render(points_of(runs), [line])
 
 
 def test_a_folder_is_a_sweep_or_a_run_and_one_without_a_run_is_refused(folder: Path) -> None:

@@ -71,16 +71,6 @@ def test_a_closed_form_that_is_wrong_and_bytes_sent_are_said(tmp_path: Path) -> 
     ]
 
 
-def test_a_stage_whose_peak_falls_less_than_promised_says_why(tmp_path: Path) -> None:
-    write_run(tmp_path / "b", "ddp")
-    change(tmp_path / "b/summary.json", {"memory.peak": spread(400, 400)})
-    sentences = explained(tmp_path, "gradients", 48, 48, **{"memory.peak": spread(300, 300)})
-    # 2.5 P of 4 P; the peak is 300 of 400, of which the table has 240.
-    assert sentences[-1].startswith(
-        "Its peak is 0.75 of that of b, and the table says 0.62: of its 300.0 MiB 60.0 MiB are buffers"
-    )
-
-
 def test_the_first_numbers_compare_what_can_be_compared(tmp_path: Path) -> None:
     for strategy, size in (("ddp", 1), ("ddp", 2), ("zero3", 2)):
         write_run(tmp_path / f"{strategy}-{size}", strategy, "buffer", size)

@@ -22,7 +22,6 @@ from zeroexp.report.theory import stage_of, table_bytes, table_traffic
 from zeroexp.tracking.run import Run
 
 TOLERANCE = 0.02
-NUM_CAUSES = 3  # of a peak, the largest first
 ROWS = ("parameters", "gradients", "optimizer", "master")
 
 
@@ -122,10 +121,7 @@ def _count(number: int, word: str) -> str:
 
 def explanations(points: Sequence[Point]) -> list[tuple[str, list[str]]]:
     """Return (name, sentences) of each point that has anything to explain."""
-    lines = [
-        (point.name, [*_explain_point(point), *_why_peak_falls_less(point, points)])
-        for point in points
-    ]
+    lines = [(point.name, [*_explain_point(point)]) for point in points]
     return [(name, sentences) for name, sentences in lines if sentences]
 
 
@@ -208,46 +204,6 @@ def _explain_traffic(point: Point) -> Iterator[str]:
     why = f" strategy.keep={keep} leaves units gathered from forward to backward."
     kept = keep in ("last", "all") and more.get("gather", 0) < 0
     yield f"{head}By kind: {', '.join(parts) or 'each a little'}.{why if kept else ''}"
-
-
-def _why_peak_falls_less(point: Point, points: Sequence[Point]) -> Iterator[str]:
-    """Say why a stage's peak falls by less than its table, beside the same implementation's DDP."""
-    whole = next((p for p in points if p.summary and _is_ddp_of_same_point(p.run, point.run)), None)
-    if whole is None or whole is point or not (point.summary and whole.summary):
-        return
-    mine, theirs = table_bytes(point.run), table_bytes(whole.run)
-    peaks = point.summary.memory.peak, whole.summary.memory.peak
-    if not (mine and theirs and peaks[0] and peaks[1]):
-        return
-    promised = sum(mine.values()) / sum(theirs.values())
-    reached = peaks[0].fullest / peaks[1].fullest
-    if reached <= promised * (1 + TOLERANCE):
-        return
-    yield (
-        f"Its peak is {reached:.2f} of that of {whole.name}, and the table says {promised:.2f}: of its "
-        f"{_mib(peaks[0].fullest)} {_peak_beyond_table(point.summary, sum(mine.values()))}"
-    )
-
-
-def _peak_beyond_table(summary: RunSummary, table: float) -> str:
-    """Say what makes the peak beside what the table has."""
-    peak = summary.memory.peak
-    assert peak is not None
-    traced = max(filter(None, summary.memory.peaks), key=lambda one: one.num_bytes, default=None)
-    if traced is None:
-        beside = peak.fullest - table
-        return (
-            f"{_mib(beside)} are buffers, activations and temporaries, which no stage shards; "
-            "train.trace_steps tells which."
-        )
-    causes = sorted(traced.bytes_by_cause.items(), key=lambda item: -item[1])[:NUM_CAUSES]
-    most = ", ".join(f"{cause} {_mib(number)}" for cause, number in causes)
-    return f"the most are {most}, in {traced.operator} of the {traced.phase} phase."
-
-
-def _is_ddp_of_same_point(run: Run, other: Run) -> bool:
-    same = ("world_size", "model.name", "strategy.implementation", "precision.name")
-    return run.strategy == "ddp" and all(run.config.get(k) == other.config.get(k) for k in same)
 
 
 def _differ(measured: float, form: float) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, cast
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.compare import Conclusions, conclude
 from zeroexp.report.measured_points import Point
-from zeroexp.report.page.byte_charts import causes_chart, memory_chart, ranks_chart, traffic_chart
+from zeroexp.report.page.byte_charts import causes_chart, memory_chart, traffic_chart
 from zeroexp.report.page.chart import DEFAULTS, Chart
 from zeroexp.report.page.html_tables import (
     differences_table,
@@ -53,7 +53,6 @@ CHARTS: list[Callable[[Sequence[Point]], Chart]] = [
     pareto_chart,
     scaling_chart,
     traffic_chart,
-    ranks_chart,
     loss_chart,
 ]
 
@@ -130,9 +129,7 @@ def render(
 
 def chart_of(name: str, points: Sequence[Point], conclusions: Conclusions) -> Chart:
     """Return one chart by its name. Raises ConfigError for a name that none has."""
-    makers = {
-        make.__name__.removesuffix("_chart"): make for make in CHARTS if make is not ranks_chart
-    }
+    makers = {make.__name__.removesuffix("_chart"): make for make in CHARTS}
     if name == "verdict":
         return verdict_chart(conclusions)
     if name not in makers:

@@ -1,22 +1,18 @@
-"""Charts of bytes, one row for each point: held, at the peak, sent, and rank by rank."""
+"""Charts of bytes, one row for each point: held, at the peak, and sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary, Spread
+from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import MOMENT, Point
 from zeroexp.report.page.chart import (
     INK,
-    MANY,
     Chart,
     Trace,
-    axis_of,
     row_chart,
     row_marks,
-    rows_axis,
-    rows_height,
 )
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_COLOURS, KIND_NAMES, RED, part_colour
 from zeroexp.report.theory import table_bytes, table_traffic
@@ -139,63 +135,4 @@ def traffic_chart(points: Sequence[Point]) -> Chart:
         numbers=sent,
         colours={kind: part_colour(kind, index + 3) for index, kind in enumerate(ordered)},
         marks=_closed_forms(points, "sent", table_traffic),
-    )
-
-
-# ---- one square per rank and point: who holds or sends more than the others
-
-MANY_RANKS = 12
-
-
-def ranks_chart(points: Sequence[Point]) -> Chart:
-    """Draw three heat maps of which the reader chooses one: bytes held, peak, bytes sent."""
-    done = {point.name: point.summary for point in points if point.summary}
-    spreads = {
-        "most held at one moment": [s.memory.total for s in done.values()],
-        "peak": [s.memory.peak for s in done.values()],
-        "sent per step": [s.sent_bytes_per_step for s in done.values()],
-    }
-    names = [name for name, each in spreads.items() if any(each)]
-    rows, size = list(done), max((s.world_size for s in done.values()), default=0)
-    data: list[Trace] = [
-        {
-            **{"type": "heatmap", "name": name, "y": rows, "x": list(range(size))},
-            "z": [_padded(spread, size) for spread in spreads[name]],
-            # From nothing on, so that a few bytes of difference are no colour of their own.
-            **{"zmin": 0, "colorbar": {"title": {"text": "MiB"}}},
-            "texttemplate": "%{z:,.1f}" if size <= MANY_RANKS and len(rows) <= MANY else "",
-            "visible": name == names[0],
-            "hovertemplate": "%{y}, rank %{x}: %{z:,.2f} MiB<extra></extra>",
-        }
-        for name in names
-    ]
-    buttons = [
-        {"label": name, "method": "restyle", "args": ["visible", [x == name for x in names]]}
-        for name in names
-    ]
-    place = {"x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "pad": {"b": 4}}
-    layout = {
-        "xaxis": axis_of("rank", dtick=1 if size <= MANY_RANKS else None),
-        "yaxis": rows_axis(rows),
-        "updatemenus": [{"type": "dropdown", "buttons": buttons, "showactive": True, **place}],
-    }
-    caption = f"MiB of each rank, the same scale for all; a choice above shows what. {_skew(done)}"
-    return Chart("ranks", "Rank by rank", caption, data, layout, rows_height(rows) + 60)
-
-
-def _padded(spread: Spread | None, size: int) -> list[float | None]:
-    values = [value / MIB for value in spread.per_rank] if spread else []
-    return values + [None] * (size - len(values))
-
-
-def _skew(done: Mapping[str, RunSummary]) -> str:
-    skews = {name: s.memory.total.fullest / (s.memory.total.mean or 1) for name, s in done.items()}
-    if not skews:
-        return ""
-    worst = max(skews, key=skews.__getitem__)
-    if skews[worst] < 1.005:
-        return "In every point all ranks hold the same, within half a percent."
-    more = 100 * (skews[worst] - 1)
-    return (
-        f"The least even point is {worst}: its fullest rank holds {more:.1f} % more than the mean."
     )

@@ -41,7 +41,6 @@ DEFAULTS: dict[str, list[Trace]] = {
             "hovertemplate": "%{x:,.1f}",
         }
     ],
-    "heatmap": [{"colorscale": "Cividis", "colorbar": {"thickness": 12}, "xgap": 2, "ygap": 2}],
 }
 
 

@@ -37,8 +37,7 @@ FACTS = {
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     columns = columns_of(points)
-    # How ranks differ is shown rank by rank.
-    results = [c for c in columns if c.part in ("memory", "traffic") and not c.is_mean]
+    results = [column for column in columns if column.part in ("memory", "traffic")]
     times, losses = ([c for c in columns if c.part == part] for part in ("times", "losses"))
     status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
     table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *status])
@@ -49,7 +48,8 @@ def results_table(points: Sequence[Point]) -> str:
     intervals = filter(None, map(step_time_interval, points))
     over = dict.fromkeys(meanings[each.over] for each in intervals)
     notes = [
-        "Bytes are MiB of the fullest rank. Step times are medians of rank 0 over the measured steps.",
+        "Bytes are MiB of the fullest rank; mean: over ranks, where they differ.",
+        "Step times are medians of rank 0 over the measured steps.",
         f"The interval of the step is {' or '.join(over)}." if over else "",
         escape(describe_peak_flops(points)),
     ]

@@ -23,8 +23,8 @@ from zeroexp.report.theory import SENDS, stage_of
 
 TITLE = "One step"
 NOTHING = (
-    "No step was traced. With train.trace_steps=[5] each rank writes what it did and held in that step, and this page "
-    "shows it."
+    "No step was traced, or its files are torn or of a later version. With train.trace_steps=[5] each rank writes what "
+    "it did and held in that step, and this page shows it."
 )
 CAPTION = (
     "step {step}, traced, so that it is slower than others. For each rank: the phase, the block that computes, the "
