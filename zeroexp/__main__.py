@@ -78,11 +78,11 @@ def _sweep_or_explain(arguments: list[str], told: list[str] | None) -> int:
         except KeyboardInterrupt:
             sweep.conclude()
             return INTERRUPTED
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a plugin may raise anything
             if problem := plugins.blamed(error):
                 print(f"zeroexp: {problem}", file=sys.stderr)
                 return REFUSED
-            if not (problem := failure.explain_no_thread(error) or _explain_disk(error)):
+            if not (problem := _explain_disk(error)):
                 raise
             print(f"zeroexp: {problem}", file=sys.stderr)
             return FAILED
@@ -197,7 +197,8 @@ def _refuse_without_threads() -> None:
         thread = threading.Thread(target=int)
         thread.start()
     except RuntimeError as error:
-        raise ConfigError(failure.explain_no_thread(error) or str(error)) from error
+        remedy = failure.REMEDIES[errno.EAGAIN]
+        raise ConfigError(f"no thread can be started: {error}; {remedy}") from error
     thread.join()
 
 

@@ -32,9 +32,6 @@ REMEDIES = {
     errno.ENFILE: "close files of other programs",
     errno.ENOSYS: "ranks need memfds and pidfds; use a newer kernel, or another sandbox",
 }
-# What C++, Python and Rust (the tokenizers) say where the system gives no thread.
-NO_THREAD = (os.strerror(errno.EAGAIN), "can't start new thread")
-PANIC = "ThreadPoolBuildError"
 
 
 def failed_with(folder: Path, exception: str) -> bool:
@@ -59,23 +56,12 @@ def write_raised(
     """Record this rank's exception; an earlier recorded failure stays. The rank itself calls this."""
     trace = "".join(traceback.format_exception(error))
     message = str(error)
-    message = explain_no_thread(error) or message
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         message = f"{message}; {REMEDIES[error.errno]}"
     cause = _cause(folder, rank, type(error).__name__, message, trace)
     if short := describe_shortage(error, peak_bytes):
         cause |= _of_memory(short)
     _write(folder, cause)
-
-
-def explain_no_thread(error: BaseException) -> str | None:
-    """Return the line for the user, or None if `error` is about something else."""
-    message = str(error)
-    if PANIC in message:
-        message = NO_THREAD[0]
-    elif not isinstance(error, RuntimeError) or message not in NO_THREAD:
-        return None
-    return f"no thread can be started: {message}; {REMEDIES[errno.EAGAIN]}"
 
 
 def write_died(

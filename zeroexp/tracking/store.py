@@ -52,10 +52,6 @@ NO_PERMISSION = (
 )
 
 
-class StoreBusy(Exception):
-    """Another program has locked the store for longer than one waits for a lock; it may be free later."""
-
-
 class Store:
     """One experiment of a store. It is cheap to make: the store is opened, and created if necessary, on first use."""
 
@@ -74,7 +70,7 @@ class Store:
         """Open the store; all access goes through this. Not reentrant.
 
         One process of ours at a time may use a sqlite file: the first one creates the tables, and none fails after
-        waiting too long for another. Raises StoreBusy if another program has locked it.
+        waiting too long for another.
         """
         if not self._is_file:
             self._client = self._client or _open_server(self.uri)
@@ -294,7 +290,7 @@ def _explain(database: Path, error: sqlite3.Error) -> Exception:
     """Return what to tell a user of an error of sqlite, whose number tells more than its class."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of the number details it
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return StoreBusy(f"{database} is busy: another program has locked it")
+        return ConfigError(f"{database}: another program has locked it; send the runs again later")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or database.is_dir():
         return ConfigError(f"{database}: no database of MLflow ({error}); {_move_away(database)}")
     if not _may_write(database) or not _may_write(database.parent):

@@ -2,8 +2,7 @@
 
 The first point waits until the store is open, since importing mlflow for a second would disturb its measured steps, but
 only while the store's thread uses the CPU. A store that is away, locked or hangs costs no point and no second Ctrl-C:
-its error is printed at the end, with the command that sends the files of the runs. What a busy store does not take is
-tried again until then.
+its error is printed at the end, with the command that sends the files of the runs.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from zeroexp.config.keys import DamagedFile, TrackingConfig
 from zeroexp.process import signals
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
-from zeroexp.tracking.store import StoreBusy
 
 SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
 STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
 END_SECONDS = 30.0  # the same, at the end of a sweep
-RETRY_SECONDS = 0.5  # between two tries of what a busy store did not take
 WORK_SECONDS = 0.02  # of CPU time: less counts as no work
 POLL_SECONDS = 0.05
-LISTED = 100  # runs that MLflow's page asks its server for at once; no view can say another number
 
 
 class Uploads:
@@ -68,7 +64,7 @@ class Uploads:
         self._worker.do(lambda: self._send_page(folder))
         if not self._worker.wait(END_SECONDS, at_end=True) and not self.failed:
             where = self._tracker.store.waits_for or "the store"
-            self._worker.error = self._worker.busy or TimeoutError(f"no answer from {where}")
+            self._worker.error = TimeoutError(f"no answer from {where}")
         if (error := self._worker.error) is not None:
             first = without_password(str(error).partition("\n")[0])
             print(f"\nMLflow did not take the runs ({type(error).__name__}: {first}); later:")
@@ -79,9 +75,6 @@ class Uploads:
         print(f"\nMLflow: {self._tracker.store.ui_command()}")
         for title, url in self._views:
             print(f"  {title}: {url}")
-        if (number := len([*folder.glob("*/config.yaml")])) > LISTED:
-            print(f"  Lists and charts begin with {LISTED} of the {number} runs; Load more, at the")
-            print("  end of the list, brings the others. The report has all of them.")
 
     def _send_page(self, folder: Path) -> None:
         if (address := self._tracker.log_page(folder)) is not None:
@@ -98,7 +91,6 @@ class _Worker:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.busy: StoreBusy | None = None  # why an action that is tried again failed last
         self._to_do: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._num_open, self._stands_still = 0, False
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -120,7 +112,7 @@ class _Worker:
             return False
         worked, since = self._cpu_seconds(), time.monotonic()
         while not self.idle():
-            if self._cpu_seconds() - worked > WORK_SECONDS and self.busy is None:
+            if self._cpu_seconds() - worked > WORK_SECONDS:
                 worked, since = self._cpu_seconds(), time.monotonic()
             self._stands_still = time.monotonic() - since > still_seconds
             if self._stands_still or signals.was_asked_twice():
@@ -136,20 +128,10 @@ class _Worker:
         while True:
             action = self._to_do.get()
             try:
-                while self.error is None and not self._try(action):
-                    time.sleep(RETRY_SECONDS)
+                if self.error is None:
+                    action()
             except DamagedFile as error:  # of one run: the others are sent
                 print(f"zeroexp: MLflow lacks a run: {error}", file=sys.stderr)
             except Exception as error:  # a database, a server or the network may raise anything
                 self.error = error
-            self.busy = None
             self._num_open -= 1
-
-    def _try(self, action: Callable[[], object]) -> bool:
-        """Run the action; return False if the store is busy."""
-        try:
-            action()
-        except StoreBusy as error:
-            self.busy = error
-            return False
-        return True
