@@ -25,6 +25,7 @@ from zeroexp.measure.record import Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
 from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.rehearse import UNDISTURBED_STEP, RehearsedRank, prepared
 from zeroexp.plan.stand_ins import NoData
 from zeroexp.process.world import World, barrier, fake_world, joined_process_group
@@ -36,7 +37,7 @@ MLP = ("model=mlp_tiny", "data=vectors", "data.seq_len=16")
 LLAMA = ("model=tiny", "data=synthetic", "data.seq_len=64")
 STAGES = ("ddp", "zero1_allreduce", "zero1", "zero2", "zero3")
 LAYOUTS = ("parameter", "tensor", "buffer")
-RNG_STATE_BYTES = 5056  # activation checkpointing keeps the CPU generator's state for each block
+RNG_STATE_BYTES = 5056  # of the CPU's generator, kept by each block that is recomputed
 ELEMENT_BYTES = 64  # of a tensor of one element, by which real ranks and torch's engines differ
 
 
@@ -49,6 +50,12 @@ def config_of(*words: str) -> Config:
 def quick_or_slow(quick: list, more: list) -> list:
     slow, every = pytest.mark.slow, dict.fromkeys([*quick, *more])
     return [pytest.param(*each, marks=() if each in quick else slow) for each in every]
+
+
+def random_states_bytes(config: Config) -> int:
+    """Return what real ranks keep for recomputation, and rehearsals do not."""
+    recomputes = config.train.activation_checkpointing
+    return RNG_STATE_BYTES * len(build_on_meta(config).blocks) if recomputes else 0
 
 
 class Zeros(NoData):
@@ -95,13 +102,13 @@ def _allocated() -> int:
 
 def in_a_fake_world(config: Config, rank: int) -> Steps:
     with fake_world(rank, config.world_size) as world:
-        return real_steps(world, prepared(config, None))
+        return real_steps(world, prepared(config))
 
 
 def alone(config: Config) -> Steps:
     """As the only rank of a real group, whose reducer is the real one."""
     with joined_process_group() as world:
-        return real_steps(world, prepared(config, None))
+        return real_steps(world, prepared(config))
 
 
 def among_peers(
@@ -109,7 +116,7 @@ def among_peers(
 ) -> Steps:
     """Among real peers, of hosts that have names of their own."""
     with host_of(world, ranks_per_host):
-        steps = real_steps(world, prepared(config, None), run)
+        steps = real_steps(world, prepared(config), run)
         barrier()  # no rank closes its connections while another still reads
     return steps
 

@@ -70,5 +70,6 @@ def test_a_model_that_names_no_vocabulary_is_planned_with_the_words_of_its_data(
     built = build_model(config.model, seed=0, device="meta", vocab_size=vocab_size).module
     num_bytes = sum(p.nbytes for p in built.parameters())
     assert num_bytes == sum(p.nbytes for p in build_on_meta(config).module.parameters())
-    (rank,) = rehearse(config, world_size=1, ranks=[0]).ranks
+    config.world_size = 1
+    (rank,) = rehearse(config, reads=True)
     assert rank.held_bytes["at_rest"]["parameters"] == num_bytes

@@ -13,7 +13,6 @@ from tests.composing import composed
 from tests.plan.real_steps import agree, among_peers, quick_or_slow
 from zeroexp.config.keys import Config
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.extrapolate_depth import with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.rehearse import rehearse
 
@@ -44,7 +43,7 @@ def check(ranks, config: Config, transport: str) -> None:
     expected = sharded_form(config, transport)
     per_host = 1 if transport == "gloo" else NUM_RANKS
     if transport == "gloo":  # a rehearsal has shared memory in its peaks alone
-        (rehearsed,) = rehearse(config, ranks=[NUM_RANKS - 1], ranks_per_host=per_host).ranks
+        (rehearsed,) = rehearse(config, ranks=[NUM_RANKS - 1], reads=True, ranks_per_host=per_host)
         agree(rehearsed, expected)
     for rank in ranks(among_peers, config, per_host, world_size=NUM_RANKS):
         agree(rank, expected)
@@ -96,7 +95,8 @@ def num_gathers(config: Config) -> int:
 
 def test_what_is_listed_before_the_first_trainable_parameter_has_no_backward():
     """Of six blocks the first three are frozen, and all below them."""
-    config = with_depth(config_of("tiny", "strategy.keep=none", accumulation=3), 6)
+    words = ("strategy.keep=none", "model.hf_config.num_hidden_layers=6")
+    config = config_of("tiny", *words, accumulation=3)
     config.model.freeze = ["*embed*", "*layers.[0-2].*"]
     assert num_gathers(config) == 3 * sum((2, 1, 1, 1, 2, 2, 2))
 
@@ -111,7 +111,7 @@ def test_modules_of_recomputed_blocks_are_gathered_a_third_time(keep):
     config = by_module("tiny", keep, 1, 2, "train.activation_checkpointing=true")
     found, num_units = num_gathers(config), len(sharded_form(config, "gloo").units)
     assert found == 2 * (num_units if keep == "all" else 1 + 2 + 3 * 2 * 9)
-    (real,) = rehearse(config, ranks=[0], ranks_per_host=1, reads=False).ranks
+    (real,) = rehearse(config, ranks=[0], ranks_per_host=1)
     more = found - real.traffic.calls_by_kind["gather"]
     assert more == (0 if keep == "all" else 2 * 2)
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 
 from tests.plan.real_steps import (
     CPU,
@@ -24,28 +18,26 @@ from tests.plan.real_steps import (
     LAYOUTS,
     LLAMA,
     NUM_RANKS,
-    RNG_STATE_BYTES,
     STAGES,
     Steps,
     among_peers,
     config_of,
     quick_or_slow,
+    random_states_bytes,
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.plan.extrapolate_depth import depth_of
 from zeroexp.plan.hidden_memory import (
     GradientSums,
     KernelScratch,
     prior_product_scratch,
     product_scratch,
 )
-from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
+from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
 from zeroexp.plan.speed import OUTPUTS, Calibration, calibration_path, save, this_machine
 from zeroexp.plan.storages import Storages
-from zeroexp.process.world import World
 
 # So many parameters for each token that states and gradients make the peak, and not activations.
 TWO = ("world_size=2", "data.global_batch_size=10")
@@ -95,8 +87,8 @@ def test_the_peak_is_that_among_real_peers_of_one_host_and_of_several(
         *(f"precision={precision}", f"train.activation_checkpointing={recomputes}"),
     )
     real = ranks(among_peers, config, ranks_per_host, world_size=NUM_RANKS)
-    rehearsed = rehearse(config, reads=False, ranks_per_host=ranks_per_host).ranks
-    kept = ELEMENT_BYTES + (RNG_STATE_BYTES * depth_of(config) if recomputes else 0)
+    rehearsed = rehearse(config, ranks_per_host=ranks_per_host)
+    kept = ELEMENT_BYTES + random_states_bytes(config)
     errors = [real[each.rank].peak_bytes - each.peak_bytes for each in rehearsed]
     assert all(0 <= error <= kept for error in errors), errors
 
@@ -124,7 +116,7 @@ def test_no_further_microbatch_holds_more(stage, implementation, words):
     engine = (f"strategy={stage}", f"strategy.implementation={implementation}")
     config = config_of(*VECTORS, *engine, *words.split())
     fullest = planned(config)
-    (whole,) = rehearse(config, ranks=[fullest.rank], reads=False, ranks_per_host=2).ranks
+    (whole,) = rehearse(config, ranks=[fullest.rank], ranks_per_host=2)
     assert whole.peak_bytes == fullest.num_bytes
 
 
@@ -149,7 +141,7 @@ def test_a_plan_takes_the_scratch_of_products_that_was_measured(
     with mode, storages, KernelScratch(product_scratch()):
         left, right = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 64), (64, 2048)))
         product = left @ right
-    peak = storages.peaks_of_halves()["build"]["second"].num_bytes
+    peak = storages.peaks()["build"].num_bytes
     assert peak == left.nbytes + right.nbytes + product.nbytes + measured_bytes * 8 * 2048
 
 
@@ -221,7 +213,7 @@ def test_a_tensor_that_is_used_twice_has_the_peak_of_real_tensors(use):
     storages = Storages(mode)
     with mode, storages, GradientSums():
         backward_of(use)
-    rehearsed = max(half.num_bytes for half in storages.peaks_of_halves()["build"].values())
+    rehearsed = storages.peaks()["build"].num_bytes
     held.clear()
     # Sums and their gradients have one element.
     assert abs(measured - rehearsed) <= 8 * ELEMENT_BYTES, (measured, rehearsed)
@@ -263,54 +255,6 @@ def test_fsdp2_has_the_planned_peak_at_a_reduction_beside_the_copy_of_gloo(ranks
     plan = planned(config)
     copy = max(size for size, _, _ in plan.largest)
     assert plan.by_kind["messages"] == copy
+    # A thread of gloo may let go late, on busy cores: of as much once more, which no plan counts.
     measured = most(ranks(among_peers, config, 2, world_size=2))
-    assert 0 <= measured - plan.num_bytes <= plan.late_bytes + ELEMENT_BYTES
-
-
-def among_peers_where_gloo_is_late(world: World, config: Config) -> Steps:
-    """Hold what gloo's two threads hold where both are late: the largest tensor gathered or reduced, and the last."""
-    late: list[Tensor] = []
-    gather, reduce = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-
-    def hold(last: Tensor) -> None:
-        late[:] = [*sorted(late, key=lambda tensor: tensor.nbytes)[-1:], last]
-
-    def gather_and_hold(self: Any, output_tensor: Tensor, *args: Any, **more: Any) -> Any:
-        work = gather(self, output_tensor, *args, **more)
-        hold(output_tensor)
-        return work
-
-    def reduce_and_hold(self: Any, output_tensor: Tensor, input_tensor: Tensor, **more: Any) -> Any:
-        work = reduce(self, output_tensor, input_tensor, **more)
-        hold(input_tensor.clone())
-        return work
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DefaultAllGather, "__call__", gather_and_hold)
-        patch.setattr(DefaultReduceScatter, "__call__", reduce_and_hold)
-        return among_peers(world, config, 2)
-
-
-@pytest.mark.usefixtures("counted")
-def test_fsdp2_may_hold_what_gloo_lets_go_late(ranks):
-    """Two gradients of a tied embedding are summed right after its only block was reduced."""
-    config = config_of(*WIDE, "model.hf_config.num_hidden_layers=1", "strategy=zero3", FSDP2)
-    plan = planned(config)
-    # In fp32: attention 2 x 64 x 64 + 2 x 64 x 32, MLP 3 x 64 x 176, two norms; embedding 2048 x 64, one norm.
-    assert plan.late_bytes == 4 * (12_288 + 33_792 + 128) + 4 * (131_072 + 64)
-    assert most(ranks(among_peers_where_gloo_is_late, config, world_size=2)) >= plan.most_bytes
-    measured = most(ranks(among_peers, config, 2, world_size=2))
-    assert plan.num_bytes <= measured <= plan.most_bytes + ELEMENT_BYTES
-
-
-@pytest.mark.parametrize(("limit", "verdict"), [(99, "no"), (109, "tight"), (110, "yes")])
-def test_a_rehearsed_point_is_tight_where_it_fits_unless_gloo_is_late(limit, verdict):
-    config = config_of(*WIDE, "strategy=zero3", FSDP2)
-    peak = RankPeak(0, "backward", 100, {}, {}, [], late_bytes=10)
-    outcome = replace(
-        plan_point(config, None, "cpu").outcome,
-        memory_gib=limit / 2**30,
-        rehearsed=RehearsedPeaks([peak], "cpu", ()),
-    )
-    assert outcome.verdict == verdict
-    assert outcome.fits == (verdict == "yes")
+    assert 0 <= measured - plan.num_bytes <= copy + ELEMENT_BYTES

@@ -19,7 +19,6 @@ from tests.plan.real_steps import (
     LLAMA,
     MLP,
     NUM_RANKS,
-    RNG_STATE_BYTES,
     STAGES,
     Steps,
     agree,
@@ -27,24 +26,16 @@ from tests.plan.real_steps import (
     config_of,
     in_a_fake_world,
     quick_or_slow,
+    random_states_bytes,
 )
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config, ConfigError, ModelConfig
 from zeroexp.config.optimizer import OPTIMIZERS, OptimizerKind
-from zeroexp.measure.record import Traffic
 from zeroexp.models.mlp import build as build_mlp
 from zeroexp.plan.closed_forms import ShardedForm
-from zeroexp.plan.extrapolate_depth import depth_of, measure_at_depth, with_depth
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.plan.rehearse import (
-    PHASES,
-    RehearsedRank,
-    prepared,
-    rehearse,
-    rehearse_rank,
-)
+from zeroexp.plan.rehearse import RehearsedRank, rehearse
 from zeroexp.plan.stand_ins import NoData
-from zeroexp.plan.storages import Peak
 
 
 def point(stage: str, implementation: str, *words: str) -> tuple[str, ...]:
@@ -70,9 +61,9 @@ def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, 
     config = config_of(*words, *point(stage, layout, f"strategy.unit={unit}"))
     expected = form_of(config, build_on_meta(config), "native")
     assert isinstance(expected, ShardedForm)
-    rehearsal = rehearse(config)
-    assert [each.rank for each in rehearsal.ranks] == [0, NUM_RANKS - 1]
-    for each in rehearsal.ranks:
+    rehearsed = rehearse(config, reads=True)
+    assert [each.rank for each in rehearsed] == [0, NUM_RANKS - 1]
+    for each in rehearsed:
         agree(each, expected)
 
 
@@ -82,7 +73,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
     config = config_of(*MLP, *point("zero3", "parameter", "world_size=1024", batch))
     expected = form_of(config, build_on_meta(config), "native")
     assert isinstance(expected, ShardedForm)
-    (last,) = rehearse(config, ranks=[1023]).ranks
+    (last,) = rehearse(config, ranks=[1023], reads=True)
     agree(last, expected)
     assert sys.excepthook is before
 
@@ -92,7 +83,7 @@ def test_one_of_a_thousand_ranks_is_rehearsed_as_the_closed_forms_say():
 
 def check(config: Config, real: Steps, more_bytes: int = 0) -> RehearsedRank:
     """The peak is that of the same step with memory, which may hold so many bytes more."""
-    (rehearsed,) = rehearse(config, ranks=[real.rank]).ranks
+    (rehearsed,) = rehearse(config, ranks=[real.rank], reads=True)
     assert rehearsed.held_bytes == real.held_bytes
     assert rehearsed.traffic == real.traffic
     assert 0 <= real.peak_bytes - rehearsed.peak_bytes <= more_bytes
@@ -127,7 +118,7 @@ MORE = [
 )
 def test_the_peak_is_that_of_the_same_step_with_memory(words):
     config = config_of(*words)
-    more = RNG_STATE_BYTES * depth_of(config) if config.train.activation_checkpointing else 0
+    more = random_states_bytes(config)
     more += ELEMENT_BYTES if config.strategy.implementation == "torch" else 0
     check(config, in_a_fake_world(config, 1), more)
 
@@ -135,8 +126,8 @@ def test_the_peak_is_that_of_the_same_step_with_memory(words):
 @pytest.mark.usefixtures("counted")
 def test_blocks_that_recompute_a_part_hold_more_than_those_that_recompute_all():
     config = config_of(*LLAMA, "strategy=zero3", RECOMPUTES, EVERY_MATRIX_KEPT)
-    found = check(config, in_a_fake_world(config, 1), RNG_STATE_BYTES * depth_of(config))
-    (all_of_it,) = rehearse(config_of(*LLAMA, "strategy=zero3", RECOMPUTES), ranks=[1]).ranks
+    found = check(config, in_a_fake_world(config, 1), random_states_bytes(config))
+    (all_of_it,) = rehearse(config_of(*LLAMA, "strategy=zero3", RECOMPUTES), ranks=[1])
     assert found.peak_bytes > all_of_it.peak_bytes
 
 
@@ -165,91 +156,6 @@ def test_ddp_is_rehearsed_with_the_peak_of_the_real_reducer(words):
     one_rank = ("strategy.implementation=torch", "world_size=1", "data.global_batch_size=2")
     config = config_of(*LLAMA, *one_rank, *(views if words == "views" else (words,)))
     check(config, alone(config), ELEMENT_BYTES)
-
-
-# -- deep models -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_deep_model_is_rehearsed_at_three_depths_with_the_numbers_of_its_own(layout):
-    config = with_depth(config_of(*LLAMA, *point("zero3", layout)), 20)
-    rehearsal = rehearse(config, ranks=[1])
-    assert rehearsal.ranks == [rehearse_rank(prepared(config, None), 1, "cpu")]
-    # Whole parameters get other owners at other depths.
-    assert rehearsal.depths == ((4, 6, 8, 20) if layout == "parameter" else (4, 6, 8))
-
-
-@pytest.mark.slow
-def test_another_half_of_backward_may_hold_most_in_a_deep_model():
-    """Logits make the peak at few blocks, and the gradients that backward leaves at many."""
-    words = (*LLAMA[:2], "data.seq_len=32", "world_size=1", "data.global_batch_size=1")
-    shape = ("vocab_size=32768", "tie_word_embeddings=false", "intermediate_size=1024")
-    config = config_of(*words, *(f"model.hf_config.{each}" for each in shape), "strategy=ddp")
-    config.model.freeze = ["*embed*"]
-    config = with_depth(config, 40)
-    (found,) = rehearse(config, reads=False).ranks
-    own = rehearse_rank(prepared(config, None), 0, "cpu", reads=False)
-    assert found.peaks["backward"] == own.peaks["backward"]
-
-
-def test_the_half_that_holds_most_in_a_deep_model_is_told(monkeypatch):
-    """At 4, 6 and 8 blocks the first half holds more, at 20 the second."""
-
-    def made_up(at: Config, rank: int, *_: object, **__: object) -> RehearsedRank:
-        first, second = (Peak(b, {}, []) for b in (1000 + 10 * depth_of(at), 100 * depth_of(at)))
-        halves = {phase: {"first": first, "second": second} for phase in PHASES}
-        return RehearsedRank(rank, dict.fromkeys(PHASES, first), {}, Traffic(), {}, halves)
-
-    monkeypatch.setattr("zeroexp.plan.rehearse.rehearse_rank", made_up)
-    rehearsal = rehearse(with_depth(config_of(*MLP), 20), ranks=[0])
-    assert rehearsal.depths == (4, 6, 8)
-    assert rehearsal.ranks[0].peaks["backward"].num_bytes == 100 * 20
-
-
-# What is done to every so-many-th block of 30, and the depths at which the model is rehearsed.
-KINDS = [
-    (lambda block: setattr(block, "up", nn.Linear(64, 512)), 10, (30,)),
-    (lambda block: setattr(block, "window", 128), 10, (30,)),  # by which its memory may differ
-    (lambda block: setattr(block, "act", nn.ReLU()), 2, (4, 6, 8)),  # as many in each depth
-]
-
-
-@pytest.mark.parametrize(("change", "every", "depths"), KINDS)
-def test_a_model_whose_deeper_blocks_are_of_another_kind_is_rehearsed_at_its_own_depth(
-    monkeypatch, change, every, depths
-):
-    def build(config: ModelConfig, words: int | None) -> nn.Module:
-        module = build_mlp(config, words)
-        for number, block in enumerate(module.blocks, start=1):
-            block.number = number - 1  # what tells blocks of one kind apart
-            if number % every == 0:
-                change(block)
-        return module
-
-    monkeypatch.setitem(MODELS._values, "mlp", replace(MODELS["mlp"], build=build))
-    config = with_depth(config_of(*MLP), 30)
-    assert measure_at_depth(config, lambda at: [depth_of(at)])[1] == depths
-
-
-@pytest.mark.parametrize(("frozen", "depths"), [("blocks.?.*", (20,)), ("*bias", (4, 6, 8))])
-def test_a_model_of_which_some_blocks_are_frozen_is_measured_at_its_own_depth(frozen, depths):
-    config = with_depth(config_of(*MLP), 20)
-    config.model.freeze = [frozen]
-    found = measure_at_depth(config, lambda at: [{"num_blocks": depth_of(at)}])
-    assert found == ([{"num_blocks": 20}], depths)
-
-
-def test_no_second_of_a_deep_model_lies_below_zero():
-    """Bytes rise with the depth here, and what is waited for falls."""
-
-    def measure(at: Config) -> list[dict[str, int | float]]:
-        waited = 1.0 / depth_of(at)
-        return [{"bytes": 10 * depth_of(at), "waited": waited, "compute": 0.5, "made by": "mm"}]
-
-    (found,), depths = measure_at_depth(config_of("model=llama_7b", "world_size=8"), measure)
-    assert len(depths) == 3
-    assert found == {"bytes": 320, "waited": 0.0, "compute": 0.5, "made by": "mm"}
 
 
 # -- what can not be rehearsed ---------------------------------------------------------------------
@@ -284,7 +190,7 @@ def test_an_optimizer_that_asks_for_values_is_planned_without_a_rehearsal(monkey
     with pytest.raises(ConfigError, match=line):
         rehearse(config)
     monkeypatch.undo()
-    assert rehearse(config).ranks[0].peak_bytes
+    assert rehearse(config)[0].peak_bytes
 
 
 def test_a_bug_of_ours_is_no_matter_of_values(monkeypatch):

@@ -7,7 +7,7 @@ What rests and what is sent
 The peak and the seconds: the real engine as one rank, on tensors without memory
     rehearse.py, peak.py                      how; the peak of a planned point
     storages.py, hidden_memory.py             what lives when; what fake tensors do not show
-    stand_ins.py, extrapolate_depth.py        peers, reducer and samples; a deep model by three small depths
+    stand_ins.py                              peers, reducer and samples
     speed.py, timing.py                       how fast a rank and its links are; the seconds of a rehearsed step
 Answers
     __main__.py, composed_points.py, plan_points.py    the command; the points of its line, refused or planned

@@ -102,7 +102,7 @@ def _fit(point: PlannedPoint) -> Fit:
 
 def _peak(config: Config, of: PlannedPoint) -> int:
     """Return the most bytes that a rank may hold in a step. Raises ConfigError for what can not be rehearsed."""
-    return rehearse_point(plan_point(config, of.model, of.device)).fullest.most_bytes
+    return rehearse_point(plan_point(config, of.model, of.device)).fullest.num_bytes
 
 
 def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None, int | None]:

@@ -27,13 +27,6 @@ class RankPeak:
     by_kind: dict[str, int]  # largest first
     by_phase: dict[str, int]
     largest: list[tuple[int, str, str]]  # bytes, kind, and the operation that made it
-    # By which the peak is higher where gloo lets go late, see [Note: late] in hidden_memory.py.
-    late_bytes: int = 0
-
-    @property
-    def most_bytes(self) -> int:
-        """The most that the rank may hold; a plan promises that it fits."""
-        return self.num_bytes + self.late_bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,6 @@ class RehearsedPeaks:
 
     ranks: list[RankPeak]
     device: str  # whose kernels were rehearsed
-    depths: tuple[int, ...]
     step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
     compute_seconds: float = 0.0  # the part of the expected seconds in which the rank computes
     speed: str = ""  # whose speed: calibrated, or a prior
@@ -87,21 +79,16 @@ class Outcome:
         """Whether the peak fits, or where nothing was rehearsed model states; None where no limit is set."""
         if self.memory_gib is None:
             return None
-        most = self.rehearsed.fullest.most_bytes if self.rehearsed else self.total.fullest
+        most = self.rehearsed.fullest.num_bytes if self.rehearsed else self.total.fullest
         return most <= self.memory_gib * 2**30
 
     @property
     def verdict(self) -> str | None:
-        """yes: the peak fits; tight: model states do, but perhaps not the peak; no; None without a limit.
-
-        A point is yes only by a rehearsal, and tight after one where it fits unless gloo lets go late.
-        """
-        if self.memory_gib is None:
+        """yes: the rehearsed peak fits; tight: model states do, which alone are known; no; None without a limit."""
+        if self.fits is None:
             return None
-        needed = self.rehearsed.fullest.num_bytes if self.rehearsed else self.total.fullest
-        if needed > self.memory_gib * 2**30:
-            return "no"
-        return "yes" if self.fits and self.rehearsed else "tight"
+        fitting = "yes" if self.rehearsed else "tight"
+        return fitting if self.fits else "no"
 
     @property
     def fullest_rank(self) -> int:

@@ -6,8 +6,7 @@ it reduces in each, the later ones also find reductions in flight, each of which
 FSDP2 frees what it gathered in the last one alone, so that one in the middle, which finds gradients too, holds most.
 
 CPU ranks of one host read each other's memory, and send messages to other hosts; they are rehearsed so
-(stand_ins.py). FSDP2's collectives are gloo's there, which may let go late: the fullest rank is rehearsed once
-more to tell what that adds.
+(stand_ins.py).
 
 What rehearses is imported when the first point is rehearsed: fake tensors and the training loop take a second.
 """
@@ -17,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks
 from zeroexp.plan.speed import Speed, speed_of
-from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm
+from zeroexp.plan.torch_closed_forms import DdpForm
 
 if TYPE_CHECKING:
-    from zeroexp.plan.rehearse import Rehearsal, RehearsedRank
+    from zeroexp.plan.rehearse import RehearsedRank
 
 MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reductions in flight
 
@@ -35,57 +34,45 @@ MOST_MICROBATCHES, MOST_MICROBATCHES_OF_OTHERS = 2, 3  # the first beside reduct
 def with_rehearsal(planned: PlannedPoint, *, quick: bool = False) -> PlannedPoint:
     """Return the point with its rehearsal, or with the reason why there is none.
 
-    quick: a third of the work: of the rank alone that holds most model states, without a check of the depth.
+    quick: of the rank alone that holds most model states.
     """
     outcome = planned.outcome
     ranks = [outcome.fullest_rank] if quick else ()
     try:
-        rehearsal = rehearse_point(planned, ranks=ranks, checks=not quick)
-        return planned._replace(outcome=replace(outcome, rehearsed=rehearsal))
+        rehearsed = rehearse_point(planned, ranks=ranks)
+        return planned._replace(outcome=replace(outcome, rehearsed=rehearsed))
     except ConfigError as error:
         return planned._replace(outcome=replace(outcome, not_rehearsed=str(error)))
 
 
 def rehearse_point(
-    planned: PlannedPoint,
-    *,
-    ranks: Sequence[int] = (),
-    speed: Speed | None = None,
-    checks: bool = True,
+    planned: PlannedPoint, *, ranks: Sequence[int] = (), speed: Speed | None = None
 ) -> RehearsedPeaks:
     """Return the peaks of the ranks that tell of the fullest, and the seconds of the slowest of them.
 
-    ranks: others than these. speed: None: `speed_of` the point. checks: whether a deep model's line is checked at a
-    third depth. Raises ConfigError for what can not be rehearsed.
+    ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
     """
     from zeroexp.plan.hidden_memory import product_scratch
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
     speed = speed or speed_of(config, machines)
-    rehearsal = _rehearse(planned, ranks or _telling_ranks(planned), speed=speed, checks=checks)
-    peaks = [_rank_peak(each) for each in rehearsal.ranks]
-    if machines.device == "cpu" and isinstance(form, FsdpForm):
-        fullest = max(peaks, key=lambda peak: peak.num_bytes)
-        (late,) = _rehearse(planned, [fullest.rank], late=True).ranks
-        added = late.peak_bytes - fullest.num_bytes
-        peaks = [replace(peak, late_bytes=added) for peak in peaks]
+    rehearsed = _rehearse(planned, ranks or _telling_ranks(planned), speed)
     untold = 0.0
     if isinstance(form, DdpForm):
-        sent = sum(form.traffic(rehearsal.ranks[0].rank).bytes_by_kind.values())
+        sent = sum(form.traffic(rehearsed[0].rank).bytes_by_kind.values())
         untold = sent / speed.link_bytes_per_second
     data = config.data
     num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
     microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
-    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsal.ranks]
+    times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     narrow = config.precision.autocast or config.precision.compute == "bfloat16"
     return RehearsedPeaks(
-        peaks,
-        rehearsal.device,
-        rehearsal.depths,
+        [_rank_peak(each) for each in rehearsed],
+        rehearsed[0].device,
         step_seconds=times[slowest],
-        compute_seconds=compute_seconds(rehearsal.ranks[slowest].seconds, microbatches),
+        compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
         speed=speed.label,
         product_scratch=str(product_scratch()) if narrow and machines.device == "cpu" else "",
     )
@@ -101,7 +88,7 @@ def _telling_ranks(planned: PlannedPoint) -> list[int]:
     return sorted({planned.form.equivalence_key(rank): rank for rank in ranks}.values())
 
 
-def _rehearse(planned: PlannedPoint, ranks: Sequence[int], **settings: Any) -> Rehearsal:
+def _rehearse(planned: PlannedPoint, ranks: Sequence[int], speed: Speed) -> list[RehearsedRank]:
     from zeroexp.plan.rehearse import rehearse
 
     config, machines = planned.config, planned.machines
@@ -112,10 +99,9 @@ def _rehearse(planned: PlannedPoint, ranks: Sequence[int], **settings: Any) -> R
     return rehearse(
         config,
         ranks=ranks,
-        reads=False,
+        speed=speed,
         ranks_per_host=machines.shape.ranks_per_node if on_host else None,
         most_microbatches=_most_microbatches(planned.form),
-        **settings,
     )
 
 

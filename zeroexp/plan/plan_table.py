@@ -22,7 +22,6 @@ MEANINGS = (
     "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
     "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
-LATE = "late: what gloo's threads may hold beside the peak on busy cores; fits is tight where there is no room for it. "
 # Kinds at a rehearsed peak that are no states, and the names of their columns.
 REHEARSED = {
     "activations": "activ",
@@ -108,8 +107,8 @@ def _row(each: PlannedPoint | Point) -> dict[str, object]:
     row |= {"sent_inside_bytes": outcome.sent_inside, "sent_between_bytes": outcome.sent_between}
     if outcome.rehearsed:
         peak = outcome.rehearsed.fullest
-        row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_late_bytes": peak.late_bytes}
-        row |= {"rehearsed_phase": peak.phase, "rehearsed_rank": peak.rank}
+        row |= {"rehearsed_peak_bytes": peak.num_bytes, "rehearsed_phase": peak.phase}
+        row |= {"rehearsed_rank": peak.rank}
         least, expected, most = outcome.rehearsed.step_seconds
         row |= {"step_seconds": expected, "step_seconds_least": least, "step_seconds_most": most}
         row |= {"speed": outcome.rehearsed.speed}
@@ -182,7 +181,6 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
     rehearsals = [o.rehearsed for o in outcomes if o.rehearsed]
     unit, size = unit_of([each.fullest.num_bytes for each in rehearsals])
     kinds = [k for k in REHEARSED if any(k in each.fullest.by_kind for each in rehearsals)]
-    late = any(each.fullest.late_bytes for each in rehearsals)
 
     def peak(o: Outcome) -> RankPeak:
         assert o.rehearsed is not None
@@ -193,7 +191,6 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
         _bytes("states", lambda o: states_at_peak(peak(o).by_kind), size),
         *[_bytes(REHEARSED[kind], _at_peak(kind), size) for kind in kinds],
         _bytes("peak", lambda o: peak(o).num_bytes, size),
-        *([_bytes("late", lambda o: peak(o).late_bytes, size)] if late else []),
         Column("in", lambda o: peak(o).phase),
         Column("rank", lambda o: str(peak(o).rank)),
         Column("step ms", lambda o: "{:,.0f}-{:,.0f}".format(*_range_ms(o))),
@@ -204,7 +201,7 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
     notes = (
         f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(filter(None, kernels)))}), {unit} at the peak "
         "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
-        f"units. {LATE if late else ''}Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
+        f"units. Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
     )
     return [*wrapped(notes), "", *lines_of(columns, outcomes, len(point)), ""]
 

@@ -4,12 +4,12 @@ Parameters, activations and buffers are fake tensors, and the other ranks do not
 1,024 ranks will hold at every moment, activations included. All that runs is the code of a real rank: `build_model`,
 `build_strategy` and `train`. There is no formula of a strategy here.
 
-    rehearsal = rehearse(config, world_size=64, ranks=[0, 63])
-    rehearsal.ranks[0].peak_bytes, rehearsal.ranks[0].peaks["backward"].by_kind
+    first, last = rehearse(config, ranks=[0, 63])
+    first.peak_bytes, first.peaks["backward"].by_kind
 
 [Note: three steps] The first step makes the optimizer's state and finds the order of units. Peaks and traffic are those
-of the second, which nothing disturbs. The third is read at the named moments, where the engine waits for what is in
-flight.
+of the second, which nothing disturbs. The third, which runs where model states are asked for, is read at the named
+moments, where the engine waits for what is in flight.
 
 [Note: checkpoints] From its first save on, a CPU rank holds a copy of its state, which later saves reuse. A run that
 saves before its last step trains beside that copy: its rehearsal saves after every step, so the second has a copy. A
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,6 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
-from zeroexp.plan.extrapolate_depth import measure_at_depth
 from zeroexp.plan.hidden_memory import (
     GlooCopies,
     GradientSums,
@@ -62,7 +61,6 @@ from zeroexp.training.loop import Data, train
 
 NUM_STEPS, UNDISTURBED_STEP = 3, 1  # [Note: three steps]
 CHECKPOINT = "checkpoint copy"
-CLEARLY = 0.001  # halves that differ by less are one plateau
 PHASES = ("forward", "backward", "step")
 OURS, TORCH = (str(Path(module.__file__ or "").parent) for module in (zeroexp, torch))
 WATCHING = (TORCH, str(Path(__file__).parent))  # whose code runs below each operation
@@ -71,19 +69,15 @@ ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """A rehearsed rank tells what it held and sent. Numbers are bytes, but for `traffic.calls_by_kind`."""
+    """What a rehearsed rank held and sent. Numbers are bytes, but for `traffic.calls_by_kind`."""
 
     rank: int
-    peaks: dict[str, Peak]  # by phase: build, then each of PHASES in the last step
-    # Moment -> kind -> model states, as a run's record has them.
-    held_bytes: dict[str, dict[str, int]]
+    device: str  # cpu or cuda, whose kernels decide what autograd saves; cuda needs a GPU
+    peaks: dict[str, Peak]  # by phase: build, then each of PHASES in the undisturbed step
     traffic: Traffic  # of one step
-    # By phase, what is estimated; nothing without a speed.
-    seconds: dict[str, Seconds] = field(default_factory=dict[str, Seconds])
-    # Phase -> half -> its peak, see [Note: halves] in storages.py.
-    halves: dict[str, dict[str, Peak]] = field(
-        default_factory=dict[str, dict[str, Peak]], compare=False
-    )
+    seconds: dict[str, Seconds]  # by phase, what is estimated; nothing without a speed
+    # Moment -> kind -> model states, as a run's record has them; where they were asked for.
+    held_bytes: dict[str, dict[str, int]]
 
     @property
     def peak_phase(self) -> str:
@@ -96,87 +90,38 @@ class RehearsedRank:
         return self.peaks[self.peak_phase].num_bytes
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """The rehearsed ranks of one point.
-
-    device: cpu or cuda, whose kernels decide what autograd saves; cuda needs a GPU.
-    depths: the numbers of blocks that were rehearsed. If the model's own is not among them, all numbers are
-    extrapolated along a line through the first two, and the third, where there is one, lay on it to the byte.
-    """
-
-    world_size: int
-    device: str
-    ranks: list[RehearsedRank]
-    depths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How ranks are rehearsed.
-
-    reads: whether the third step runs, in which memory is read at the named moments; without it the ranks have no
-    `held_bytes`, and a third of the time is saved. speed: of the machines whose seconds are estimated; None estimates
-    none. ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's memory; hosts
-    send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None runs all. late:
-    gloo lets go of what it copied as late as it may. checks: whether a third depth is rehearsed.
-    """
-
-    reads: bool = True
-    speed: Speed | None = None
-    ranks_per_host: int | None = None
-    most_microbatches: int | None = None
-    late: bool = False
-    checks: bool = True
-
-
 def rehearse(
     config: Config,
     *,
-    world_size: int | None = None,
     ranks: Sequence[int] | None = None,
-    **settings: Any,
-) -> Rehearsal:
+    reads: bool = False,
+    speed: Speed | None = None,
+    ranks_per_host: int | None = None,
+    most_microbatches: int | None = None,
+) -> list[RehearsedRank]:
     """Rehearse some ranks of a configured point; it needs no weights, no data and no process group.
 
-    world_size: None takes the config's. ranks: None takes the first and the last; a caller who has closed forms adds
-    the fullest. settings: those of `Settings`. Raises ConfigError in one line for what can not be rehearsed. The
-    process must have no process group.
+    ranks: None takes the first and the last; a caller who has closed forms adds the fullest. reads: whether model
+    states are read at the named moments, in a third step. speed: of the machines whose seconds are estimated; None
+    estimates none. ranks_per_host: how many CPU ranks follow one another on a host, where they read each other's
+    memory; hosts send messages; None: all ranks move as GPUs do. most_microbatches: so many of a step are run; None
+    runs all. Raises ConfigError in one line for what can not be rehearsed. The process must have no process group.
     """
-    config = prepared(config, world_size)
-    size = config.world_size
+    config = prepared(config)
+    size, device = config.world_size, _device(config)
     ranks = sorted({0, size - 1} if ranks is None else set(ranks))
     for rank in ranks:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank}: a world of {size} has ranks 0 to {size - 1}")
-    device = _device(config)
-
-    def measure(at: Config, chosen: Sequence[int]) -> list[RehearsedRank]:
-        return [rehearse_rank(at, rank, device, **settings) for rank in chosen]
-
-    # One rank tells whether further blocks cost what a line says.
-    checked = ranks[:1] if Settings(**settings).checks else []
-    ranks_at_depth, depths = measure_at_depth(
-        config, lambda at: measure(at, ranks), lambda at: measure(at, checked), _peaks_where
-    )
-    return Rehearsal(size, device, ranks_at_depth, depths)
+    return [
+        _rehearse_rank(config, rank, device, reads, speed, ranks_per_host, most_microbatches)
+        for rank in ranks
+    ]
 
 
-def _peaks_where(rank: RehearsedRank, deep: RehearsedRank) -> RehearsedRank:
-    """Return the rank with the peaks of those halves that clearly hold more than its peaks in a `deep` model."""
-    peaks = dict(rank.peaks)
-    for phase in PHASES:
-        halves = deep.halves[phase]
-        half = max(halves, key=lambda each: halves[each].num_bytes)
-        if halves[half].num_bytes > (1 + CLEARLY) * deep.peaks[phase].num_bytes:
-            peaks[phase] = rank.halves[phase][half]
-    return replace(rank, peaks=peaks, halves={})
-
-
-def prepared(config: Config, world_size: int | None) -> Config:
+def prepared(config: Config) -> Config:
     """Return a copy of the config with three steps. Raises ConfigError for what can not be rehearsed."""
     config = deepcopy(config)
-    config.world_size = config.world_size if world_size is None else world_size
     if config.checkpoint.every is not None:  # [Note: checkpoints]
         in_training = config.checkpoint.every < config.train.warmup_steps + config.train.steps
         config.checkpoint.every = 1 if in_training else UNDISTURBED_STEP + 1
@@ -201,14 +146,20 @@ def _device(config: Config) -> str:
     return "cuda" if has_cuda and config.cluster.device != "cpu" else "cpu"
 
 
-def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> RehearsedRank:
-    """Rehearse one rank of a `prepared` config at the model's own depth, with the kernels of `device`."""
-    how = Settings(**settings)
+def _rehearse_rank(
+    config: Config,
+    rank: int,
+    device: str,
+    reads: bool,
+    speed: Speed | None,
+    ranks_per_host: int | None,
+    most_microbatches: int | None,
+) -> RehearsedRank:
     words = vocabulary_of_data(config)
     model = build_model(config.model, seed=config.train.seed, device="meta", vocab_size=words)
     mode = FakeTensorMode()
     storages = Storages(mode, num_words(model.module))
-    timeline = Timeline(how.speed)
+    timeline = Timeline(speed)
     with (
         _needs_of_values_told(config.model.family),
         fake_world(rank, config.world_size, device) as world,
@@ -216,7 +167,7 @@ def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> Re
         buckets_in_python(),
         mode,
         storages,
-        _on_host(storages, how),
+        _on_host(storages, ranks_per_host),
         timeline,
         GradientSums(),
     ):
@@ -225,34 +176,31 @@ def rehearse_rank(config: Config, rank: int, device: str, **settings: Any) -> Re
         watched = _Watched(build_strategy(config, model, world), storages, timeline)
         strategy = cast(Strategy, watched)  # what it does not watch goes to the engine
         instruments = Instruments(config.train, world, Path())
-        on_host = how.ranks_per_host is not None
-        data = cast(Data, NoData(config, how.most_microbatches, holds_others=on_host))
+        data = cast(Data, NoData(config, most_microbatches, holds_others=bool(ranks_per_host)))
         steps = train(strategy, data, config=config, world=world, instruments=instruments)
         records = list[StepRecord]()
         staging, every = Staging(world.device), config.checkpoint.every if device == "cpu" else None
-        for record in islice(steps, NUM_STEPS if how.reads else UNDISTURBED_STEP + 1):
+        for record in islice(steps, NUM_STEPS if reads else UNDISTURBED_STEP + 1):
             records.append(record)
             if every is not None and (record.step + 1) % every == 0:
                 staged = staging.copy(flat_state(strategy))
                 copies = [piece.tensor for each in staged.values() for piece in each.pieces]
                 storages.assign_kind(CHECKPOINT, copies)
         watched.end_undisturbed()
-    held = records[-1].memory_bytes or {}
-    traffic = records[UNDISTURBED_STEP].traffic
-    peaks = {p: max(h.values(), key=lambda peak: peak.num_bytes) for p, h in watched.halves.items()}
-    return RehearsedRank(rank, peaks, held, traffic, watched.seconds, watched.halves)
+    traffic, held = records[UNDISTURBED_STEP].traffic, records[-1].memory_bytes or {}
+    return RehearsedRank(rank, device, watched.peaks, traffic, watched.seconds, held)
 
 
 @contextmanager
-def _on_host(storages: Storages, how: Settings) -> Generator[None]:
+def _on_host(storages: Storages, ranks_per_host: int | None) -> Generator[None]:
     """Add what a CPU rank has beside its tensors: neighbours, gloo's copies, and memory of kernels."""
-    if how.ranks_per_host is None:
+    if ranks_per_host is None:
         yield
         return
     with (
-        GlooCopies(storages, late=how.late),
+        GlooCopies(storages),
         KernelScratch(product_scratch()),
-        absent_neighbours(storages, how.ranks_per_host),
+        absent_neighbours(storages, ranks_per_host),
     ):
         yield
 
@@ -295,7 +243,7 @@ class _Watched:
         self.seconds: dict[str, Seconds] = {}
         self._num_microbatches = 0  # of this step
         self._step = 0
-        self.halves: dict[str, dict[str, Peak]] = {}
+        self.peaks: dict[str, Peak] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -315,8 +263,8 @@ class _Watched:
 
     def end_undisturbed(self) -> None:
         """Take the peaks, unless they have been taken; what happens from now on counts in none."""
-        if not self.halves:
-            self.halves = self._storages.peaks_of_halves()
+        if not self.peaks:
+            self.peaks = self._storages.peaks()
             self.seconds = self._timeline.phases
 
     def backward(self, loss: Tensor) -> None:

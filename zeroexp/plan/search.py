@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """The most that a rank may hold: rehearsed, else model states alone."""
-        return self.rehearsed.fullest.most_bytes if self.rehearsed else self.states_bytes
+        return self.rehearsed.fullest.num_bytes if self.rehearsed else self.states_bytes
 
     @property
     def seconds(self) -> float:

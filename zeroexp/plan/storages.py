@@ -5,10 +5,6 @@ the first time is born; it dies when no tensor has it any more. `UntypedStorage.
 watched by itself: engines free gathered parameters with `resize_(0)` while tensors still point at them. Views and
 aliases count once, since storages are counted and not tensors.
 
-[Note: halves] In a deep model another moment of a phase may hold most than in a shallow one: the start of backward with
-its activations and logits, or its end with the gradients. Each grows along a line with the depth, and the larger of the
-two does not. So the peak of each half of a phase is told.
-
 [Note: kinds] What a storage is becomes known later: an engine names its model states at some moments, and a storage
 that outlives the forward in which it was born is an activation. So births, sizes and deaths are written down, and
 `peaks` goes through them again once the phase is over.
@@ -169,14 +165,13 @@ class Storages(LocalOperations):
         finally:
             self._counts = True
 
-    def peaks_of_halves(self) -> dict[str, dict[str, Peak]]:
-        """Return the peaks of both halves of each phase; one that came several times counts where it was highest."""
-        found: dict[str, dict[str, Peak]] = {}
+    def peaks(self) -> dict[str, Peak]:
+        """Return the peak of each phase; one that came several times counts where it was highest."""
+        found: dict[str, Peak] = {}
         for phase in self._phases:
-            halves = found.setdefault(phase.name, {})
-            for half, peak in self._peaks_of(phase).items():
-                if half not in halves or peak.num_bytes > halves[half].num_bytes:
-                    halves[half] = peak
+            peak = self._peak_of(phase)
+            if phase.name not in found or peak.num_bytes > found[phase.name].num_bytes:
+                found[phase.name] = peak
         return found
 
     # -- how ---------------------------------------------------------------------------------------
@@ -214,21 +209,15 @@ class Storages(LocalOperations):
             self._all[serial].num_bytes = num_bytes
             self._phase.changes.append((serial, num_bytes))
 
-    def _peaks_of(self, phase: _Phase) -> dict[str, Peak]:
+    def _peak_of(self, phase: _Phase) -> Peak:
         now = dict(phase.before)
-        total = sum(now.values())
-        middle = len(phase.changes) // 2
-        # Half -> the most bytes, and after how many changes they were there.
-        most = {"first": (total, 0), "second": (0, 0)}
-        for index, (serial, num_bytes) in enumerate(phase.changes):
-            total += num_bytes - now.get(serial, 0)
-            now[serial] = num_bytes
-            half = "first" if index < middle else "second"
-            if total > most[half][0]:
-                most[half] = total, index + 1
-        return {half: self._peak_at(phase, *each) for half, each in most.items()}
-
-    def _peak_at(self, phase: _Phase, num_bytes: int, when: int) -> Peak:
+        num_bytes = total = sum(now.values())
+        when = 0  # after how many changes there were most
+        for index, (serial, size) in enumerate(phase.changes, start=1):
+            total += size - now.get(serial, 0)
+            now[serial] = size
+            if total > num_bytes:
+                num_bytes, when = total, index
         held = {**phase.before, **dict(phase.changes[:when])}
         by_kind: Counter[str] = Counter()
         for serial, size in held.items():
