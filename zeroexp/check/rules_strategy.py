@@ -10,7 +10,7 @@ from zeroexp.config.families import MODELS
 from zeroexp.config.keys import TORCH_DDP, Config, StrategyConfig
 from zeroexp.config.optimizer import OPTIMIZERS
 from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.stage import STAGES
+from zeroexp.cut.stage import STAGES, Stage, why_no_replicas
 
 
 def check_stage_of_rows(config: Config) -> Iterator[Refusal]:
@@ -109,6 +109,17 @@ def check_whole_matrices(config: Config) -> Iterator[Refusal]:
         yield "strategy.implementation", problem, remedy
 
 
+def check_replicas(config: Config) -> Iterator[Refusal]:
+    """Require that the ranks form so many groups that shard."""
+    strategy, replicas = config.strategy, config.strategy.replicas
+    if replicas is None or replicas == 1:
+        return
+    rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
+    stage = Stage.of(*(row.placement for row in rows))
+    if problem := why_no_replicas(replicas, stage, config.world_size):
+        yield "strategy.replicas", *problem
+
+
 def check_reduce_each(config: Config) -> Iterator[Refusal]:
     strategy = config.strategy
     if strategy.gradients.placement == "partial" and strategy.reduce_each == "microbatch":
@@ -135,6 +146,7 @@ RULES = (
         check_dtypes_of_engines,
         check_fsdp2,
         check_whole_matrices,
+        check_replicas,
         check_reduce_each,
         check_selective_recomputation,
     ),

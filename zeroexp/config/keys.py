@@ -146,6 +146,8 @@ class StrategyConfig:
     reduce_each: str | None = of_engine(None, "microbatch", "step")
     # the most MiB of one reduction; None: the transport's best
     bucket_mb: float | None = of_engine(least=0.001, most=1 << 20)
+    # groups of neighbouring ranks that hold all states each, sharded inside of the group; None: 1
+    replicas: int | None = of_engine(least=1, most=1 << 20)
     # These are settings of torch's engines.
     gradient_as_bucket_view: bool | None = None  # DistributedDataParallel
     settings: dict[str, Any] = field(default_factory=dict[str, Any])  # keys of a plugin's engine

@@ -128,3 +128,15 @@ STAGES = Registry(
     needs="a Stage whose optimizer rests sharded and whose parameters are not partial",
     fits=is_stage,
 )
+
+
+def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, str] | None:
+    """Return why a stage on these ranks can have no replicas, and what to do; None where it can."""
+    if stage.optimizer is not Placement.SHARD:
+        return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
+    if world_size % replicas:
+        sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
+        return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
+    if world_size == replicas:
+        return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
+    return None

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
 from zeroexp.comm.message_layout import message_layout_of
-from zeroexp.comm.sizes import aligned, num_slots, slot_bytes
+from zeroexp.comm.sizes import aligned, num_slots, slot_bytes, slot_bytes_of_sums, sums_of
 from zeroexp.cut.bucket import Bucket, cut_in_buckets
 from zeroexp.cut.chunk import FROZEN, MATRIX, Chunk
 from zeroexp.cut.stage import Move, Placement, Stage
@@ -98,6 +98,7 @@ class StatesForm:
     """
 
     world_size: int
+    replicas = 1  # groups of ranks that hold all states each
     precision: PrecisionForm
     optimizer: OptimizerForm
     accumulation: int
@@ -169,7 +170,9 @@ class ShardedForm(StatesForm):
 
     units: the root first, then the others as the model lists them. stage: the row as `world_size` ranks carry it out.
     gathers: of each unit in one microbatch; None: one for each forward and backward of a unit that is freed between
-    them, else one for both.
+    them, else one for both. replicas: groups of neighbours that are sharded inside; all transports are one.
+
+    `place` is the number of a rank in its group, by which chunks are cut.
     """
 
     units: Sequence[Unit]
@@ -179,6 +182,7 @@ class ShardedForm(StatesForm):
     precision: PrecisionForm = PrecisionForm()
     optimizer: OptimizerForm = OptimizerForm()
     gathers: Sequence[int] | None = None
+    replicas: int = 1
     at_rest = "compute"
     of_states = "master"
 
@@ -186,19 +190,23 @@ class ShardedForm(StatesForm):
 
     def traffic(self, rank: int) -> Traffic:
         traffic = Traffic()
+        place = rank % self.group_size
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         for chunks, num_units, num_gathers, buckets in self.units_by_shape:
-            gathered = self._gather_bytes(chunks, rank, compute) if num_gathers else 0
+            gathered = self._gather_bytes(chunks, place, compute) if num_gathers else 0
             _add(traffic, "gather", num_units * num_gathers, gathered)
             if not trainable(chunks):
                 continue
             for bucket in buckets:
                 num_bytes = self._reduction_bytes(
-                    [part.chunk for part in bucket.slices], rank, reduce
+                    [part.chunk for part in bucket.slices], place, reduce
                 )
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
+                if self.replicas > 1:
+                    num_sums = num_units * self._num_sums_between
+                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, rank, reduce))
             if self.stage.publish is Move.ALL_GATHER:
-                published = self._gather_bytes(trainable(chunks), rank, compute)
+                published = self._gather_bytes(trainable(chunks), place, compute)
                 _add(traffic, "publish", num_units, published)
         if self.world_size > 1:
             compared = self.schedule.facts.is_collective
@@ -210,30 +218,48 @@ class ShardedForm(StatesForm):
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         return traffic
 
-    def _gather_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
-        """Return the bytes `rank` sends in an all-gather: its part, to every peer."""
-        _, own = self._moved_numel(chunks, rank, itemsize)
-        return (self.world_size - 1) * own * itemsize
+    def _gather_bytes(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> int:
+        """Return the bytes a rank sends in an all-gather: its part, to every peer."""
+        _, own = self._moved_numel(chunks, place, itemsize)
+        return (self.group_size - 1) * own * itemsize
 
-    def _reduction_bytes(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> int:
-        """Return the bytes `rank` sends in a reduction.
+    def _reduction_bytes(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> int:
+        """Return the bytes a rank sends in a reduction.
 
-        Each peer gets the terms that it sums; in an all-reduce it also gets the sums of `rank`.
+        Each peer gets the terms that it sums; in an all-reduce it also gets this rank's sums.
         """
         if self.reduction is Move.ALL_REDUCE and self.schedule.facts.is_collective:
-            # In the backend's ring every rank sends as much, without padding.
-            total = sum(chunk.unpadded_numel for chunk in chunks)
-            return 2 * total * itemsize * (self.world_size - 1) // self.world_size
-        total, own = self._moved_numel(chunks, rank, itemsize)
-        handed_out = (self.world_size - 1) * own if self.reduction is Move.ALL_REDUCE else 0
+            # In the backend's ring every rank sends as much.
+            total = self._all_reduced_numel(chunks)
+            return 2 * total * itemsize * (self.group_size - 1) // self.group_size
+        total, own = self._moved_numel(chunks, place, itemsize)
+        handed_out = (self.group_size - 1) * own if self.reduction is Move.ALL_REDUCE else 0
         return (total - own + handed_out) * itemsize
 
-    def _moved_numel(self, chunks: Sequence[Chunk], rank: int, itemsize: int) -> tuple[int, int]:
-        """Return the elements of a move of these chunks, and of the part of `rank`; only the backend sends padding."""
+    def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
+        """Return the elements of the backend's all-reduce: padded where replicas sum between its two halves."""
+        numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
+        return numel if self.replicas == 1 else -(-numel // size) * size
+
+    def _sum_bytes(self, bucket: Bucket, rank: int, itemsize: int) -> int:
+        """Return the bytes a rank sends to sum between replicas what it has summed of this bucket."""
+        replica, place = divmod(rank, self.group_size)
+        chunk = sums_of(bucket, place, self.replicas)
+        peers = self.replicas - 1
+        if self.schedule.facts.is_collective:
+            numel = chunk.unpadded_numel
+            if self.reduction is Move.ALL_REDUCE:
+                numel = self._all_reduced_numel([p.chunk for p in bucket.slices]) // self.group_size
+            return 2 * numel * itemsize * peers // self.replicas
+        own = chunk.real_numel(replica)
+        return (chunk.unpadded_numel - own + peers * own) * itemsize
+
+    def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
+        """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
         if self.schedule.facts.is_collective:
             layout = message_layout_of(tuple(chunks), itemsize)
-            return layout.numel, layout.part_numel(rank)
-        own = sum(chunk.real_numel(rank) for chunk in chunks)
+            return layout.numel, layout.part_numel(place)
+        own = sum(chunk.real_numel(place) for chunk in chunks)
         return sum(chunk.unpadded_numel for chunk in chunks), own
 
     # -- how often ---------------------------------------------------------------------------------
@@ -244,8 +270,18 @@ class ShardedForm(StatesForm):
         return self.stage.reduce if self.stage.reduce is not Move.NOTHING else self.stage.hand_over
 
     @property
+    def group_size(self) -> int:
+        """Ranks that shard among themselves."""
+        return self.world_size // self.replicas
+
+    @property
     def _num_reductions(self) -> int:
         return self.schedule.accumulation if self.schedule.reduce_each == "microbatch" else 1
+
+    @property
+    def _num_sums_between(self) -> int:
+        """Sums between replicas of one bucket in a step: what rests sharded is summed in the last microbatch."""
+        return self._num_reductions if self.reduction is Move.ALL_REDUCE else 1
 
     @cached_property
     def _num_gathers(self) -> Sequence[int]:
@@ -293,35 +329,37 @@ class ShardedForm(StatesForm):
         return self.stage.optimizer is not Placement.SHARD
 
     def held_elements(self, rank: int) -> HeldElements:
-        if rank not in self._held_by_rank:
-            parts = [(self._held_of_chunk(chunk, rank), num) for chunk, num in self._chunks]
+        place = rank % self.group_size
+        if place not in self._held_by_place:
+            parts = [(self._held_of_chunk(chunk, place), num) for chunk, num in self._chunks]
             sums = (
                 sum(num * part[i] for part, num in parts) for i in range(len(HeldElements._fields))
             )
-            self._held_by_rank[rank] = HeldElements(*sums)
-        return self._held_by_rank[rank]
+            self._held_by_place[place] = HeldElements(*sums)
+        return self._held_by_place[place]
 
     @cached_property
-    def _held_by_rank(self) -> dict[int, HeldElements]:
+    def _held_by_place(self) -> dict[int, HeldElements]:
         return {}
 
     def equivalence_key(self, rank: int) -> Hashable:
-        if self.schedule.facts.shares_memory:
+        facts, place = self.schedule.facts, rank % self.group_size
+        if facts.shares_memory or (self.replicas > 1 and not facts.is_collective):
             return rank  # what peers read of it differs
         return tuple(
-            (chunk.section_numel(rank), chunk.real_numel(rank), len(spans))
+            (chunk.section_numel(place), chunk.real_numel(place), len(spans))
             for chunk, _ in self._chunks
-            for spans in (chunk.spans(rank),)
+            for spans in (chunk.spans(place),)
         )
 
-    def _held_of_chunk(self, chunk: Chunk, rank: int) -> HeldElements:
+    def _held_of_chunk(self, chunk: Chunk, place: int) -> HeldElements:
         whole = self.stage.parameters is not Placement.SHARD
-        resting = chunk.padded_numel if whole else chunk.section_numel(rank)
-        real = chunk.unpadded_numel if whole else chunk.real_numel(rank)
+        resting = chunk.padded_numel if whole else chunk.section_numel(place)
+        real = chunk.unpadded_numel if whole else chunk.real_numel(place)
         if chunk.kind == FROZEN:
             return HeldElements(resting, resting - real, 0, 0)
         sharded = self.stage.optimizer is Placement.SHARD
-        spans = chunk.spans(rank) if sharded else chunk.whole()
+        spans = chunk.spans(place) if sharded else chunk.whole()
         owned = sum(span.numel for span in spans), len(spans)
         matrices = owned if chunk.kind == MATRIX else (0, 0)
         return HeldElements(resting, resting - real, *owned, *matrices)
@@ -365,7 +403,12 @@ class ShardedForm(StatesForm):
         if rank not in self._staging_bytes_by_rank:
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
             schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
-            slot = slot_bytes(units, self.stage, rank, itemsize, schedule.bucket_bytes)
+            replica, place = divmod(rank, self.group_size)
+            most = schedule.bucket_bytes
+            slot = slot_bytes(units, self.stage, place, itemsize, most)
+            if self.replicas > 1:
+                ranks = place, replica
+                slot += slot_bytes_of_sums(units, ranks, self.replicas, itemsize, most)
             self._staging_bytes_by_rank[rank] = num_slots(schedule.transport) * slot
         return self._staging_bytes_by_rank[rank]
 

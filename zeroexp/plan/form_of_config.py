@@ -57,11 +57,12 @@ def form_of(config: Config, model: BuiltModel, transport: str) -> ClosedForm:
 def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedForm:
     strategy, world_size = config.strategy, config.world_size
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
+    group_size = world_size // options.replicas
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
     groups = group_parameters(model.module, model.blocks, options.unit)
     kinds = kinds_of(parameter_groups(model.module, config.optimizer, model.blocks))
     specs = [specs_of(group, kinds) for group in groups]
-    layout = lay_out(options.layout, specs, world_size, owners=options.owners)
+    layout = lay_out(options.layout, specs, group_size, owners=options.owners)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),
         keep=options.keep,
@@ -72,7 +73,15 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     )
     rows = (strategy.parameters, strategy.gradients, strategy.optimizer)
     precision = PrecisionForm(*(row.dtype for row in rows))
-    form = ShardedForm(layout, stage, world_size, schedule, precision, _optimizer(config))
+    form = ShardedForm(
+        layout,
+        stage,
+        world_size,
+        schedule,
+        precision,
+        _optimizer(config),
+        replicas=options.replicas,
+    )
     if stage.gather is not Move.ALL_GATHER:
         return form
     recomputes = config.train.activation_checkpointing and options.unit == "module"

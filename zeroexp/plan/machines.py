@@ -40,18 +40,20 @@ class Machines:
             return "direct"
         return "mixed" if self.shape.ranks_per_node > 1 else "gloo"
 
-    def share_inside_node(self) -> float:
+    def share_inside_node(self, num_ranks: int | None = None, apart: int = 1) -> float:
         """Return the part of what a rank sends that stays inside its node, the mean over ranks.
 
-        Between CPUs every rank sends as much to each peer. Between GPUs messages go round a ring through all ranks,
-        which leaves each node once.
+        num_ranks: of the group that sends, whose members are `apart` ranks from each other; None: all. Between CPUs
+        every rank sends as much to each peer. Between GPUs messages go round a ring through all ranks, which leaves
+        each node once.
         """
-        nodes, per_node = self.shape.nodes, self.shape.ranks_per_node
-        if nodes == 1:
+        num_ranks = num_ranks or self.shape.nodes * self.shape.ranks_per_node
+        together = max(1, self.shape.ranks_per_node // apart)  # members of the group on one node
+        if self.shape.nodes == 1 or together >= num_ranks:
             return 1.0
         if self.device == "cuda":
-            return (per_node - 1) / per_node
-        return (per_node - 1) / (nodes * per_node - 1)
+            return (together - 1) / together
+        return (together - 1) / (num_ranks - 1)
 
     def __str__(self) -> str:
         nodes = f"{self.shape.nodes} node{'s' if self.shape.nodes > 1 else ''}"

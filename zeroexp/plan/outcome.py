@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,6 +148,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
     ranks = planned_ranks(form)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])
+    inside = _sent_inside(form, machines, ranks)
     return Outcome(
         name=name,
         strategy=config.strategy.name,
@@ -163,11 +164,20 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         ),
         sent=sent,
         sent_by_kind=busiest.sent,
-        sent_inside=sent.mean * machines.share_inside_node(),
-        sent_between=sent.mean * (1 - machines.share_inside_node()),
+        sent_inside=inside,
+        sent_between=sent.mean - inside,
         label=_label(config),
         memory_gib=_available_gib(config),
     )
+
+
+def _sent_inside(form: ClosedForm, machines: Machines, ranks: Sequence[PlannedRank]) -> float:
+    """Return the bytes that stay inside of a rank's node, the mean over ranks."""
+    size = form.world_size // form.replicas
+    inside_group, all_ranks = machines.share_inside_node(size), machines.share_inside_node()
+    shares = {"replicas": machines.share_inside_node(form.replicas, size), "norm": all_ranks}
+    sent = (shares.get(kind, inside_group) * n for rank in ranks for kind, n in rank.sent.items())
+    return sum(sent) / len(ranks)
 
 
 def _available_gib(config: Config) -> float | None:

@@ -48,7 +48,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
     if moments is None:
         return None
     share = {
-        place: number // run.world_size if place is Placement.SHARD else number
+        place: number // (run.world_size // _replicas(run)) if place is Placement.SHARD else number
         for place in Placement
     }
     return {
@@ -62,7 +62,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
 def table_traffic(run: Run) -> dict[str, int] | None:
     """Return the bytes by kind that the table lets a rank send in one step; None where it cannot be said."""
     stage, number = stage_of(run), num_parameters(run)
-    if stage is None or number is None:
+    if stage is None or number is None or _replicas(run) > 1:
         return None
     compute, reduce = (number * _size(run, kind) for kind in ("compute", "reduce"))
     each_microbatch = _reduces_each_microbatch(run, stage)
@@ -90,6 +90,11 @@ def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
     settings = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
     chosen = [word for word in settings if word not in (None, "null")]
     return [*chosen, reduce_each(stage.gradients.value)][0] == "microbatch"
+
+
+def _replicas(run: Run) -> int:
+    chosen = run.config.get("strategy.replicas")
+    return 1 if chosen in (None, "null") else int(chosen)
 
 
 def _num_moments(run: Run) -> int | None:

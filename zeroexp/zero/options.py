@@ -71,7 +71,9 @@ class SettledOptions:
     ) -> dict[str, Any]:
         """Return what a run writes down of its engine; None: not applicable. `between`: of sums between replicas."""
         sharded = stage.parameters is Placement.SHARD
-        replicas = {} if between is None else {"transport_between_replicas": between.name}
+        replicas: dict[str, Any] = {}
+        if between is not None:
+            replicas = {"replicas": options.replicas, "transport_between_replicas": between.name}
         return {
             **replicas,
             "transport": facts.name,

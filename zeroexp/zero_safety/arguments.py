@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroexp.comm.collectives import TRANSPORTS
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.owners import OWNERS
-from zeroexp.cut.stage import Placement, Stage
+from zeroexp.cut.stage import Placement, Stage, why_no_replicas
 from zeroexp.interface.values import Values
 from zeroexp.zero.options import Options
 from zeroexp.zero_safety.guard import is_guarded
@@ -176,18 +176,6 @@ def refuse_replicas(replicas: int, stage: Stage, world_size: int) -> None:
         raise ValueError(f"options.replicas={replicas!r}: use a number of groups, 1 or more")
     if replicas > 1 and (problem := why_no_replicas(replicas, stage, world_size)):
         raise ValueError(f"options.replicas={replicas}: {problem[0]}; {problem[1]}")
-
-
-def why_no_replicas(replicas: int, stage: Stage, world_size: int) -> tuple[str, str] | None:
-    """Return why a stage on these ranks can have no replicas, and what to do; None where it can."""
-    if stage.optimizer is not Placement.SHARD:
-        return "every rank is a replica already, nothing is sharded", "use zero1, zero2 or zero3"
-    if world_size % replicas:
-        sizes = [str(k) for k in range(1, world_size) if world_size % k == 0]
-        return f"{world_size} ranks form no {replicas} equal groups", f"use {', '.join(sizes)}"
-    if world_size == replicas:
-        return "a group of one rank shards nothing: this is ddp", "use fewer replicas, or ddp"
-    return None
 
 
 def is_number(value: object) -> bool:
