@@ -82,15 +82,20 @@ def words_of(folder: Path) -> dict[str, str]:
         (("model=tiny", "~model.hf_config.vocab_size"), "100KB"),
         (("model=tiny", *YELP), "5GB"),
         (("model=gpt2_tiny", "strategy.implementation=tensor"), "100KB"),
-        (("model=mixtral_tiny", "strategy=zero2"), "5GB"),
-        (("model=mixtral_tiny",), "100KB"),
+        (("model=mixtral_tiny", "strategy=zero2"), "100KB"),
     ],
-    ids=["tied", "untied", "words_of_the_data", "labels", "gpt2", "mixtral", "mixtral_in_parts"],
+    ids=["tied", "untied", "words_of_the_data", "labels", "gpt2", "mixtral"],
 )
 def test_transformers_loads_the_same_bits(ranks, tmp_path, words, size):
     folder, config = exported(ranks, tmp_path, *words, max_shard_size=size)
     model, drawn = require_bits(folder, config)
     assert len(list(folder.glob("*.safetensors"))) == (1 if size == "5GB" else len(files(folder)))
+    if "model=mixtral_tiny" in words:
+        names = words_of(folder)
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
+        assert "lm_head.weight" not in names  # tied
+        embedding = 2048 * 64 * 4  # the largest, a file of its own
+        assert all((folder / file).stat().st_size < 1.01 * embedding for file in files(folder))
     tokens = torch.arange(1, 17).view(2, 8)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, drawn.eval()(input_ids=tokens).logits)
@@ -100,16 +105,6 @@ def files(folder: Path) -> set[str]:
     found = set(words_of(folder).values())
     assert len(found) > 2
     return found
-
-
-def test_files_have_the_published_names_and_sizes(ranks, tmp_path):
-    folder, _ = exported(ranks, tmp_path, "model=mixtral_tiny", max_shard_size="300KB")
-    names = words_of(folder)
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
-    assert "lm_head.weight" not in names  # tied
-    for file in files(folder):
-        embedding = 2048 * 64 * 4  # the largest, a file of its own
-        assert (folder / file).stat().st_size < 1.01 * embedding
 
 
 def test_bfloat16_is_rounded_once_to_the_nearest(ranks, tmp_path):
@@ -171,34 +166,16 @@ def train(local: LocalCluster, folder: Path, *words: str) -> list[float]:
     return [record.loss for record in read_records(folder)]
 
 
-def two_samples(folder: Path, task: str) -> tuple[str, ...]:
-    """All the data there is: two ranks have one sample each, and the order of two summands does not matter."""
-    common = ("data.seq_len=16", "data.global_batch_size=2", "data.micro_batch_size=1")
-    if task == "causal":
-        text = folder / "text.txt"
-        text.write_text("A with statement names what is open. " * 4)
-        return (f"data.path={text}", *common)
-    reviews = folder / "train.csv"
-    reviews.write_text("text,label\nnever again I say,0\nthe best of them all,4\n")
-    return (*YELP, f"data.path={reviews}", *common)
-
-
-@pytest.mark.parametrize(
-    ("task", "source", "target"),
-    [
-        ("causal", "strategy=zero3", ("strategy=zero1", "strategy.implementation=torch")),
-        pytest.param(
-            *("classification", "strategy.implementation=torch", ("strategy=zero2",)),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_run_that_starts_from_it_sees_the_next_steps_loss(local, tmp_path, task, source, target):
-    """Bit for bit: under other engines too, the same weights compute the same."""
-    data = two_samples(tmp_path, task)
-    losses = train(local, tmp_path / "first", *data, source, "train.steps=4")
+def test_a_run_that_starts_from_it_sees_the_next_steps_loss(local, tmp_path):
+    """Bit for bit, under another engine too; two samples, since the order of two summands does not matter."""
+    text = tmp_path / "text.txt"
+    text.write_text("A with statement names what is open. " * 4)
+    sizes = ("data.seq_len=16", "data.global_batch_size=2", "data.micro_batch_size=1")
+    data = (f"data.path={text}", *sizes)
+    losses = train(local, tmp_path / "first", *data, "strategy=zero3", "train.steps=4")
     export.export(export.choose_checkpoint(tmp_path / "first", 2), tmp_path / "to")
-    words = (*target, "train.steps=1", f"model.weights={tmp_path / 'to'}")
+    engine = ("strategy=zero1", "strategy.implementation=torch")
+    words = (*engine, "train.steps=1", f"model.weights={tmp_path / 'to'}")
     again = train(local, tmp_path / "again", *data, *words)
     assert again[0] == losses[2] != losses[0]
 
@@ -231,10 +208,17 @@ def test_the_command_writes_beside_the_checkpoints(run, tmp_path, capsys, monkey
     assert f"--to={target}: exists already" in refused(capsys, monkeypatch, run)
 
 
-def test_what_is_no_checkpoint(run, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--step", 7], "--step=7: no such checkpoint in {run}; use 2"),
+        (["--max-shard-size", "big"], "big: no size; use a number and its unit, for example 5GB"),
+    ],
+)
+def test_what_is_no_step_and_no_size(run, tmp_path, capsys, monkeypatch, words, problem):
+    line = refused(capsys, monkeypatch, run, "--to", tmp_path / "to", *words)
+    assert problem.format(run=run) in line
     assert "no whole checkpoint in there" in refused(capsys, monkeypatch, tmp_path)
-    line = refused(capsys, monkeypatch, run, "--step", 7)
-    assert f"--step=7: no such checkpoint in {run}; use 2" in line
 
 
 @pytest.mark.parametrize("family", ["mlp", "moe"])
@@ -279,11 +263,6 @@ def test_a_full_disk_leaves_nothing_behind(run, tmp_path, capsys, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in line and "make room there" in line
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sizes_that_are_none(run, tmp_path, capsys, monkeypatch):
-    line = refused(capsys, monkeypatch, run, "--to", tmp_path / "to", "--max-shard-size", "big")
-    assert "--max-shard-size=big: no size; use a number and its unit, for example 5GB" in line
 
 
 def test_classes_keep_their_names(ranks, tmp_path):

@@ -9,18 +9,15 @@ import pytest
 from zeroexp.tracking import failure
 
 
-def cause(folder: Path) -> str:
-    return json.loads((folder / failure.FAILURE).read_text())["exception"]
-
-
-@pytest.mark.parametrize("consequence", [signal.SIGTERM, signal.SIGABRT])
-def test_who_is_ended_because_of_a_killed_rank_is_not_the_cause(tmp_path, consequence):
-    failure.write_died(tmp_path, 1, -signal.SIGKILL)
-    failure.write_died(tmp_path, 0, -consequence)
-    assert cause(tmp_path) == "SIGKILL"
-
-
-def test_a_killed_rank_is_the_cause_of_what_its_peers_said_first(tmp_path):
-    failure.write_died(tmp_path, 0, -signal.SIGTERM)
-    failure.write_died(tmp_path, 1, -signal.SIGKILL)
-    assert cause(tmp_path) == "SIGKILL"
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        (signal.SIGKILL, signal.SIGTERM),
+        (signal.SIGKILL, signal.SIGABRT),
+        (signal.SIGTERM, signal.SIGKILL),
+    ],
+)
+def test_a_killed_rank_is_the_cause_and_who_ends_because_of_it_is_not(tmp_path, deaths):
+    for rank, number in enumerate(deaths):
+        failure.write_died(tmp_path, rank, -number)
+    assert json.loads((tmp_path / failure.FAILURE).read_text())["exception"] == "SIGKILL"

@@ -78,40 +78,6 @@ def test_the_lock_decides_and_not_the_pid(tmp_path: Path) -> None:
     owner.release_ownership(tmp_path)
 
 
-LOOK = """
-import os, sys
-from pathlib import Path
-from zeroexp.tracking import owner
-from zeroexp.tracking.run import read_run
-sweep, pid = Path(sys.argv[1]), int(sys.argv[2])
-assert not Path(f"/proc/{pid}").exists(), "the owner is visible here"
-print(read_run(sweep / "run").status)
-try:
-    owner.take_ownership(sweep)
-except Exception as error:
-    print(error)
-"""
-UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
-
-
-@pytest.mark.skipif(
-    subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
-    reason="this user may make no pid namespace",
-)
-def test_an_owner_whose_pid_is_invisible_is_alive(
-    tmp_path: Path, other: subprocess.Popen[bytes]
-) -> None:
-    """As in another container, or in a /proc that hides processes of others."""
-    write_run(tmp_path / "run", status="running", num_steps=4)
-    words = [*UNSHARE, sys.executable, "-c", LOOK, str(tmp_path), str(other.pid)]
-    looked = subprocess.run(words, capture_output=True, text=True, check=True)
-    status, refusal = looked.stdout.splitlines()
-    assert status == "running"
-    assert refusal.startswith(f"{tmp_path}: process {other.pid} on ")
-    assert refusal.endswith(" runs its points; wait for it or end it")
-    assert Owner.of(tmp_path) == Owner(socket.gethostname(), other.pid, locked=True)
-
-
 def test_a_file_system_without_locks_costs_a_line_where_it_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

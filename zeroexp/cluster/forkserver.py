@@ -120,7 +120,7 @@ def _run(
         config = load(folder / "config.yaml")
         prepare(folder)
     except Exception as error:  # a cache that takes no file, data that cannot be read, others
-        failure.write_unranked(folder, type(error).__name__, str(error))
+        failure.write(folder, type(error).__name__, str(error))
         return "failed"
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
     device, size = config.cluster.device, config.world_size
@@ -150,7 +150,7 @@ def _run(
     )
     which = f"rank {len(ranks)} of {size} can not be started"
     message = f"{which}: {cannot_start.strerror or cannot_start}; {remedy}"
-    failure.write_unranked(folder, "CannotStart", message)  # now there is a file to be had for it
+    failure.write(folder, "CannotStart", message)  # now there is a file to be had for it
     return "failed"
 
 

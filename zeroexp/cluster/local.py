@@ -101,7 +101,7 @@ class LocalCluster:
         answer = self._await_answer(show, config.cluster.timeout_s + PREPARE_SECONDS)
         self._runs = False
         if "ServerLost" in answer:
-            failure.write_unranked(job.folder, "ServerLost", answer["ServerLost"])
+            failure.write(job.folder, "ServerLost", answer["ServerLost"])
         return Outcome(ending_of(answer["ended"], job.failure), job.failure)
 
     def _is_replaced(self) -> bool:

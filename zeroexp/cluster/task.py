@@ -95,7 +95,7 @@ def run_task(folder: Path, duty: Duty) -> NoReturn:
         elif lost:
             # A task that is cut off misses rank 0's, which lives and hears the others: its word counts.
             over = not asked.to_end and (rank == 0 or not failure.failed_with(folder, "TaskLost"))
-            failure.write_unranked(folder, "TaskLost", lost, over=over)
+            failure.write(folder, "TaskLost", lost, over=over)
             child.kill()
         _, status, used = os.wait4(child.pid, 0)
         status = os.waitstatus_to_exitcode(status)

@@ -15,27 +15,16 @@ from zeroexp.registry.did_you_mean import suggest_nearest
 ONLY_SHOW = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 # The other flags that Hydra knows, each with the values it may have: () means none, None means any.
 _SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_COMPLETES = tuple(
-    f"{verb}={shell}"
-    for shell in ("bash", "zsh", "fish")
-    for verb in ("install", "uninstall", "query")
-)
 # Keys whose value is text.
 TEXT_KEYS = frozenset(key for key, item in KEYS.items() if item.type in ("str", "str | None"))
 FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), _SHOWN),
     **dict.fromkeys(("--package", "-p", "--config-name", "-cn", "--config-path", "-cp")),
-    **dict.fromkeys(("--config-dir", "-cd", "--rerun")),
-    **dict.fromkeys(("--shell-completion", "-sc"), _COMPLETES),
+    **dict.fromkeys(("--config-dir", "-cd", "--rerun", "--shell-completion", "-sc")),
     **dict.fromkeys(("--hydra-help", "--resolve"), ()),
 }
 WITHOUT_VALUE = ("--info", "-i")  # they may have one
-REFUSED_FLAGS = {
-    "--experimental-rerun": "use --rerun outputs/<sweep>",
-    "--run": "leave it out: every run is a sweep, of one point too",
-    "-r": "leave it out: every run is a sweep, of one point too",
-}
 # These values of a group end in a traceback of Hydra.
 NO_OPTION = re.compile(r"|null|None|true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 # One value or several, without quotes, brackets and functions; and what Hydra takes for another thing than text.
@@ -52,16 +41,13 @@ def only_shows(arguments: Sequence[str]) -> bool:
 def refuse_arguments(arguments: Sequence[str], conf: Path) -> None:
     """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
     for argument in arguments:
-        if any(
-            "\udc80" <= letter <= "\udcff" for letter in argument
-        ):  # how Python keeps other bytes
+        # How Python keeps bytes that are no text in this locale.
+        if any("\udc80" <= letter <= "\udcff" for letter in argument):
             raise ConfigError(f"{argument}: not in the encoding of this locale; set LC_ALL=C.UTF-8")
         refuse_password("tracking.uri" if "tracking.uri" in argument else "a word", argument)
     if {"-sc", "--shell-completion"} & set(arguments) and len(arguments) > 2:
         raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
     _refuse_flags(arguments)
-    if "--resolve" in arguments and not only_shows(arguments):
-        raise ConfigError("--resolve: has no effect alone; use --cfg job --resolve")
     for argument in arguments:
         _refuse_empty_group(argument, conf)
         _refuse_idle(argument)
@@ -104,8 +90,6 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
     """Refuse flags that Hydra would answer with its usage, or that would do nothing here."""
     for argument, *after in _flags_and_settings(arguments)[0]:
         flag, _, value = argument.partition("=")
-        if flag in REFUSED_FLAGS:
-            raise ConfigError(f"{flag}: not available; {REFUSED_FLAGS[flag]}")
         if flag not in FLAGS:
             raise ConfigError(f"{flag}: unknown flag; {suggest_nearest(flag, FLAGS)}")
         _refuse_value(flag, after[0] if after else value)
@@ -114,9 +98,7 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
 def _refuse_value(flag: str, value: str) -> None:
     allowed = FLAGS[flag]
     if not value and flag not in WITHOUT_VALUE and allowed != ():
-        raise ConfigError(
-            f"{flag}: no value; {suggest_nearest(value, allowed) if allowed else 'give it one'}"
-        )
+        raise ConfigError(f"{flag}: no value; give it one")
     if value and allowed is not None and value not in allowed:
         remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
         raise ConfigError(f"{flag} {value}: unknown value; {remedy}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from zeroexp.check.rules_of_one_key import choices_of_keys
-from zeroexp.config import keys as schemas
 from zeroexp.config import plugins
 from zeroexp.config.keys import KEYS, Config, ConfigError, default_of
 from zeroexp.registry.did_you_mean import suggest_key
@@ -122,21 +121,11 @@ def _comment(key: str) -> list[str]:
     *parents, name = key.split(".")
     for parent in parents:
         schema = get_type_hints(schema)[parent]
-    source = Path(str(schemas.__file__)).read_text(encoding="utf-8")
-    lines = source.splitlines()
-    owner = next(
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == schema.__name__
+    field = re.search(
+        rf"((?:^    # .*\n)*)^    {name}: .*?(?:  # (.*))?$",
+        inspect.getsource(schema),
+        re.MULTILINE,
     )
-    field = next(
-        node
-        for node in owner.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
-    )
-    beside = lines[field.lineno - 1].partition("  # ")[2]
-    above, number = [], field.lineno - 2
-    while lines[number].strip().startswith("# "):
-        above.insert(0, lines[number].strip()[2:])
-        number -= 1
-    return [*([beside] if beside else above)]
+    assert field, key
+    above, beside = field.groups()
+    return [beside] if beside else re.findall(r"# (.*)", above)

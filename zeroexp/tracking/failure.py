@@ -16,7 +16,6 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zeroexp.process.durable import write_durably
 from zeroexp.tracking import attempt
@@ -58,10 +57,9 @@ def write_raised(
     message = str(error)
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         message = f"{message}; {REMEDIES[error.errno]}"
-    cause = _cause(folder, rank, type(error).__name__, message, trace)
-    if short := describe_shortage(error, peak_bytes):
-        cause |= _of_memory(short)
-    _write(folder, cause)
+    short = describe_shortage(error, peak_bytes)
+    message = str(short) if short else message
+    write(folder, type(error).__name__, message, rank=rank, trace=trace, short=short)
 
 
 def write_died(
@@ -81,33 +79,24 @@ def write_died(
         message = f"rank {rank} ended with exit code {status} without saying why"
         if line := last_line(log_path(folder, rank)):
             message = f"rank {rank} ended with exit code {status}; its log ends with: {line}"
-        _write(folder, _cause(folder, rank, f"exit code {status}", message))
+        write(folder, f"exit code {status}", message, rank=rank)
         return
     name = signal.Signals(-status).name
     killed = name == "SIGKILL"
     held = f"; resident at most {gib(peak_bytes)}" if peak_bytes and killed else ""
-    cause = _cause(folder, rank, name, f"rank {rank} was killed by {name}{held}")
+    message, short = f"rank {rank} was killed by {name}{held}", None
     if killed and out_of_memory:
-        words = f"out of memory: the kernel killed rank {rank}{held}"
-        cause |= {**_of_memory(Shortage(None, peak_bytes)), "message": words}
+        message = f"out of memory: the kernel killed rank {rank}{held}"
+        short = Shortage(None, peak_bytes)
     # C++ aborts on an uncaught exception, even if a lost peer caused it, and a batch system that ends a job because of
     # one rank terminates the others.
-    _write(folder, cause, over=name not in ("SIGABRT", "SIGTERM"))
-
-
-def write_unranked(folder: Path, exception: str, message: str, *, over: bool = False) -> None:
-    """Record a failure that no rank caused: no rank was started, or a launcher itself is lost. The launcher calls this.
-
-    `over` overwrites the reports of ranks that met the consequences.
-    """
-    cause = {"rank": None, "host": socket.gethostname(), "exception": exception, "message": message}
-    _write(folder, {**cause, "traceback": None, "log": None}, over=over)
+    over = name not in ("SIGABRT", "SIGTERM")
+    write(folder, name, message, rank=rank, short=short, over=over)
 
 
 def write_hung(folder: Path, rank: int, host: str, message: str) -> None:
     """Record that a rank no longer advances, over what its peers met. The launcher calls this."""
-    cause = _cause(folder, rank, "Hang", message)
-    _write(folder, {**cause, "host": host}, over=True)
+    write(folder, "Hang", message, rank=rank, host=host, over=True)
 
 
 def last_line(log: Path) -> str | None:
@@ -119,31 +108,37 @@ def last_line(log: Path) -> str | None:
     return next((line.strip()[:MOST_CHARACTERS] for line in reversed(lines) if line.strip()), None)
 
 
-def _of_memory(short: Shortage) -> dict[str, Any]:
-    return {"message": str(short), "out_of_memory": asdict(short)}
+def write(
+    folder: Path,
+    exception: str,
+    message: str,
+    *,
+    rank: int | None = None,
+    host: str | None = None,
+    trace: str | None = None,
+    short: Shortage | None = None,
+    over: bool = False,
+) -> None:
+    """Write failure.json atomically; `over` replaces an existing one, otherwise the first one wins.
 
-
-def _cause(
-    folder: Path, rank: int, exception: str, message: str, trace: str | None = None
-) -> dict[str, Any]:
-    return {
+    rank: None where no rank caused it: none was started, or a launcher itself is lost. host: this one.
+    """
+    cause = {
         "rank": rank,
-        "host": socket.gethostname(),
+        "host": host or socket.gethostname(),
         "exception": exception,
         "message": message,
         "traceback": trace,
-        "log": str(log_path(folder, rank)),
+        "log": None if rank is None else str(log_path(folder, rank)),
+        **({"out_of_memory": asdict(short)} if short else {}),
+        "attempt": attempt.own_number(),
     }
-
-
-def _write(folder: Path, cause: dict[str, Any], *, over: bool = False) -> None:
-    """Write failure.json atomically; `over` replaces an existing one, otherwise the first one wins."""
     try:
         attempt.refuse_superseded(folder)
     except attempt.Superseded as outdated:
         print(f"{outdated}: nobody asks why it ended", file=sys.stderr)
         return
-    text = json.dumps({**cause, "attempt": attempt.own_number()}, indent=2) + "\n"
+    text = json.dumps(cause, indent=2) + "\n"
     beside = folder / f".{FAILURE}.{socket.gethostname()}.{os.getpid()}"
     with_room(folder, lambda: write_durably(beside, text.encode()))
     if over:
