@@ -155,11 +155,16 @@ def test_an_axis_of_steps_ends_where_bars_are_still_long(tmp_path: Path) -> None
     assert told["layout"]["xaxis"]["range"][1] > 1375.9 and "goes on" not in told["caption"]
 
 
-def test_times_that_scatter_crown_nobody(tmp_path: Path) -> None:
+def test_times_that_scatter_are_in_doubt(tmp_path: Path) -> None:
     repeats(tmp_path, {name: [0.2, 0.4] for name in ("ddp", "zero1", "zero2", "zero3")})
     text = page.render(points(tmp_path))
-    assert "No point is called fastest" in text and "shortest step" not in text
-    assert text.count("worth nothing") == 1 and "The times of all points are worth nothing" in text
+    (doubt,) = re.findall("In doubt, [^<]*", text)
+    assert doubt.startswith(
+        "In doubt, and marked with ?, are the times of 4 of 4 points, as of ddp ("
+    )
+    assert (
+        "like all others, measured once" not in text and "; in doubt: its 2 runs took 200" in text
+    )
 
 
 def test_losses_that_are_no_numbers_leave_every_chart_whole(tmp_path: Path) -> None:

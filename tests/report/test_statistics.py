@@ -17,7 +17,7 @@ from zeroexp.report.statistics import (
     judge_losses,
     loss_falls,
     step_time_interval,
-    why_unsteady,
+    why_doubtful,
 )
 
 FALLING = [4.0, 3.0, 2.0, 1.0]
@@ -123,10 +123,9 @@ def test_the_interval_is_over_runs_once_there_are_three(tmp_path) -> None:
     # Student: the geometric mean of three, 4.303 × their scatter / √3 to each side.
     assert runs and runs.over == "runs"
     assert (runs.low, runs.high) == pytest.approx((0.1864, 0.2362), abs=1e-4)
-    assert why_unsteady(three) is None
+    assert why_doubtful(three) == "its 95 % interval is 27 % wide"
     timed(tmp_path / "4", a=0.20, b=0.26, c=0.21)
-    why = why_unsteady(points(tmp_path / "4")[0])
-    assert why and why.startswith("its 3 runs took 200 to 260 ms a step")
+    assert why_doubtful(points(tmp_path / "4")[0]) == "its 3 runs took 200 to 260 ms a step"
 
 
 # ---- losses

@@ -268,7 +268,7 @@ def test_programs_read_bytes_seconds_and_verdicts(paper: list[Point], tmp_path: 
     columns = all_columns(made, conclusions)
     told = json.loads(exports.as_json(made, columns, conclusions, problems=[]))
     ddp, zero3, failed = told["points"]
-    assert (told["format"], told["problems"], told["reference"]) == (2, [], "ddp")
+    assert (told["format"], told["problems"], told["reference"]) == (exports.FORMAT, [], "ddp")
     assert zero3["total_bytes"] == zero3["table_bytes"] == 2 * PARAMETER_BYTES
     assert zero3["step_seconds"] == pytest.approx(0.505)
     assert zero3["step_phase_seconds"] == pytest.approx(0.2 * 0.36)

@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
-from zeroexp.report.statistics import Comparison, step_time_interval, why_doubtful, why_unsteady
+from zeroexp.report.statistics import Comparison, step_time_interval, why_doubtful
 from zeroexp.report.theory import table_bytes, table_traffic
 
 MIB = 2**20
@@ -311,7 +311,6 @@ def _columns_for_programs(points: Sequence[Point], peaks: Mapping[str, float]) -
         _number("peak_flops_per_second", lambda s: peaks.get(peak_name(s))),
         _number("peak_flops", lambda s: peak_name(s) or None),
         _number("diverged_at", lambda s: s.diverged_at),
-        Column("unsteady", why_unsteady),
         Column("doubt", why_doubtful),
         Column("table_bytes", lambda p: _sum(table_bytes(p.run))),
         Column("table_sent_bytes_per_step", lambda p: _sum(table_traffic(p.run))),

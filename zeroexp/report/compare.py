@@ -32,13 +32,12 @@ from zeroexp.report.statistics import (
     compare_quality,
     compare_step_times,
     why_doubtful,
-    why_unsteady,
 )
 from zeroexp.tracking.run import Run
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
 MOST_OPEN = 3  # points of which nothing can be told that each get a line
-MOST_DOUBTS = 3  # points that each get a line
+MOST_DOUBTS = 3  # points in doubt that are all named
 MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise
 # Sums of these transports, or of their GPU, may change order from run to run.
@@ -358,7 +357,7 @@ def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]
 class Conclusions:
     reference: Point | None
     judged: list[Judged]
-    doubts: list[str]  # times that are worthless or impossible
+    doubts: list[str]  # times that are in doubt or impossible
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
     qualities: list[Quality]  # of each point over seeds; empty where none has several
 
@@ -390,7 +389,6 @@ def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusio
     """Raises ConfigError if no point has the reference's name."""
     chosen, judged = judge_points(points, reference)
     doubts = [
-        *_scattering_times(points),
         *_doubtful_times(points),
         *(one.impossible for one in judged if one.impossible),
     ]
@@ -426,22 +424,12 @@ def _by_seed(summaries: Mapping[int, RunSummary], key: str) -> dict[int, Any]:
 
 
 def _doubtful_times(points: Sequence[Point]) -> list[str]:
-    """Return one line that names the times which others spoilt, or which runs do not tell well."""
-    doubtful = {
-        point.name: why
-        for point in points
-        if not why_unsteady(point) and (why := why_doubtful(point))
-    }
-    who = ", ".join(f"{name} ({why})" for name, why in doubtful.items())
-    remedy = "run them again by themselves"
-    return [f"In doubt, and marked with ?, are the times of {who}: {remedy}."] if who else []
-
-
-def _scattering_times(points: Sequence[Point]) -> list[str]:
-    """Return a line for each point whose time scatters too much; where these are many, one line for all."""
-    unsteady = [(point.name, why) for point in points if (why := why_unsteady(point))]
-    if len(unsteady) <= MOST_DOUBTS:
-        return [f"The time of {name} is worth nothing: {why}." for name, why in unsteady]
-    timed = sum(point.step_seconds is not None for point in points)
-    who = "all points" if len(unsteady) == timed else f"{len(unsteady)} of {timed} points"
-    return [f"The times of {who} are worth nothing. {unsteady[0][0]}: {unsteady[0][1]}."]
+    """Return one line about the times which others spoilt, or which scatter; of many it tells the first."""
+    doubtful = [f"{point.name} ({why})" for point in points if (why := why_doubtful(point))]
+    if not doubtful:
+        return []
+    who = ", ".join(doubtful)
+    if len(doubtful) > MOST_DOUBTS:
+        timed = sum(point.step_seconds is not None for point in points)
+        who = f"{len(doubtful)} of {timed} points, as of {doubtful[0]}"
+    return [f"In doubt, and marked with ?, are the times of {who}: run them again by themselves."]

@@ -21,20 +21,18 @@ from enum import Enum
 from statistics import fmean, stdev
 from typing import Any
 
-from zeroexp.measure.record import RunSummary
 from zeroexp.report.measured_points import Point
 
 ALPHA = 0.05
 MARGIN = math.log(1.02)  # a smaller difference is none
 FEWEST, MOST = 3, 100  # pairs: with fewer nothing is claimed, and more are not asked for
 DOUBT = (
-    "A time with ? is in doubt: others used more than 10 % of the cores, or its interval is wider."
+    "A time with ? is in doubt: others used more than 10 % of the cores, or runs or steps scatter."
 )
 SPOILT = (
     0.10  # a larger share of the cores that others used, or a wider interval of a time, is a doubt
 )
 UNSTEADY = 1.25  # slowest over fastest run
-UNSTEADY_STEPS = 2.0  # the 95th percentile of the steps of one run over their median
 
 
 class Verdict(Enum):
@@ -193,33 +191,20 @@ def step_time_interval(point: Point) -> Interval | None:
     return None
 
 
-def why_unsteady(point: Point) -> str | None:
-    """Say in words why the point's time is worthless, or None."""
-    seconds, summary = list(point.seconds_by_round.values()), point.summary
-    if len(seconds) > 1 and max(seconds) > UNSTEADY * min(seconds):
-        low, high = 1e3 * min(seconds), 1e3 * max(seconds)
-        why = f"its {len(seconds)} runs took {low:,.0f} to {high:,.0f} ms a step"
-    elif len(seconds) == 1 and summary and _p95_ratio(summary) > UNSTEADY_STEPS:
-        why = f"one step in twenty took {_p95_ratio(summary):.1f} times the median"
-    else:
-        return None
-    return f"{why}: repeat it on a quieter machine"
-
-
 def why_doubtful(point: Point) -> str | None:
-    """Say in words why the point's time is in doubt: others spoilt a run of it, or runs scatter. None if it is not."""
+    """Say in words why the point's time is in doubt: others spoilt a run of it, or its runs or steps scatter."""
     for run in point.finished_runs:
         cores = float(run.environment.get("machine.num_cpus", math.inf))
         if run.other_cores is not None and run.other_cores > SPOILT * cores:
             return f"others used {run.other_cores:.1f} of {cores:.0f} cores"
+    seconds = sorted(point.seconds_by_round.values())
+    if seconds and seconds[-1] > UNSTEADY * seconds[0]:
+        low, high = 1e3 * seconds[0], 1e3 * seconds[-1]
+        return f"its {len(seconds)} runs took {low:,.0f} to {high:,.0f} ms a step"
     interval = step_time_interval(point)
     if interval and interval.high > interval.low * (1 + SPOILT):
         return f"its 95 % interval is {100 * (interval.high / interval.low - 1):.0f} % wide"
     return None
-
-
-def _p95_ratio(summary: RunSummary) -> float:
-    return summary.step_seconds_p95 / summary.step_seconds_median
 
 
 def _interval_of_mean(logs: Sequence[float], alpha: float) -> tuple[float, float]:

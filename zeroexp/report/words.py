@@ -17,7 +17,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import UNCOUNTED, Point
 from zeroexp.report.palette import KIND_NAMES
-from zeroexp.report.statistics import judge_losses, loss_curves, why_doubtful, why_unsteady
+from zeroexp.report.statistics import judge_losses, loss_curves, why_doubtful
 from zeroexp.report.theory import stage_of, table_bytes, table_traffic
 from zeroexp.tracking.run import Run
 
@@ -34,21 +34,19 @@ class Card(NamedTuple):
 
 
 def headline_sentences(points: Sequence[Point]) -> list[str]:
-    """Say what ran, that times are worth no comparison where they scatter, and which runs diverged."""
-    timed = sum(point.step_seconds is not None for point in points)
-    scattering = timed > 1 and len(_trusted_times(points)) < 2
+    """Say what ran, and which runs diverged."""
     diverged = [
         f"{point.name} {point.summary.verdict}: its numbers are of a run that does not train."
         for point in points
         if point.summary and point.summary.verdict
     ]
-    nobody = ["No point is called fastest, since times scatter too much."] if scattering else []
-    return [_what_ran(points), *nobody, *diverged]
+    return [_what_ran(points), *diverged]
 
 
 def headline_cards(points: Sequence[Point]) -> list[Card]:
     """Return the few numbers that head the page; those that nothing is known of are left out."""
     done = [(point, point.summary) for point in points if point.summary]
+    times = [(point.step_seconds, point) for point in points if point.step_seconds]
     held = [(summary.memory.total.fullest, point) for point, summary in done]
     # One rank sends nothing.
     sent = [
@@ -58,16 +56,11 @@ def headline_cards(points: Sequence[Point]) -> list[Card]:
     ]
     cards = [
         _least("least memory", held, 1 / MIB, "MiB"),
-        _least("shortest step", _trusted_times(points), 1e3, "ms"),
+        _least("shortest step", times, 1e3, "ms"),
         _least("least sent", sent, 1 / MIB, "MiB a step"),
         _loss_card(points),
     ]
     return [card for card in cards if card]
-
-
-def _trusted_times(points: Sequence[Point]) -> list[tuple[float, Point]]:
-    """Return the step seconds that are worth something."""
-    return [(p.step_seconds, p) for p in points if p.step_seconds and not why_unsteady(p)]
 
 
 def _least(
