@@ -15,8 +15,6 @@ from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
-from zeroexp.measure.memory import count_cpu_allocations
-from zeroexp.plan.hidden_memory import prior_product_scratch
 from zeroexp.plan.speed import Speed, this_machine
 from zeroexp.plan.timing import Timeline
 
@@ -113,11 +111,8 @@ def test_rates_are_those_of_every_dtype_shape_and_transport(monkeypatch):
         "float32": {1, 8},
         "bfloat16": {1, 8},
     }
-    assert set(found.links) == set(found.moves) == {"direct", "gloo"}
+    assert set(found.links) == {"direct", "gloo"}
     assert min(found.bytes_per_second, found.launch_seconds) > 0
-    # What the CPU's instructions say is what the product does, with each word of ONEDNN_MAX_CPU_ISA (.ci/run).
-    if not count_cpu_allocations():
-        assert found.product_scratch == prior_product_scratch().bytes_per_element
 
 
 def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch, capsys, tmp_path):

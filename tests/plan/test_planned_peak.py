@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,16 +26,10 @@ from tests.plan.real_steps import (
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
-from zeroexp.plan.hidden_memory import (
-    GradientSums,
-    KernelScratch,
-    prior_product_scratch,
-    product_scratch,
-)
+from zeroexp.plan.hidden_memory import GradientSums
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.rehearse import rehearse
-from zeroexp.plan.speed import OUTPUTS, Calibration, calibration_path, save, this_machine
 from zeroexp.plan.storages import Storages
 
 # So many parameters for each token that states and gradients make the peak, and not activations.
@@ -121,28 +114,6 @@ def test_no_further_microbatch_holds_more(stage, implementation, words):
 
 
 # -- kernels and autograd --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("measured_bytes", [0, 4])
-def test_a_plan_takes_the_scratch_of_products_that_was_measured(
-    measured_bytes, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
-    prior = product_scratch()
-    assert prior == prior_product_scratch() and "by this CPU's instructions" in str(prior)
-    measured = Calibration(
-        *(this_machine(), "2", {"bfloat16": {"64": 1e9}}, 1e9, 1e-5, {"direct": [1e-3, 1e9]}),
-        product_scratch=measured_bytes,
-    )
-    save(measured, calibration_path(Path(OUTPUTS)))
-    assert str(product_scratch()).endswith("for each element, measured")
-    mode = FakeTensorMode()
-    storages = Storages(mode)
-    with mode, storages, KernelScratch(product_scratch()):
-        left, right = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 64), (64, 2048)))
-        product = left @ right
-    peak = storages.peaks()["build"].num_bytes
-    assert peak == left.nbytes + right.nbytes + product.nbytes + measured_bytes * 8 * 2048
 
 
 ONE_BLOCK = ("model.hf_config.num_hidden_layers=1", "data.global_batch_size=2", "strategy=zero3")

@@ -18,7 +18,6 @@ from zeroexp.config.gpus import GPUS as CATALOGUE
 from zeroexp.config.gpus import LINK_SHARE, NETWORKS
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.measure.verb_seconds import meter
-from zeroexp.plan import speed as speeds
 from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.speed import (
     Calibration,
@@ -154,20 +153,12 @@ def test_the_prior_of_a_gpu_is_its_data_sheet_and_the_network_between_nodes(name
         assert between.latency_seconds > inside.latency_seconds
 
 
-def test_the_prior_of_a_cpu_is_that_of_its_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(speeds, "MOST_KILOHERTZ", str(tmp_path / "khz"))
-    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: {"cpu MHz": ["800.0", "1000.0"]}[key])
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    slow = prior_speed(ONE_HOST)
-    assert slow.label.startswith("a core of 1.0 GHz with AVX2, not calibrated: run")
-    assert 0.1 * 32e9 < slow.product_rate(torch.float32) < 32e9  # two products of 8 numbers a cycle
-    assert slow.product_rate(torch.bfloat16) < slow.product_rate(torch.float32)
-    assert slow.product_rate(torch.float32, 1) < slow.product_rate(torch.float32, 64)
-    assert slow.moves_on_wait and not prior_speed(TWO_HOSTS).moves_on_wait
-    monkeypatch.setattr(speeds, "_cpuinfo", lambda key: [])  # not Linux
-    assert prior_speed(ONE_HOST).product_rate(torch.float32) > slow.product_rate(torch.float32)
-    (tmp_path / "khz").write_text("3000000\n")
-    assert prior_speed(ONE_HOST).label.startswith("a core of 3.0 GHz")
+def test_the_prior_of_a_cpu_is_that_of_one_core():
+    speed = prior_speed(ONE_HOST)
+    assert speed.label.endswith("not calibrated: run zeroexp calibrate")
+    assert speed.product_rate(torch.bfloat16) < speed.product_rate(torch.float32)
+    assert speed.product_rate(torch.float32, 1) < speed.product_rate(torch.float32, 64)
+    assert speed.moves_on_wait and not prior_speed(TWO_HOSTS).moves_on_wait
 
 
 def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line(tmp_path):
@@ -177,6 +168,8 @@ def test_a_calibration_is_kept_and_one_of_another_machine_is_refused_in_one_line
         this_machine(), "2", {"float32": {"64": 1e9}}, 1e9, 1e-5, {"gloo": [1e-3, 1e9]}
     )
     save(here, path)
+    assert load(path) == here
+    path.write_text(json.dumps({**asdict(here), "what_it_had_before": 1}))
     assert load(path) == here
     path.write_text(json.dumps({**asdict(here), "machine": "an abacus, 1 cores"}))
     with pytest.raises(ConfigError, match="of another machine \\(an abacus, 1 cores") as refused:

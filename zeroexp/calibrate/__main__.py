@@ -29,7 +29,6 @@ from zeroexp.calibrate.practice import practise
 from zeroexp.calibrate.rates import measure_rates
 from zeroexp.check.rules_batch import num_gpus
 from zeroexp.comm.tuning import PROBED_BYTES, fit_link
-from zeroexp.plan.hidden_memory import ProductScratch
 from zeroexp.plan.machines import JobShape, Machines
 from zeroexp.plan.speed import (
     Calibration,
@@ -101,10 +100,6 @@ def rates(device: str = "cpu", num_ranks: int = NUM_RANKS) -> Calibration:
             name: [link.latency_seconds, link.bytes_per_second * (num_ranks - 1) / num_ranks]
             for name, link in links.items()
         },
-        moves={
-            name: {str(size): each for size, each in zip(PROBED_BYTES, seconds, strict=True)}
-            for name, seconds in moves.items()
-        },
     )
 
 
@@ -120,8 +115,6 @@ def _summary_lines(calibration: Calibration) -> str:
     ]
     for name, (latency, rate) in calibration.links.items():
         lines.append(f"{name:12}{1e6 * latency:.0f} us, {rate / 1e9:.2f} GB/s sent")
-    if calibration.product_scratch is not None:
-        lines.append(f"scratch     {ProductScratch(calibration.product_scratch, 'measured')}")
     if calibration.factors:
         lines.append("in a step, times the above:")
     lines += [f"  {name:28}{factor:6.2f}" for name, factor in calibration.factors.items()]

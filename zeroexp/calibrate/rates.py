@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeroexp.comm.tuning import measure_moves
-from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
 
 NUM_LAUNCHES, NUM_TRIALS = 2000, 5
-SCRATCH_ROWS = (512, 1024)  # of square results, far above the blocks of a kernel
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,6 @@ def measure_rates(world: World) -> dict[str, Any]:
         "bytes_per_second": _measure_memory(sizes.num_bytes, device),
         "launch_seconds": _measure_launch(device),
         "moves": {transport: measure_moves(world, transport=transport) for transport in transports},
-        # The last, since allocations are counted from there on.
-        "product_scratch": _measure_product_scratch() if device.type == "cpu" else None,
     }
 
 
@@ -106,28 +102,6 @@ def _measure_launch(device: torch.device) -> float:
             torch.add(one, one)
 
     return _least_seconds(launches, device) / NUM_LAUNCHES
-
-
-def _measure_product_scratch() -> int | None:
-    """Return the bytes of a `ProductScratch` (plan/hidden_memory.py), from two real products.
-
-    Their difference leaves out blocks whose size does not depend on the result. None: allocations can not be counted.
-    """
-    if count_cpu_allocations():
-        return None
-    small, large = (_scratch_of_product(rows) for rows in SCRATCH_ROWS)
-    return round((large - small) / (SCRATCH_ROWS[1] ** 2 - SCRATCH_ROWS[0] ** 2))
-
-
-def _scratch_of_product(rows: int) -> int:
-    left, right = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((rows, 64), (64, rows)))
-    result = left @ right
-    meter = AllocationMeter(left.device)
-    before = meter.peak_bytes()
-    torch.mm(left, right, out=result)
-    peak = meter.peak_bytes()
-    assert before is not None and peak is not None
-    return peak - before
 
 
 def _least_seconds(do: Callable[[], object], device: torch.device) -> float:

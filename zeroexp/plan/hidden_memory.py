@@ -10,7 +10,7 @@ rehearsal has that.
 
 [Note: scratch] torch's allocator counts what kernels of a CPU allocate while they run:
 
-    a product with a bf16 result     on some CPUs oneDNN sums in fp32 and rounds at the end: `ProductScratch`
+    a product with a bf16 result     on some CPUs oneDNN sums in fp32 and rounds at the end: `product_scratch_bytes`
     norms in a wider dtype           each tensor in turn is copied in that dtype, so that the largest decides
     the mean squared error           the squares, before they are summed
 
@@ -28,14 +28,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroexp.plan.speed import OUTPUTS, calibration_path, load
 from zeroexp.plan.storages import MESSAGES, LocalOperations, Storages
 
 # Collective -> which of its arguments gloo copies.
@@ -63,45 +60,25 @@ class GlooCopies(LocalOperations):
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class ProductScratch:
-    """Bytes that a bf16 product of a CPU allocates for each element of its result, and how they are known."""
-
-    bytes_per_element: int
-    source: str
-
-    def __str__(self) -> str:
-        return f"bf16 products sum in {self.bytes_per_element or 'no'} bytes more for each element, {self.source}"
-
-
-def product_scratch() -> ProductScratch:
-    """Return what this CPU's calibration measured, or what its instructions say."""
-    calibration = load(calibration_path(Path(OUTPUTS), "cpu"))
-    if calibration is None or calibration.product_scratch is None:
-        return prior_product_scratch()
-    return ProductScratch(calibration.product_scratch, "measured")
-
-
-def prior_product_scratch() -> ProductScratch:
-    """Return what this CPU's instructions say, and ONEDNN_MAX_CPU_ISA, by which oneDNN leaves some of them out.
+def product_scratch_bytes() -> int:
+    """Return what a bf16 product allocates for each element of its result, by this CPU's instructions.
 
     oneDNN multiplies bf16 where there is AVX512. With instructions for bf16 it rounds each block as it is summed;
-    without them it sums all of the result in fp32 first. Elsewhere torch multiplies itself, in place.
+    without them, or where ONEDNN_MAX_CPU_ISA leaves them out, it sums all of the result in fp32 first. Elsewhere torch
+    multiplies itself, in place.
     """
     word = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     by_onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_supported()
     rounds = torch.cpu._is_avx512_bf16_supported() and word.upper() not in WITHOUT_BF16
-    return ProductScratch(
-        SUM_BYTES if by_onednn and not rounds else 0, "by this CPU's instructions"
-    )
+    return SUM_BYTES if by_onednn and not rounds else 0
 
 
 class KernelScratch(LocalOperations):
     """Lets `Storages`, the mode outside of this one, see what a kernel allocates beside its results."""
 
-    def __init__(self, product: ProductScratch) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._product = product
+        self._product_bytes = product_scratch_bytes()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -113,7 +90,7 @@ class KernelScratch(LocalOperations):
         if name in PRODUCTS:
             # Experts multiply one after another: one weight's gradient at a time, but one expert may have all rows.
             turns = result.shape[0] if name == GROUPED_PRODUCT and result.dim() == 3 else 1
-            each = self._product.bytes_per_element if result.dtype is torch.bfloat16 else 0
+            each = self._product_bytes if result.dtype is torch.bfloat16 else 0
             return each * result.numel() // turns
         if name == "aten::_foreach_norm":
             tensors: list[Tensor] = args[0]

@@ -38,7 +38,6 @@ class RehearsedPeaks:
     step_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least, expected, most; estimated
     compute_seconds: float = 0.0  # the part of the expected seconds in which the rank computes
     speed: str = ""  # whose speed: calibrated, or a prior
-    product_scratch: str = ""  # what bf16 products of a CPU allocate, and how that is known
 
     @property
     def fullest(self) -> RankPeak:

@@ -52,7 +52,6 @@ def rehearse_point(
 
     ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
     """
-    from zeroexp.plan.hidden_memory import product_scratch
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
@@ -67,14 +66,12 @@ def rehearse_point(
     microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
-    narrow = config.precision.autocast or config.precision.compute == "bfloat16"
     return RehearsedPeaks(
         [_rank_peak(each) for each in rehearsed],
         rehearsed[0].device,
         step_seconds=times[slowest],
         compute_seconds=compute_seconds(rehearsed[slowest].seconds, microbatches),
         speed=speed.label,
-        product_scratch=str(product_scratch()) if narrow and machines.device == "cpu" else "",
     )
 
 

@@ -195,11 +195,9 @@ def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> lis
         Column("rank", lambda o: str(peak(o).rank)),
         Column("step ms", lambda o: "{:,.0f}-{:,.0f}".format(*_range_ms(o))),
     ]
-    kernels = [
-        words for each in rehearsals for words in (f"{each.device} kernels", each.product_scratch)
-    ]
+    kernels = [f"{each.device} kernels" for each in rehearsals]
     notes = (
-        f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(filter(None, kernels)))}), {unit} at the peak "
+        f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(kernels))}), {unit} at the peak "
         "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
         f"units. Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
     )

@@ -4,9 +4,7 @@ A calibration of CPUs holds for the machine that it was made on. One of GPUs hol
 are made on machines without any; the links between their nodes are a prior's all the same.
 
 A prior is labelled "not calibrated". That of GPUs is their data sheet (config/gpus.py), times the shares below that
-large models usually reach, and the figures of a named network. That of CPUs is what a core of this machine's
-instructions and clock could compute, times the share that products reached on a Xeon of 2.5 GHz, with that machine's
-memory and links.
+large models usually reach, and the figures of a named network. That of CPUs is what a core of a Xeon did.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import log
 from pathlib import Path
 
@@ -38,10 +36,10 @@ NOT_CALIBRATED = "not calibrated"
 # The share of data sheets that products of large matrices and copies reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.65, 0.85
 LAUNCH_SECONDS = 5e-6  # of the host, for one operation on a GPU
-# Floating-point operations of one core in a cycle, by the instructions that torch uses: two products of vectors.
-FLOPS_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
-OTHER_FLOPS_PER_CYCLE, USUAL_HERTZ = 16, 2.5e9
-MOST_KILOHERTZ = "/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"
+CPU, CPU_FLOPS = (
+    "a core of a Xeon of 2.5 GHz",
+    160e9,
+)  # the most it computes: two products of 16 numbers a cycle
 # The smallest dimension of a product, and the share of this that was reached.
 CPU_PRODUCT_SHARES = {1: 0.03, 16: 0.2, 64: 0.45, 128: 0.55}
 CPU_DTYPE_SHARES = {"float32": 1.0, "bfloat16": 0.25}  # without instructions for bf16
@@ -103,11 +101,8 @@ class Calibration:
     bytes_per_second: float
     launch_seconds: float
     links: dict[str, list[float]]  # transport -> latency in seconds, bytes per second
-    # transport -> size in bytes -> seconds of one reduction
-    moves: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     factors: dict[str, float] = field(default_factory=dict[str, float])  # see Speed
     device: str = "cpu"  # cpu | cuda
-    product_scratch: int | None = None  # see ProductScratch; None: not measured
 
     @property
     def product_rates(self) -> dict[str, dict[int, float]]:
@@ -119,19 +114,15 @@ class Calibration:
 
 def this_machine() -> str:
     """Return the words by which a calibration knows its machine."""
-    models = _cpuinfo("model name") or [platform.machine()]
-    # Without some of its instructions a machine is another one.
-    word = os.environ.get("ONEDNN_MAX_CPU_ISA")
-    return f"{models[0]}, {os.cpu_count()} cores" + (f", ONEDNN_MAX_CPU_ISA={word}" if word else "")
-
-
-def _cpuinfo(key: str) -> list[str]:
-    """Return what Linux says under this key, for each core; nothing where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+    except OSError:  # not Linux
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    # Without some of its instructions a machine is another one.
+    word = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return f"{model}, {os.cpu_count()} cores" + (f", ONEDNN_MAX_CPU_ISA={word}" if word else "")
 
 
 def these_gpus() -> str:
@@ -154,7 +145,9 @@ def load(path: Path) -> Calibration | None:
     if not path.exists():
         return None
     try:
-        calibration = Calibration(**json.loads(path.read_text(encoding="utf-8")))
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        known = {each.name for each in fields(Calibration)} & {*kept}  # earlier ones had more
+        calibration = Calibration(**{name: kept[name] for name in known})
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: no calibration ({error}); run zeroexp calibrate again"
@@ -203,7 +196,7 @@ def prior_speed(
     gpu: Gpu = GPUS[USUAL_GPU],
     network: Network = NETWORKS[USUAL_NETWORK],
 ) -> Speed:
-    """Return what a core of this machine for each rank would do, or a cluster of such GPUs by their data sheets."""
+    """Return what a core for each rank would do, or a cluster of such GPUs by their data sheets."""
     if machines.device == "cpu":
         return _cpu_prior(machines.transport)
     nodes, rate = machines.shape.nodes, LINK_SHARE * gpu.link_bytes_per_second
@@ -219,14 +212,11 @@ def prior_speed(
 
 
 def _cpu_prior(transport: str) -> Speed:
-    """Return what a core would do, by its instructions and its clock."""
-    instructions, hertz = torch.backends.cpu.get_cpu_capability(), _clock()
-    peak = hertz * FLOPS_PER_CYCLE.get(instructions, OTHER_FLOPS_PER_CYCLE)
     latency, rate = CPU_LINKS.get(transport, CPU_LINKS["gloo"])
     return Speed(
-        label=f"a core of {hertz / 1e9:.1f} GHz with {instructions}, {NOT_CALIBRATED}: run zeroexp calibrate",
+        label=f"{CPU}, {NOT_CALIBRATED}: run zeroexp calibrate",
         product_rates={
-            dtype: {size: peak * each * share for size, share in CPU_PRODUCT_SHARES.items()}
+            dtype: {size: CPU_FLOPS * each * share for size, share in CPU_PRODUCT_SHARES.items()}
             for dtype, each in CPU_DTYPE_SHARES.items()
         },
         bytes_per_second=CPU_BYTES_PER_SECOND,
@@ -235,11 +225,3 @@ def _cpu_prior(transport: str) -> Speed:
         link_bytes_per_second=rate,
         moves_on_wait=transport == "direct",
     )
-
-
-def _clock() -> float:
-    """Return the most cycles of a second that Linux tells, else those of now, which are few on an idle laptop."""
-    try:
-        return 1e3 * float(Path(MOST_KILOHERTZ).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return max((1e6 * float(each) for each in _cpuinfo("cpu MHz")), default=USUAL_HERTZ)
