@@ -2,6 +2,7 @@
 #   make run          the main job: one model trained under every ZeRO implementation on two local ranks
 #   make test         what every change must pass (README: how long it takes)
 #   make test-all     and the stress, full-matrix, browser and Slurm tests
+#   make test-deepspeed  what needs DeepSpeed, in .venv-deepspeed: all that .venv has, and DeepSpeed
 #   make mutants      240 small bugs put into the sources, by chance, and some by hand: the tests should find 95 of 100
 #   make wide         strangers' training code under every stage, layout and unit; hundreds of drawn models
 #   make lint         ruff and pyright
@@ -20,7 +21,7 @@ export DISABLE_MLFLOW_INTEGRATION := true
 # Where it is set, as in many containers, every process of every test would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all wide mutants lint bench bench-quick bench-checkpoints docs report clean
+.PHONY: run test test-all test-deepspeed wide mutants lint bench bench-quick bench-checkpoints docs report clean
 .DELETE_ON_ERROR:
 
 run: .venv/base.stamp
@@ -37,6 +38,9 @@ test: .venv/test.stamp
 # The rest one after another: daemons, and as many processes as two cores can bear.
 test-all: test
 	$(BIN)/python -m pytest -q --durations=25 -m "slow or slurm or browser"
+
+test-deepspeed: .venv-deepspeed/deepspeed.stamp
+	.venv-deepspeed/bin/python -m pytest -q -m deepspeed tests/strategies tests/checkpoint/test_pairs.py
 
 wide: .venv/test.stamp
 	$(BIN)/python -m pytest -q -n 2 -m wide
@@ -70,7 +74,7 @@ report: .venv/base.stamp
 	$(BIN)/zeroexp report
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-deepspeed build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/base.stamp: pyproject.toml constraints.txt
@@ -81,4 +85,14 @@ clean:
 
 .venv/test.stamp .venv/dev.stamp .venv/docs.stamp: .venv/%.stamp: .venv/base.stamp
 	@timeout 900 $(BIN)/pip install -q -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# Its setup asks for torch, so that it can not be built in isolation; no extension of it is compiled.
+.venv-deepspeed/deepspeed.stamp: .venv/test.stamp
+	@$(PYTHON) -m venv .venv-deepspeed
+	@for packages in $(CURDIR)/.venv/lib/python*/site-packages; do \
+		echo "import site; site.addsitedir('$$packages')" >$$(echo .venv-deepspeed/lib/python*/site-packages)/beside.pth; done
+	@timeout 300 .venv-deepspeed/bin/pip install -q -c constraints.txt wheel ninja py-cpuinfo
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu timeout 300 \
+		.venv-deepspeed/bin/pip install -q --no-build-isolation -c constraints.txt deepspeed
 	@touch $@

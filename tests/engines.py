@@ -9,6 +9,9 @@ absolute, in parts of the learning rate (0.02).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+import pytest
 
 from tests.oracle import (
     Make,
@@ -71,6 +74,34 @@ OURS: dict[str, Engine] = {
     )
 }
 ENGINES = {**NATIVE, **OURS}
+
+# A flat tensor steps all of its elements, whether or not they have a gradient. zero3 computes linear layers by a
+# function of its own, which rounds in bfloat16 before it adds the bias.
+DEEPSPEED: dict[str, Engine] = {
+    f"deepspeed_{stage}": Engine(
+        configured(stage, "deepspeed"),
+        Rules(reduce_each, missing="zeros", added_in_master=True),
+        2,
+        precisions,
+    )
+    for stage, reduce_each, precisions in (
+        ("zero1", "step", ("fp32", "bf16_master")),
+        ("zero2", "microbatch", ("fp32", "bf16_master")),
+        ("zero3", "microbatch", ("fp32",)),
+    )
+}
+EVERY_ENGINE = {**ENGINES, **DEEPSPEED}
+NEEDS_DEEPSPEED = (
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed: see docs/deepspeed.md, or make test-deepspeed",
+    ),
+)
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return NEEDS_DEEPSPEED if name in DEEPSPEED else ()
 
 
 def check(ranks: Ranks, engine: Engine, recipe: Recipe) -> None:

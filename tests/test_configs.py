@@ -91,9 +91,10 @@ def with_implementation(config: Config, implementation: str) -> Config:
 
 
 def test_defined_and_undefined_combinations_of_strategy_and_implementation():
-    """Section 9 of docs/architecture.md: all but one combination means something."""
+    """Section 9 of docs/architecture.md: all but one combination means something. DeepSpeed: test_deepspeed.py."""
     undefined = []
-    for stage, implementation in itertools.product(STAGES, (*LAYOUTS, *ENGINES)):
+    own = (*LAYOUTS, *(engine for engine in ENGINES if engine != "deepspeed"))
+    for stage, implementation in itertools.product(STAGES, own):
         try:
             check(with_implementation(composed(f"strategy={stage}"), implementation))
         except UndefinedCombination:

@@ -87,6 +87,7 @@ ATTRIBUTES = {
     "submitit.SlurmExecutor._submit_command",
     "submitit.SlurmExecutor._make_submission_file_text",
 }
+OF_DEEPSPEED = {"_hp_mapping"}  # of one version, whose tests are strategies/test_deepspeed.py
 OF_PYTHON = {"_exit", "_fields", "_getframe", "_replace"}  # documented in its library
 
 
@@ -157,7 +158,8 @@ def test_a_private_attribute_is_there(expression):
 
 def test_every_private_name_stands_above():
     assert set(imported_names()) == IMPORTED
-    used = {name for name in attributes() if PRIVATE.fullmatch(name)} - OF_PYTHON
+    used = {name for name in attributes() if PRIVATE.fullmatch(name)}
+    used -= OF_PYTHON | OF_DEEPSPEED
     listed = {name_of(expression) for expression in ATTRIBUTES}
     assert used - our_names() <= listed, "a public way, or a row above"
     assert listed <= used, "rows that nothing uses"

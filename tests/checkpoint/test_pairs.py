@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.saving import checkpoint, resume_each, train_and_save
-from tests.engines import ENGINES, FLOAT32_ROUNDING
+from tests.engines import (
+    DEEPSPEED,
+    ENGINES,
+    EVERY_ENGINE,
+    FLOAT32_ROUNDING,
+    NEEDS_DEEPSPEED,
+)
 from tests.oracle import PRECISIONS, Outcome, Recipe, assembled, assert_same, outcome_of
 
 State = dict[str, dict[str, Tensor]]
@@ -124,7 +130,7 @@ def saved(ranks, tmp_path_factory) -> Callable[[Side], tuple[Path, Outcome, list
 
     @functools.cache
     def saved(source: Side) -> tuple[Path, Outcome, list[State]]:
-        run, make = tmp_path_factory.mktemp("run"), ENGINES[source.engine].make
+        run, make = tmp_path_factory.mktemp("run"), EVERY_ENGINE[source.engine].make
         size = source.world_size
         answers = ranks(train_and_save, source.recipe, make, run, world_size=size)
         whole = outcome_of([(outcome, states[-1]) for outcome, states in answers])
@@ -142,7 +148,7 @@ def check(ranks, saved, target: Side, rows: Sequence[Row]) -> None:
     answers = ranks(
         resume_each,
         target.recipe,
-        ENGINES[target.engine].make,
+        EVERY_ENGINE[target.engine].make,
         list(zip(paths, trains_on, strict=True)),
         world_size=target.world_size,
     )
@@ -187,6 +193,30 @@ TABLE = table()
 @pytest.mark.parametrize("target", TABLE, ids=str)
 def test_a_pair(ranks, saved, target):
     check(ranks, saved, target, TABLE[target])
+
+
+def with_deepspeed() -> dict[Side, list[Row]]:
+    """Each of its stages loads each family's, and goes on; ours and torch's load each stage's."""
+    rows: dict[Side, list[Row]] = {}
+    for size, name in enumerate(DEEPSPEED, 1):
+        own = Side(name, size)
+        rows[own] = [(Side(family, size % 3 + 1), 2) for family in FAMILIES] + [(own, 1)]
+    for again in (Side(name, precision="bf16_master") for name in DEEPSPEED):
+        rows[again] = [(again, 1)]
+    for family in ("zero2_parameter", "ddp_zero_redundancy", "fsdp2"):
+        rows[Side(family)] = [(Side(name, size), 2) for size, name in enumerate(DEEPSPEED, 1)]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("target", "rows"),
+    [
+        pytest.param(target, rows, id=f"{target}", marks=NEEDS_DEEPSPEED)
+        for target, rows in with_deepspeed().items()
+    ],
+)
+def test_a_pair_with_deepspeed(ranks, saved, target, rows):
+    check(ranks, saved, target, rows)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import ENGINES, NATIVE, OURS, check
+from tests.engines import DEEPSPEED, ENGINES, EVERY_ENGINE, NATIVE, OURS, Engine, check, marks_of
 from tests.oracle import (
     Make,
     Recipe,
@@ -33,22 +33,28 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.process.world import World
 
-every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-NATIVE_AND_ONE_OF_OURS = {**NATIVE, "zero3_buffer": OURS["zero3_buffer"]}
-native_and_one = pytest.mark.parametrize(
-    "engine", NATIVE_AND_ONE_OF_OURS.values(), ids=NATIVE_AND_ONE_OF_OURS
-)
+NATIVE_AND_ONE_OF_OURS = {**NATIVE, **DEEPSPEED, "zero3_buffer": OURS["zero3_buffer"]}
+
+
+def each_of(engines: dict[str, Engine]) -> pytest.MarkDecorator:
+    each = [pytest.param(engines[name], id=name, marks=marks_of(name)) for name in engines]
+    return pytest.mark.parametrize("engine", each)
+
+
+every_engine = each_of(EVERY_ENGINE)
+native_and_one = each_of(NATIVE_AND_ONE_OF_OURS)
 
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [
-        *((2, name) for name in ENGINES),
-        *((size, name) for size in (1, 3) for name in NATIVE_AND_ONE_OF_OURS),
+        pytest.param(size, name, marks=marks_of(name))
+        for size, engines in ((2, EVERY_ENGINE), *((n, NATIVE_AND_ONE_OF_OURS) for n in (1, 3)))
+        for name in engines
     ],
 )
 def test_trains_like_the_oracle(ranks, name, world_size):
-    check(ranks, ENGINES[name], Recipe(world_size=world_size))
+    check(ranks, EVERY_ENGINE[name], Recipe(world_size=world_size))
 
 
 @native_and_one
@@ -106,14 +112,14 @@ def test_sgd(ranks, engine):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        (name, p)
+        pytest.param(name, p, marks=marks_of(name))
         for name, engine in NATIVE_AND_ONE_OF_OURS.items()
         for p in engine.precisions
         if p != "fp32"
     ],
 )
 def test_precision(ranks, name, precision):
-    check(ranks, ENGINES[name], Recipe(precision=precision))
+    check(ranks, NATIVE_AND_ONE_OF_OURS[name], Recipe(precision=precision))
 
 
 # -- its state --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroexp.config import deepspeed_settings
 from zeroexp.config.keys import Config
 from zeroexp.cut.stage import STAGES, Stage
 from zeroexp.registry import Later, Registry
@@ -55,6 +56,15 @@ ENGINES = Registry(
                 "zero1": "DDP and ZeroRedundancyOptimizer: gradients rest replicated",
                 "zero2": "FSDP2 without reshard: parameters rest sharded",
             },
+        ),
+        "deepspeed": Engine(
+            build=Later("zeroexp.engines.deepspeed:build_deepspeed"),
+            stages=("zero1", "zero2", "zero3"),
+            settings=deepspeed_settings.SETTINGS,
+            mixes_dtypes=True,
+            refuse=deepspeed_settings.refuse,
+            form=Later("zeroexp.plan.deepspeed_closed_form:form_of_deepspeed"),
+            labels=deepspeed_settings.LABELS,
         ),
     },
     needs="an Engine(build=function, stages=(...))",

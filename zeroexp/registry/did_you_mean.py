@@ -24,7 +24,7 @@ WORDS = {
     },
     "strategy.implementation": {
         FSDP2: "fsdp fsdp2",
-        "not available yet; use torch for a native engine": "deepspeed",
+        "use deepspeed": "ds",
     },
     "optimizer": {
         "use optimizer=adamw (with optimizer.weight_decay=0 it is Adam)": "adam",

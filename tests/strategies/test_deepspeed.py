@@ -1,0 +1,170 @@
+"""What is DeepSpeed's own: what it holds and sends, its rounding, what is refused. The rest: test_contract.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.composing import composed
+from tests.engines import DEEPSPEED, NEEDS_DEEPSPEED, Engine
+from tests.engines import check as check_engine
+from tests.oracle import Make, Recipe, Rules, build_on_rank, configured, pieces_of, run_steps
+from tests.plan.test_torch_closed_forms import config_of, run_step
+from zeroexp.check import check
+from zeroexp.config.keys import ConfigError, UndefinedCombination
+from zeroexp.engines.build import build_strategy
+from zeroexp.interface.canonical import merge
+from zeroexp.interface.strategy import CanonicalState
+from zeroexp.measure.record import MOMENTS
+from zeroexp.measure.traffic import sent_bytes
+from zeroexp.models.module import build_model
+from zeroexp.plan.form_of_config import build_on_meta, form_of
+from zeroexp.process.world import World, barrier
+
+pytestmark = list(NEEDS_DEEPSPEED)
+STAGES = ("zero1", "zero2", "zero3")
+
+
+def check_held(world: World, accumulation: int, precision: str) -> None:
+    for stage in STAGES:
+        words = [
+            "strategy.implementation=deepspeed",
+            f"precision={precision}",
+            "model.freeze=[*layers.0.*]",
+        ]
+        config = config_of(stage, world.size, accumulation, *words)
+        form = form_of(config, build_on_meta(config), "gloo")
+        model = build_model(config.model, seed=0, device=world.device)
+        strategy = build_strategy(config, model, world)
+        held: dict[str, dict[str, int]] = {}
+        for _ in range(2):
+            run_step(strategy, accumulation, held)
+        expected = {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
+        for m in MOMENTS:
+            assert held[m] == expected[m], f"{stage} {world.rank} {m} {held[m]} form {expected[m]}"
+        barrier()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master", "paper16"])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 1), (3, 2)])
+def test_real_ranks_hold_what_the_form_says(ranks, world_size, accumulation, precision):
+    ranks(check_held, accumulation, precision, world_size=world_size)
+
+
+def check_wire(world: World, stage: str) -> None:
+    """On two ranks gloo's all-reduce and all-gather send what a ring sends; its reduce-scatter sends twice that."""
+    words = ["strategy.implementation=deepspeed", "model.hf_config.hidden_size=136"]
+    config = config_of(stage, world.size, 2, *words)
+    form = form_of(config, build_on_meta(config), "gloo")
+    model = build_model(config.model, seed=0, device=world.device)
+    strategy = build_strategy(config, model, world)
+    for _ in range(2):
+        run_step(strategy, 2, {})
+    barrier()
+    before = sent_bytes()
+    run_step(strategy, 2, {})
+    barrier()
+    sent = form.traffic(world.rank).bytes_by_kind
+    doubled = sent["reduce"] if stage == "zero3" else 0
+    wire = sent_bytes() - before - doubled
+    assert sum(sent.values()) <= wire <= 1.02 * sum(sent.values()) + 20_000, (stage, wire, sent)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_wire_carries_what_the_form_says(ranks, stage):
+    ranks(check_wire, stage, world_size=2)
+
+
+def test_linear_layers_of_zero3_round_before_the_bias(ranks):
+    engine = replace(DEEPSPEED["deepspeed_zero3"], exact_up_to=0)
+    check_engine(ranks, engine, Recipe(precision="bf16_master"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_in_bfloat16(ranks, stage):
+    """paper16: microbatches are added in the dtype that is sent too."""
+    reduce_each = DEEPSPEED[f"deepspeed_{stage}"].rules.reduce_each
+    exact_up_to = 0 if stage == "zero3" else 2
+    engine = Engine(
+        configured(stage, "deepspeed"),
+        Rules(reduce_each, missing="zeros"),
+        exact_up_to,
+        ("paper16",),
+    )
+    check_engine(ranks, engine, Recipe(precision="paper16"))
+
+
+REFUSED = {
+    ("strategy=ddp",): "use one of zero1, zero2, zero3",
+    ("strategy=zero1_allreduce",): "use one of zero1, zero2, zero3",
+    ("strategy=zero2", "precision=autocast"): "use precision=fp32, bf16_master or paper16",
+    ("strategy=zero2", "precision=bf16"): "use precision=fp32, bf16_master or paper16",
+    ("strategy=zero2", "model=moe_tiny", "data=synthetic"): "hangs where ranks skip modules",
+    ("strategy=zero2", "strategy.bucket_mb=3"): "strategy.bucket_mb=3: no effect",
+    (
+        "strategy=zero1",
+        "+strategy.settings.stage3_max_reuse_distance=9",
+    ): "has no effect in strategy=zero1",
+    ("strategy=zero3", "+strategy.settings.overlap_comm=2"): "overlap_comm=2 is no bool",
+    ("strategy=zero3", "+strategy.settings.bucket=2"): "strategy.settings.bucket=2",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_what_it_can_not_do_or_ignores_is_refused(words):
+    config = composed("model=tiny", *words, "strategy.implementation=deepspeed")
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[words])):
+        check(config)
+
+
+def test_a_plan_of_what_stays_gathered_is_refused():
+    words = ("strategy=zero3", "+strategy.settings.stage3_prefetch_bucket_size=9")
+    config = composed("model=tiny", *words, "strategy.implementation=deepspeed")
+    with pytest.raises(UndefinedCombination, match="bucket_size=9: DeepSpeed decides"):
+        form_of(config, build_on_meta(config), "gloo")
+
+
+def test_a_parameter_without_gradient_does_not_get_its_last_one_again(ranks):
+    """zero3 never clears the room of gradients."""
+    recipe = Recipe(model="moe_by_turns", world_size=1, accumulation=1)
+    check_engine(ranks, DEEPSPEED["deepspeed_zero3"], recipe)
+
+
+ITS_OWN = {
+    "reduce_bucket_size": 500_000_000,
+    "overlap_comm": True,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+
+
+def loaded_into_another(world: World, recipe: Recipe, make: Make):
+    """The state behind a step, and that of an engine which has loaded it; both train another step."""
+    states = [build_on_rank(world, recipe, make) for _ in range(2)]
+    first, second = states
+    run_steps(first, world, recipe, range(1))
+    second.load_state_dict(merge(everywhere(pieces_of(first), world)))
+    loaded = pieces_of(second)
+    outcomes = [run_steps(strategy, world, recipe, range(1, 2)) for strategy in states]
+    return pieces_of(first), loaded, outcomes
+
+
+def everywhere(own: CanonicalState, world: World) -> list[CanonicalState]:
+    states: list[CanonicalState] = [{} for _ in range(world.size)]
+    torch.distributed.all_gather_object(states, own)
+    return states
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_deepspeeds_own_settings(ranks, stage):
+    """Parameters that stay gathered train alike, and are loaded too."""
+    given = {k: v for k, v in ITS_OWN.items() if stage == "zero3" or not k.startswith("stage3")}
+    engine = DEEPSPEED[f"deepspeed_{stage}"]
+    engine = replace(engine, make=configured(stage, "deepspeed", settings=given))
+    check_engine(ranks, engine, Recipe())
+    for *_, (one, other) in ranks(loaded_into_another, Recipe(), engine.make):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
