@@ -101,9 +101,10 @@ REFUSED = {
     ("strategy=ddp",): "use one of zero1, zero2, zero3",
     ("strategy=zero1_allreduce",): "use one of zero1, zero2, zero3",
     ("strategy=zero2", "precision=autocast"): "use precision=fp32, bf16_master or paper16",
+    ("strategy=zero2", "optimizer=muon"): "cuts the matrices that optimizer.name=muon steps whole",
     ("strategy=zero2", "precision=bf16"): "use precision=fp32, bf16_master or paper16",
     ("strategy=zero2", "model=moe_tiny", "data=synthetic"): "hangs where ranks skip modules",
-    ("strategy=zero2", "strategy.bucket_mb=3"): "strategy.bucket_mb=3: no effect",
+    ("strategy=zero2", "strategy.bucket_mb=3"): "no effect, deepspeed's engines do not have it",
     (
         "strategy=zero1",
         "+strategy.settings.stage3_max_reuse_distance=9",

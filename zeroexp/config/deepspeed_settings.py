@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroexp.config.families import MODELS
 from zeroexp.config.keys import Config
+from zeroexp.config.optimizer import OPTIMIZERS
 
 # Keys of DeepSpeed's `zero_optimization`, with which a stage does what its name says. DeepSpeed's own defaults are a
 # bucket of 500M elements, for models a hundred times as large, and three that leave parameters of zero3 gathered: 50M
@@ -41,6 +42,10 @@ def refuse(config: Config) -> str | None:
         return "DeepSpeed keeps masters in float32: use precision=fp32, bf16_master or paper16"
     if MODELS[config.model.family].skips_modules:
         return f"DeepSpeed hangs where ranks skip modules, as those of {config.model.family}"
+    if OPTIMIZERS[config.optimizer.name].matrix_moments is not None:
+        return (
+            f"DeepSpeed cuts the matrices that optimizer.name={config.optimizer.name} steps whole"
+        )
     for key, value in strategy.settings.items():
         if key not in SETTINGS:  # which another rule refuses
             continue
