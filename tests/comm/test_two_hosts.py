@@ -30,8 +30,10 @@ RECIPE = Recipe(world_size=3)
 
 def train_on_two_hosts(
     world: World, runs: list[Ours], num_on_first: int
-) -> tuple[list[tuple[Outcome, CanonicalState]], list[tuple[bool, int]]]:
-    """What each engine made of the model; whether it shares memory, and how many reductions may be under way."""
+) -> tuple[list[tuple[Outcome, CanonicalState]], list[tuple[bool, int]], list[int]]:
+    """What each engine made of the model; whether it shares memory, and how many reductions may be under way; a
+    checksum of its moves.
+    """
     host = "first" if world.rank < num_on_first else "second"
     same_host, shared_memory.host_identity = shared_memory.host_identity, lambda: (host, 0)
     engines: list[Sharded] = []
@@ -44,9 +46,8 @@ def train_on_two_hosts(
         trained = [train_on_ranks(world, RECIPE, partial(make, run)) for run in runs]
     finally:
         shared_memory.host_identity = same_host  # these processes run other tests too
-    return trained, [
-        (e.wire.held_shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines
-    ]
+    roads = [(e.wire.held_shared_bytes > 0, e.wire.facts.reductions_in_flight) for e in engines]
+    return trained, roads, [e.wire._moves.checksum for e in engines]
 
 
 LAYOUT_NAMES = ("buffer", "tensor", "parameter")
@@ -77,11 +78,12 @@ def test_some_peers_next_door_and_some_far_away_train_the_same_model(
         for reduce_each in (["step"] if stage == "zero1" else ["step", "microbatch"])
     ]
     answers = ranks(train_on_two_hosts, runs, num_on_first, world_size=3)
-    for (_, roads), road in zip(answers, expected, strict=True):
+    for (_, roads, moves), road in zip(answers, expected, strict=True):
         assert set(roads) == {road}
+        assert moves == answers[0][2], "no rank is taken for one that differs"
     oracles = {each: train_oracle(RECIPE, Rules(each)) for each in ("step", "microbatch")}
     for index, run in enumerate(runs):
-        outcome = outcome_of([trained[index] for trained, _ in answers])
+        outcome = outcome_of([trained[index] for trained, *_ in answers])
         try:
             assert_same(outcome, oracles[run.options.reduce_each], rtol=0.0, atol=0.0)
         except AssertionError as error:
