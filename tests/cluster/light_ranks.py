@@ -1,4 +1,7 @@
-"""Ranks that fail or hang in test_slurm.py. They import no torch, so that twenty of them start at once on two cores."""
+"""Ranks that fail or hang in test_slurm.py and test_local.py.
+
+They import no torch, so that twenty of them start at once on two cores.
+"""
 
 from __future__ import annotations
 
@@ -113,6 +116,7 @@ def note_place(folder: Path, *, device: str) -> None:
 def raise_on_rank_1(folder: Path, *, device: str) -> None:
     """The other hangs, deaf to SIGTERM."""
     if _note(folder) == 1:
+        _wait_for_rank_0(folder)
         error = ArithmeticError("the loss is not a number")
         failure.write_raised(folder, 1, error)
         raise SystemExit(1) from error
@@ -123,6 +127,7 @@ def raise_on_rank_1(folder: Path, *, device: str) -> None:
 def kill_rank_1(folder: Path, *, device: str) -> None:
     """Rank 0 blames its connection first, as the peer of a killed rank does."""
     if _note(folder) == 1:
+        _wait_for_rank_0(folder)
         os.kill(os.getpid(), signal.SIGKILL)
     failure.write_raised(folder, 0, ConnectionError("Connection closed by peer"))
     time.sleep(1000)
@@ -148,8 +153,15 @@ def exit_silently(folder: Path, *, device: str) -> None:
 
 
 def _note(folder: Path) -> int:
-    """Leave this process and its task in the folder; returns the rank."""
-    rank = int(os.environ["SLURM_PROCID"])
-    (folder / f"task{rank}").write_text(str(os.getppid()))
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    return rank
+    """Leave this process and its parent in the folder; return the rank."""
+    rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+    for what, pid in (("task", os.getppid()), ("pid", os.getpid())):
+        unfinished = folder / f"unfinished-{what}{rank}"
+        unfinished.write_text(str(pid))
+        unfinished.rename(folder / f"{what}{rank}")
+    return int(rank)
+
+
+def _wait_for_rank_0(folder: Path) -> None:
+    while not (folder / "pid0").exists():
+        time.sleep(0.01)

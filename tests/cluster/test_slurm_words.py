@@ -186,6 +186,7 @@ def test_a_task_costs_its_rank_next_to_nothing() -> None:
 def test_a_task_says_how_its_rank_died(
     tmp_path: Path, main: str, code: int, exception: str
 ) -> None:
+    (tmp_path / "pid0").touch()  # of the other rank
     done = subprocess.run(task(tmp_path, main), env=slurm_task(1), timeout=600)
     assert done.returncode == code
     found = Job(tmp_path).failure
