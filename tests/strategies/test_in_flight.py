@@ -30,6 +30,7 @@ from zeroexp.interface.canonical import canonical_whole, merge
 from zeroexp.interface.strategy import CanonicalState
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World, fake_world
+from zeroexp.zero.held import Residence
 from zeroexp.zero.options import Options
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -142,6 +143,23 @@ def test_another_order_of_blocks_is_learned(monkeypatch):
     assert steps[1].index("gather blocks.1") < steps[1].index("run blocks.0")
     assert steps[-2].index("gather blocks.1") > steps[-2].index("run blocks.0")
     assert steps[-1].index("gather blocks.1") < steps[-1].index("run blocks.0")
+
+
+def test_what_was_gathered_ahead_in_vain_is_freed_with_its_microbatch():
+    """The last step leaves out a block that the first two have used."""
+    with fake_world(0, 2) as world:
+        model = Toy()
+        make = Ours("zero3", Options(prefetch=1, transport="gloo"))
+        strategy = make(BuiltModel(model, BLOCKS), Recipe(), world)
+        for model.order in [(0, 1, 2), (0, 1, 2), (0, 2)]:
+            with strategy.microbatch(last=True):
+                loss = strategy.model(microbatch_of(0, 0, 0)[0]).square().sum()
+                ahead = [u.name for u in strategy.units if u.residence is not Residence.FREED]
+                strategy.backward(loss)
+            assert {unit.residence for unit in strategy.units} == {Residence.FREED}
+            strategy.step()
+            strategy.zero_grad()
+    assert "blocks.1" in ahead
 
 
 def test_what_runs_between_two_steps_is_not_gathered_ahead_in_them():

@@ -38,6 +38,12 @@ from zeroexp.zero.options import Options
 STAGES_IN_GROUPS = [name for name in STAGES if name != "ddp"]
 MESH: dict[str, Any] = {**AXES, "stage": STAGES_IN_GROUPS, "world_size": [4], "replicas": [2]}
 ROWS = pairwise(MESH, every=("stage", "layout", "transport"), legal=legal)
+# Three things at once, which pairs leave out: sums of several microbatches are summed between groups once.
+ROWS += [
+    {name: values[0] for name, values in MESH.items()}
+    | {"stage": stage, "reduce_each": "microbatch"}
+    for stage in ("zero2", "zero3")
+]
 
 
 def rules_of(row: Row) -> Rules:

@@ -222,8 +222,8 @@ class Engine:
             before_writes=self.wire.quiesce,
         )
         for unit in self.units:
-            self._schedule.gathers.publish(unit)
-        self._schedule.drain()
+            self._schedule.gathers.publish(unit, ahead=False)
+        self._schedule.gathers.await_published()
         self._observer.weights_changed()
 
     def _expect_same_gathers(self, sums: StepSums) -> None:
