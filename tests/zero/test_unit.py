@@ -39,7 +39,7 @@ def make(world: World, stage: str, *, layout: str = "buffer", dtypes: Dtypes = F
     options = Options(layout=layout)
     settled = settle_options(options, STAGES[stage], wire.facts, 1)  # a unit is one bucket
     groups = group_parameters(module, ["0", "1"], "block")
-    return make_units(groups, {}, STAGES[stage], options, settled, dtypes, wire, Refusals())
+    return make_units(groups, STAGES[stage], options, settled, dtypes, wire, Refusals())
 
 
 def arrive(unit: Unit) -> None:

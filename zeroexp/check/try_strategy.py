@@ -10,7 +10,7 @@ from zeroexp.cut.owners import OWNERS
 from zeroexp.engines.build import options_of
 from zeroexp.interface.elementwise import refuse_unless_elementwise, try_out
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.zero.grouping import group_parameters, kinds_of, specs_of
+from zeroexp.zero.grouping import group_parameters, specs_of
 
 
 def refused_strategy(config: Config) -> str | None:
@@ -48,8 +48,10 @@ def check_strategy(config: Config) -> None:
 def _try_layout(config: Config, model: BuiltModel) -> None:
     options, size = options_of(config.strategy), config.world_size
     groups = parameter_groups(model.module, config.optimizer, model.blocks)
-    kinds = kinds_of(groups)
-    units = [specs_of(g, kinds) for g in group_parameters(model.module, model.blocks, options.unit)]
+    units = [
+        specs_of(group)
+        for group in group_parameters(model.module, model.blocks, options.unit, groups)
+    ]
     try:
         lay_out(options.layout, units, size, owners=options.owners)
     except ValueError as error:

@@ -24,7 +24,7 @@ from zeroexp.plan.closed_forms import (
     ShardedForm,
 )
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
-from zeroexp.zero.grouping import group_parameters, kinds_of, specs_of, stage_for_world
+from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import settle_options
 
 ClosedForm = ShardedForm | DdpForm | FsdpForm
@@ -59,9 +59,9 @@ def _sharded_form(config: Config, model: BuiltModel, transport: str) -> ShardedF
     options, stage = options_of(strategy), stage_for_world(stage_of(strategy), world_size)
     group_size = world_size // options.replicas
     settled = settle_options(options, stage, TRANSPORTS[transport], world_size)
-    groups = group_parameters(model.module, model.blocks, options.unit)
-    kinds = kinds_of(parameter_groups(model.module, config.optimizer, model.blocks))
-    specs = [specs_of(group, kinds) for group in groups]
+    of_optimizer = parameter_groups(model.module, config.optimizer, model.blocks)
+    groups = group_parameters(model.module, model.blocks, options.unit, of_optimizer)
+    specs = [specs_of(group) for group in groups]
     layout = lay_out(options.layout, specs, group_size, owners=options.owners)
     schedule = ScheduleForm(
         accumulation=_accumulation(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,6 @@ def sum_of_bits(tensor: Tensor) -> int:
 
 def make_units(
     groups: Sequence[Group],
-    kinds: Mapping[nn.Parameter, str],
     stage: Stage,
     options: Options,
     settled: SettledOptions,
@@ -118,7 +117,7 @@ def make_units(
     values: Values | None = None,
 ) -> list[Unit]:
     """Cut every group and move its parameters, or their `values`, to where they rest."""
-    specs = [specs_of(group, kinds) for group in groups]
+    specs = [specs_of(group) for group in groups]
     layout = _agreed_layout(options.layout, specs, options.owners, wire)
     bucket_bytes = settled.bucket_bytes
     _reserve(layout, stage, dtypes, wire, bucket_bytes)

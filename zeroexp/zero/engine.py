@@ -29,7 +29,7 @@ from zeroexp.interface.strategy import (
 from zeroexp.interface.values import Values, make_places
 from zeroexp.process.world import World
 from zeroexp.zero.assemble import make_units, start_alike
-from zeroexp.zero.grouping import group_parameters, groups_of_lists, kinds_of, stage_for_world
+from zeroexp.zero.grouping import group_parameters, groups_of_lists, stage_for_world
 from zeroexp.zero.held import unguarded
 from zeroexp.zero.hooks import SavedViews, attach
 from zeroexp.zero.norm import StepSums
@@ -94,17 +94,9 @@ class Engine:
         facts = self.wire.facts
         settled = settle_options(options, stage, facts, world.size)
         self.settings = settled.as_record(options, stage, facts, self.wire.facts_between)
-        groups = group_parameters(module, blocks, options.unit)
+        groups = group_parameters(module, blocks, options.unit, param_groups)
         self.units = make_units(
-            groups,
-            kinds_of(param_groups),
-            stage,
-            options,
-            settled,
-            dtypes,
-            self.wire,
-            self._observer,
-            values,
+            groups, stage, options, settled, dtypes, self.wire, self._observer, values
         )
         self._schedule = Schedule(self.units, self.wire, options, settled, self._observer)
         self._saved = SavedViews(self._schedule)

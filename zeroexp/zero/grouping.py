@@ -32,6 +32,9 @@ class Group:
     name: str
     module: nn.Module
     parameters: Named
+    kinds: Mapping[
+        nn.Parameter, str
+    ]  # of parameters of every group of the optimizer that names one
 
 
 def stage_for_world(stage: Stage, world_size: int) -> Stage:
@@ -39,8 +42,11 @@ def stage_for_world(stage: Stage, world_size: int) -> Stage:
     return stage if world_size > 1 else replace(stage, parameters=Placement.REPLICATE)
 
 
-def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> list[Group]:
+def group_parameters(
+    module: nn.Module, blocks: Sequence[str], unit: str, param_groups: Sequence[dict[str, Any]] = ()
+) -> list[Group]:
     """Return the root's group, then those of modules that move on their own, in the order of their definition."""
+    kinds = {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
     names = {
         "model": [],
         "block": list(blocks),
@@ -56,7 +62,7 @@ def group_parameters(module: nn.Module, blocks: Sequence[str], unit: str) -> lis
             continue  # an empty parameter has nothing to hold or to train
         claimed = claims[parameter]
         members[claimed.pop() if len(claimed) == 1 else ""][full_name] = parameter
-    return [Group(n, module.get_submodule(n), m) for n, m in members.items() if m or not n]
+    return [Group(n, module.get_submodule(n), m, kinds) for n, m in members.items() if m or not n]
 
 
 def groups_of_lists(
@@ -85,19 +91,17 @@ def groups_of_lists(
     return groups
 
 
-def kinds_of(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, str]:
-    """Return the kind of each parameter of a group that names one: what is of another kind lies in another chunk."""
-    return {p: group["kind"] for group in param_groups if "kind" in group for p in group["params"]}
-
-
-def specs_of(group: Group, kinds: Mapping[nn.Parameter, str]) -> list[ParameterSpec]:
+def specs_of(group: Group) -> list[ParameterSpec]:
     """Return what a layout needs to know of a group's parameters; they may be on the device `meta`."""
     return [
-        ParameterSpec(
-            name, p.numel(), p.itemsize, kinds.get(p, "trainable") if p.requires_grad else FROZEN
-        )
+        ParameterSpec(name, p.numel(), p.itemsize, _kind_of(p, group.kinds))
         for name, p in group.parameters.items()
     ]
+
+
+def _kind_of(parameter: nn.Parameter, kinds: Mapping[nn.Parameter, str]) -> str:
+    """Return what parameters of one chunk share."""
+    return kinds.get(parameter, "trainable") if parameter.requires_grad else FROZEN
 
 
 def _parameter_modules(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
