@@ -12,6 +12,7 @@ from tests.somebody_else import not_root, open_to_all, read_only
 from zeroexp import watch
 from zeroexp.cluster.job import Job
 from zeroexp.config.keys import load, save
+from zeroexp.process.json_output import REFUSED
 
 
 def run_of(sweep: Path, strategy: str, status: str, reason: str | None = None) -> None:
@@ -40,7 +41,7 @@ def test_a_sweep_that_is_over(
 def test_a_folder_that_is_no_sweep_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert watched(monkeypatch, str(tmp_path), "--once") == watch.WRONG
+    assert watched(monkeypatch, str(tmp_path), "--once") == REFUSED
     assert capsys.readouterr().err.startswith(f"zeroexp: {tmp_path}: no run in there; give")
 
 
@@ -56,7 +57,7 @@ def test_a_sweep_of_somebody_else_is_one_line(
     monkeypatch.setattr(watch, "refresh", find_ended)
     with open_to_all() as sweep:
         run_of(sweep, "zero2", "running")
-        assert watched(monkeypatch, str(sweep), "--once") == watch.WRONG
+        assert watched(monkeypatch, str(sweep), "--once") == REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"zeroexp: {sweep}/zero2-buffer-n2/")
     assert line.endswith(": Permission denied; watch as the user who submitted the sweep")

@@ -21,31 +21,23 @@ from pathlib import Path
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from zeroexp.config.keys import Config, ConfigError, from_mapping
-from zeroexp.process import safe_output
 from zeroexp.process.durable import appearing
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
 
 
 def main() -> int:
-    safe_output.keep_going()
-    wanted = wants_json()
+    return answer(_export)
+
+
+def _export(told: list[str] | None) -> int:
     arguments = parse_arguments()
-    with json_alone(wanted) as told:
-        return _export_or_explain(arguments, told)
-
-
-def _export_or_explain(arguments: argparse.Namespace, told: list[str]) -> int:
-    try:
-        checkpoint = choose_checkpoint(arguments.run, arguments.step)
-        target = arguments.to or default_target(checkpoint)
-        export(checkpoint, target, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size)
-    except ConfigError as error:
-        print(f"zeroexp: {error}", file=sys.stderr)
-        return 2
-    told.append(
-        dumps({"folder": str(target), "checkpoint": str(checkpoint), "dtype": arguments.dtype})
-    )
+    checkpoint = choose_checkpoint(arguments.run, arguments.step)
+    target = arguments.to or default_target(checkpoint)
+    export(checkpoint, target, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size)
+    if told is not None:
+        written = {"folder": str(target), "checkpoint": str(checkpoint), "dtype": arguments.dtype}
+        told.append(dumps(written))
     print(f"{target}: {_what_was_written(target, checkpoint, arguments.dtype)}")
     return 0
 

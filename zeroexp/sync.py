@@ -14,38 +14,37 @@ from pathlib import Path
 from zeroexp.cluster.follow import refresh
 from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
-from zeroexp.process import safe_output
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
 from zeroexp.tracking.uploads import Uploads
 
 
 def main() -> int:
-    safe_output.keep_going()
+    return answer(_sync)
+
+
+def _sync(told: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "sweep", type=Path, help="folder of the sweep; --json: the answer for programs"
     )
-    wanted = wants_json()
-    folder = parser.parse_args().sweep.resolve()
-    with json_alone(wanted) as told:
-        code = _send(folder)
-        told.append(dumps({"sweep": str(folder), "sent": code == 0}))
-    return code
+    sweep = parser.parse_args().sweep.resolve()
+    jobs = jobs_of(sweep)
+    refresh(jobs)
+    sent = sync(jobs, open_uploads(jobs))
+    if told is not None:
+        told.append(dumps({"sweep": str(sweep), "sent": sent}))
+    return 0 if sent else 1
 
 
-def _send(folder: Path) -> int:
-    jobs = [Job(path.parent) for path in sorted(folder.glob("*/config.yaml"))]
-    try:
-        if not jobs:
-            raise ConfigError(f"{folder}: no run in there; give a sweep's folder, outputs/<sweep>")
-        refresh(jobs)
-        return 0 if sync(jobs, open_uploads(jobs)) else 1
-    except ConfigError as error:
-        print(f"zeroexp: {error}", file=sys.stderr)
-        return 2
+def jobs_of(sweep: Path) -> list[Job]:
+    """Return the jobs of a sweep in the order in which they were submitted. Raises ConfigError if there are none."""
+    jobs = [Job(path.parent) for path in sweep.glob("*/config.yaml")]
+    if not jobs:
+        raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")
+    return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
 
 
 def open_uploads(jobs: Iterable[Job]) -> Uploads | None:

@@ -22,45 +22,37 @@ from zeroexp.cluster.job import Job
 from zeroexp.cluster.submit import is_held, slurm_id
 from zeroexp.cluster.sweep import Sweep
 from zeroexp.config.keys import ConfigError
-from zeroexp.process import safe_output
-from zeroexp.process.json_output import json_alone, wants_json
+from zeroexp.process.json_output import answer
 from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import Progress
-from zeroexp.sync import open_uploads, sync
+from zeroexp.sync import jobs_of, open_uploads, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_runs
 from zeroexp.tracking.uploads import Uploads
 
 FINE = ("done", "skipped", *UNFINISHED)
-EVERYTHING_FINE, SOMETHING_FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130
 
 
 def main() -> int:
-    safe_output.keep_going()
-    wanted = wants_json()
+    return answer(_watch)
+
+
+def _watch(told: list[str] | None) -> int:
     arguments = parse_arguments()
-    with json_alone(wanted) as told:
-        code = _watch_or_explain(arguments)
-        folders = sorted(path.parent for path in arguments.sweep.glob("*/config.yaml"))
-        told += [runs_as_json(read_runs(folders))] if wanted and folders else []
-    return code
-
-
-def _watch_or_explain(arguments: argparse.Namespace) -> int:
     try:
-        return watch(arguments)
-    except ConfigError as error:
-        print(f"zeroexp: {error}", file=sys.stderr)
-        return WRONG
+        code = watch(arguments)
     except PermissionError as error:
         remedy = "watch as the user who submitted the sweep"
-        print(f"zeroexp: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
-        return WRONG
+        raise ConfigError(f"{error.filename}: {error.strerror}; {remedy}") from error
     except KeyboardInterrupt:
         print("left; the jobs go on", file=sys.stderr)
-        return EVERYTHING_FINE
+        code = EVERYTHING_FINE
+    if told is not None:
+        told.append(runs_as_json(read_runs(job.folder for job in jobs_of(arguments.sweep))))
+    return code
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -130,14 +122,6 @@ def submitter_of(jobs: list[Job]) -> Generator[dict[int, Job]]:
         yield held
     finally:
         owner.release_ownership(sweep)
-
-
-def jobs_of(sweep: Path) -> list[Job]:
-    """Return the jobs of a sweep in the order in which they were submitted. Raises ConfigError if there are none."""
-    jobs = [Job(path.parent) for path in sweep.glob("*/config.yaml")]
-    if not jobs:
-        raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")
-    return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
 
 
 if __name__ == "__main__":

@@ -89,10 +89,6 @@ def test_only_the_newest_sweeps_keep_their_views() -> None:
     assert len(views.outdated_tags(tags, "sweep0")) == len(dropped)
 
 
-def test_few_sweeps_lose_no_view() -> None:
-    assert views.outdated_tags(_tags({"a": 1.0, "b": 2.0}), "b") == []
-
-
 def test_a_view_names_the_section_of_every_metric() -> None:
     """MLflow unfolds the charts of a section that a view does not name, beside the view's own."""
     source = Path(entries.__file__).read_text(encoding="utf-8")

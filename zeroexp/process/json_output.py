@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
-WORD = "--json"
+from zeroexp.config.keys import ConfigError
+from zeroexp.process import safe_output
+
+WORD, REFUSED = "--json", 2
+
+
+def answer(command: Callable[[list[str] | None], int]) -> int:
+    """Run a verb and return its exit code; what it refuses is one line.
+
+    The list takes its answer to programs; None where there is no `--json`.
+    """
+    safe_output.keep_going()
+    wanted = wants_json()
+    with json_alone(wanted) as told:
+        try:
+            return command(told if wanted else None)
+        except ConfigError as error:
+            print(f"zeroexp: {error}", file=sys.stderr)
+            return REFUSED
 
 
 def wants_json() -> bool:
