@@ -18,8 +18,8 @@ NO_FP16 = f"fp16 needs loss scaling, which is not here: {MIXED}"
 WORDS = {
     "strategy": {
         FSDP2: "fsdp fsdp2 fullyshard",
-        "there is no hybrid sharding: use strategy=zero3, or strategy=zero2 for less traffic": (
-            "hsdp hybrid hybridshard"
+        "use strategy=zero3 strategy.replicas=2, for two groups that shard inside": (
+            "hsdp hybrid hybridshard mics"
         ),
     },
     "strategy.implementation": {
