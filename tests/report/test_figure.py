@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -94,13 +92,3 @@ def test_what_can_not_be_drawn_is_one_line(sweep: list[Point], tmp_path: Path) -
         save_figure(chart_of("causes", sweep, conclude(sweep)), Path("a.svg"))
     with pytest.raises(ConfigError, match="--chart ranks: no such chart; use one of memory, "):
         chart_of("ranks", sweep, conclude(sweep))
-
-
-def test_no_other_report_waits_for_matplotlib() -> None:
-    imports = (
-        "import sys, zeroexp.report.__main__, zeroexp.__main__; print('matplotlib' in sys.modules)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", imports], capture_output=True, text=True, check=True
-    )
-    assert said.stdout.strip() == "False"

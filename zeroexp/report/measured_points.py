@@ -91,11 +91,8 @@ class Point:
 
     @property
     def held_bytes(self) -> dict[str, float]:
-        """Bytes by kind of the fullest rank after backward; old summaries know only the most of each kind."""
-        if self.summary is None:
-            return {}
-        by_kind = {kind: ranks.fullest for kind, ranks in self.summary.memory.by_kind.items()}
-        return dict(self.summary.memory.fullest_at.get(MOMENT) or by_kind)
+        """Bytes by kind of the fullest rank after backward."""
+        return dict(self.summary.memory.fullest_at.get(MOMENT, {})) if self.summary else {}
 
     @property
     def sent_bytes(self) -> dict[str, float]:

@@ -299,20 +299,15 @@ def judge_losses(
     return LossVerdict(reference, curves, bound, must_fall)
 
 
-def largest_distance(curves: Mapping[str, Sequence[float]]) -> str:
-    """Say how far the curves lie from the first, at most."""
-    if len(curves) < 2:
-        return "One curve has nothing to be compared with."
-    verdict = judge_losses(curves, bound=math.inf)
-    worst, reference = verdict.worst, verdict.reference
+def largest_distance(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
+    """Return in a word, and where, how far the curves lie from the first at most."""
+    worst = judge_losses(curves, bound=math.inf).worst
     if worst.difference == 0:
-        return f"All {len(curves)} curves are equal to the last bit."
+        return "equal", f"all {len(curves)} curves, to the last bit"
     if math.isinf(worst.difference):
-        return f"{worst.name} has other steps than {reference}, or a loss that is no number."
-    return (
-        f"Largest relative distance of {len(curves)} curves to that of {reference}: {worst.difference:.1e} "
-        f"({worst.name}, step {worst.step})."
-    )
+        return "not alike", f"{worst.name} from step {worst.step} on"
+    where = f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves"
+    return f"{worst.difference:.1e} apart", where
 
 
 def loss_curves(points: Sequence[Point]) -> dict[str, Sequence[float]]:

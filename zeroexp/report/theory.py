@@ -25,21 +25,9 @@ def stage_of(run: Run) -> Stage | None:
     return stage_carried_out(run.implementation, run.strategy)
 
 
-def num_parameters(run: Run) -> int | None:
-    """Return how many numbers the model has; runs of older versions are asked what their ranks hold at rest."""
-    summary, stage = run.summary, stage_of(run)
-    if summary is None or stage is None:
-        return None
-    if summary.num_parameters:
-        return summary.num_parameters
-    held = summary.memory.by_kind["parameters"].per_rank
-    whole = sum(held) if stage.parameters is Placement.SHARD else max(held)
-    return round(whole / _size(run, "compute"))
-
-
 def table_bytes(run: Run) -> dict[str, int] | None:
     """Return the bytes by kind that the table gives a rank after backward; None where it cannot be said."""
-    stage, number = stage_of(run), num_parameters(run)
+    stage, number = stage_of(run), run.summary and run.summary.num_parameters
     if stage is None or number is None:
         return None
     master, compute = _size(run, "master"), _size(run, "compute")
@@ -61,7 +49,7 @@ def table_bytes(run: Run) -> dict[str, int] | None:
 
 def table_traffic(run: Run) -> dict[str, int] | None:
     """Return the bytes by kind that the table lets a rank send in one step; None where it cannot be said."""
-    stage, number = stage_of(run), num_parameters(run)
+    stage, number = stage_of(run), run.summary and run.summary.num_parameters
     if stage is None or number is None or _replicas(run) > 1:
         return None
     compute, reduce = (number * _size(run, kind) for kind in ("compute", "reduce"))

@@ -7,7 +7,6 @@ schedule, transport. What is left over is said to be left over.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from zeroexp.measure.record import RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import UNCOUNTED, Point
 from zeroexp.report.palette import KIND_NAMES
-from zeroexp.report.statistics import judge_losses, loss_curves, why_doubtful
+from zeroexp.report.statistics import largest_distance, loss_curves, why_doubtful
 from zeroexp.report.theory import stage_of, table_bytes, table_traffic
 from zeroexp.tracking.run import Run
 
@@ -58,9 +57,10 @@ def headline_cards(points: Sequence[Point]) -> list[Card]:
         _least("least memory", held, 1 / MIB, "MiB"),
         _least("shortest step", times, 1e3, "ms"),
         _least("least sent", sent, 1 / MIB, "MiB a step"),
-        _loss_card(points),
     ]
-    return [card for card in cards if card]
+    curves = loss_curves(points)
+    losses = [Card("losses", *largest_distance(curves))] if len(curves) > 1 else []
+    return [*filter(None, cards), *losses]
 
 
 def _least(
@@ -75,19 +75,6 @@ def _least(
     doubt = f"; in doubt: {why}" if why else ""
     once = ", measured once" if unit == "ms" and len(low.finished_runs) == 1 else ""
     return Card(label, f"{least * factor:,.1f} {unit}", f"{low.name}{share}{once}{doubt}")
-
-
-def _loss_card(points: Sequence[Point]) -> Card | None:
-    curves = loss_curves(points)
-    if len(curves) < 2:
-        return None
-    worst = judge_losses(curves, bound=math.inf).worst
-    if worst.difference == 0:
-        return Card("losses", "equal", f"all {len(curves)} curves, to the last bit")
-    if math.isinf(worst.difference):
-        return Card("losses", "not alike", f"{worst.name} from step {worst.step} on")
-    where = f"{worst.name} at step {worst.step}, relative, the most of {len(curves)} curves"
-    return Card("losses differ by", f"{worst.difference:.1e}", where)
 
 
 def _what_ran(points: Sequence[Point]) -> str:

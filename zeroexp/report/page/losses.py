@@ -32,7 +32,10 @@ def loss_chart(points: Sequence[Point]) -> Chart:
         for index, (name, curve) in enumerate(curves.items())
     ]
     layout: dict[str, Any] = {"xaxis": axis_of("step"), "yaxis": axis_of("loss")}
-    caption, height = largest_distance(curves), 380
+    distance = "One curve has nothing to be compared with."
+    if len(curves) > 1:
+        distance = "Beside the first the curves are {}: {}.".format(*largest_distance(curves))
+    caption, height = distance, 380
     if distances:
         caption, height = f"{caption} {BELOW}", 520
         data += [
