@@ -135,15 +135,6 @@ def test_lines_never_wrap_and_many_running_points_are_counted(
     assert frame[-2] == "... and 4 more running"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1.24, "1.2 s"),
-        (47.3, "47 s"),
-        (59.9, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (7800, "2 h 10 min"),
-    ],
-)
-def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_read_like_a_clock() -> None:
+    texts = [duration(seconds) for seconds in (1.24, 47.3, 59.9, 185, 7800)]
+    assert texts == ["1.2 s", "47 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]

@@ -28,15 +28,18 @@ class _Point:
     started: float
     record: StepRecord | None = None
     first_step_done: float = 0.0
-    num_done: int = 0
     line_shown: float = float("-inf")
+
+    @property
+    def num_done(self) -> int:
+        return self.record.step + 1 if self.record else 0
 
     def eta(self, now: float) -> float | None:
         """Return the seconds to the last step, from the mean of the steps after the first; None before two."""
-        if self.num_done < 2:
+        if not 2 <= self.num_done < self.num_steps:
             return None
         pace = (now - self.first_step_done) / (self.num_done - 1)
-        return max(0.0, pace * (self.num_steps - self.num_done))
+        return pace * (self.num_steps - self.num_done)
 
 
 class Progress:
@@ -65,39 +68,34 @@ class Progress:
     def step(self, number: int, record: StepRecord) -> None:
         point, now = self._running[number], self._clock()
         point.record = record
-        point.num_done = record.step + 1
         point.first_step_done = point.first_step_done or now
         if self._live:
             self._draw(now)
-        elif self._step_line_due(point, now):
+        elif (
+            point.num_done == point.num_steps
+            or now - point.line_shown >= SECONDS_BETWEEN_STEP_LINES
+        ):
             point.line_shown = now
             self._write(self._step_line(point, now) + "\n")
 
     def end(self, number: int, status: str, reason: str | None = None, name: str = "") -> None:
         """Point `number` has ended. A skipped point, which never started, needs its `name`."""
         point = self._running.pop(number, None)
-        took = ""
+        took, why = "", f": {reason}" if reason else ""
         if point is not None:
-            seconds = self._clock() - point.started
+            name, seconds = point.name, self._clock() - point.started
             self._seconds.append(seconds)
             took = f" in {duration(seconds)}"
         self._ended.append(status)
-        why = f": {reason}" if reason else ""
-        self.note(
-            f"[{number}/{self._num_points}] {point.name if point else name}: {status}{took}{why}"
-        )
-
-    def close(self) -> None:
-        """Erase the frame from the screen; the lines above it stay."""
-        if self._live and self._num_lines:
-            self._write(f"\x1b[{self._num_lines}A\x1b[J")
-            self._num_lines = 0
+        self.note(f"[{number}/{self._num_points}] {name}: {status}{took}{why}")
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Erase the frame from the screen; the lines above it stay."""
+        if self._live and self._num_lines:
+            self._write(f"\x1b[{self._num_lines}A\x1b[J")
 
     def note(self, line: str) -> None:
         """Show a line that belongs to no step."""
@@ -115,9 +113,8 @@ class Progress:
             return
         width = shutil.get_terminal_size().columns - 1
         lines = [line[:width] for line in self._frame(now)]
-        kept = [] if above is None else [above]
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
-        body = "".join(f"{line}\x1b[K\n" for line in kept + lines)
+        body = "".join(f"{line}\x1b[K\n" for line in [*([above] if above else []), *lines])
         self._write(up + body + "\x1b[J")
         self._num_lines, self._drawn = len(lines), now
 
@@ -150,27 +147,17 @@ class Progress:
         if point.record is None:
             return f"{head} | starting"
         r = point.record
+        validated = "" if r.validation_loss is None else f" (validation {r.validation_loss:.4f})"
         parts = [
             head,
             f"step {point.num_done}/{point.num_steps}" + (" warm-up" if r.warmup else ""),
-            f"loss {r.loss:.4f}" + _validation(r),
+            f"loss {r.loss:.4f}{validated}",
             f"{r.step_seconds * 1e3:.0f} ms",
             f"{r.num_tokens / r.step_seconds:,.0f} tokens/s",
         ]
-        if (eta := point.eta(now)) is not None and point.num_done < point.num_steps:
+        if (eta := point.eta(now)) is not None:
             parts.append(f"{duration(eta)} left")
         return " | ".join(parts)
-
-    def _step_line_due(self, point: _Point, now: float) -> bool:
-        return (
-            point.num_done == point.num_steps
-            or now - point.line_shown >= SECONDS_BETWEEN_STEP_LINES
-        )
-
-
-def _validation(record: StepRecord) -> str:
-    loss = record.validation_loss
-    return "" if loss is None else f" (validation {loss:.4f})"
 
 
 def duration(seconds: float) -> str:
