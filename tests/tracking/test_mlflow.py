@@ -425,7 +425,7 @@ def test_a_key_that_is_refused_costs_that_key_alone(
     assert ask(outputs, "select status from runs where run_uuid = ?", run_id) == [("FINISHED",)]
 
 
-@pytest.mark.parametrize("name", ["it's", 'a "b"', """it's "b\""""])
+@pytest.mark.parametrize("name", ['a "b"', """it's "b\""""])
 def test_a_quote_in_the_name_of_a_sweep_breaks_no_view(
     tracker: MlflowTracker, outputs: Path, name: str
 ) -> None:

@@ -159,11 +159,9 @@ def of_sweep(sweep: str) -> list[View]:
 
 
 def filter_of(sweep: str) -> str:
-    """Return MLflow's filter for the sweep's runs; its syntax has two kinds of quotes and no escape."""
+    """Return MLflow's filter for the sweep's runs; its syntax has no escape for a quote."""
     if "'" not in sweep:
         return f"tags.sweep = '{sweep}'"
-    if '"' not in sweep:
-        return f'tags.sweep = "{sweep}"'
     return "tags.sweep LIKE '{}'".format(sweep.replace("'", "_"))  # `_` matches any one character
 
 
