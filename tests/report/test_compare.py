@@ -171,23 +171,6 @@ def test_what_the_machine_did_between_two_sweeps_moves_nothing(tmp_path: Path) -
     assert ratios == {"ddp": pytest.approx(1.364, abs=1e-3), "zero3": pytest.approx(1)}
 
 
-def test_many_points_of_which_nothing_can_be_told_are_one_line(tmp_path: Path) -> None:
-    times = {"ddp": [1.0, 1.0, 1.0], "zero1": [0.5, 0.5, 0.5]}
-    open_ = {"zero2": [0.9, 1.0, 1.1], "zero3": [0.9, 1.0, 1.11]}
-    repeats(tmp_path, {**times, **open_})
-    assert len(conclude(points(tmp_path)).verdicts) == 4
-    for name in ("a", "b"):
-        for number, seconds in enumerate((0.9, 1.0, 1.1)):
-            folder = write_run(tmp_path / f"{name}{number}")
-            edit(folder / "config.yaml", "seq_len: 128", f"seq_len: {ord(name)}")
-            change(folder / "summary.json", {"step_seconds_median": seconds})
-    _, *lines = conclude(points(tmp_path), "ddp").verdicts
-    assert len(lines) == 2 and lines[0] == "  zero1  0.50 [0.50, 0.50]: faster"
-    assert lines[1].startswith("  can't tell of 4 (not even 100 repeats tell of all)") and lines[
-        1
-    ].endswith(": a0, b0, zero2, zero3")
-
-
 def test_a_byte_and_a_bit_of_a_loss_move_a_point(sweeps: Path) -> None:
     change(sweeps / "after/ddp/summary.json", {"calls_by_kind.gather": 9.0})
     edit(sweeps / "after/ddp/records.jsonl", '"loss": 7.0,', '"loss": 7.000000000000001,')

@@ -138,6 +138,7 @@ def test_intervals_of_the_verdicts_are_drawn(tmp_path: Path) -> None:
     assert faster["x"][0] == pytest.approx(0.495, abs=1e-3)
     assert 0 < faster["error_x"]["arrayminus"][0] < 0.02
     assert "<strong>500.0 ms</strong><span>zero3, 0.50 of ddp</span>" in text
+    assert "  zero3  0.50 [0.48, 0.51]: faster</pre>" in text
 
 
 def test_an_axis_of_steps_ends_where_bars_are_still_long(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from zeroexp.report.statistics import (
 from zeroexp.tracking.run import Run
 
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
-MOST_OPEN = 3  # points of which nothing can be told that each get a line
 MOST_DOUBTS = 3  # points in doubt that are all named
 MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
 BELOW = 0.98  # of the least time that is possible: what lies further below is noise
@@ -248,19 +247,8 @@ def describe_moved(pairs: Sequence[Judged], alone: Sequence[str]) -> list[str]:
 
 
 def _lines_of_verdicts(judged: Sequence[Judged]) -> list[str]:
-    """Return a line for each point; where many are open, one line for all of these."""
-    is_open = [one for one in judged if one.comparison and one.comparison.verdict is Verdict.OPEN]
-    is_open = is_open if len(is_open) > MOST_OPEN else []
-    shown = [one for one in judged if one not in is_open]
-    width = max((len(one.point.name) for one in shown), default=0)
-    lines = [f"  {one.point.name:<{width}}  {one.verdict or 'unknown'}" for one in shown]
-    if is_open:
-        needed = [one.comparison.needed for one in is_open if one.comparison]
-        most = None if None in needed else max(filter(None, needed))
-        remedy = f"repeats={most} would tell of all" if most else "not even 100 repeats tell of all"
-        names = ", ".join(one.point.name for one in is_open)
-        lines.append(f"  can't tell of {len(is_open)} ({remedy}): {names}")
-    return lines
+    width = max((len(one.point.name) for one in judged), default=0)
+    return [f"  {one.point.name:<{width}}  {one.verdict or 'unknown'}" for one in judged]
 
 
 def _moved(old: Point, new: Point, unchanged: tuple[Point, Point] | None, number: int) -> Judged:

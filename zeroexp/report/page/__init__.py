@@ -29,7 +29,6 @@ from zeroexp.report.page.html_tables import (
     explanation_list,
     provenance_table,
     results_table,
-    verdict_table,
 )
 from zeroexp.report.page.losses import loss_chart
 from zeroexp.report.page.pareto import pareto_chart
@@ -98,7 +97,7 @@ def render(
     charts = [*(make(points) for make in CHARTS), *timeline_charts(points)]
     sections = [
         ("results", "Results", results_table(points)),
-        ("verdicts", verdicts.title, _figure(verdicts) + verdict_table(conclusions)),
+        ("verdicts", verdicts.title, _figure(verdicts) + _verdict_lines(conclusions)),
         *((f"s-{chart.name}", chart.title, _figure(chart)) for chart in charts),
         ("explanations", "Why runs differ from their tables", explanation_list(points)),
         ("differences", "What else differs", differences_table(points)),
@@ -163,6 +162,12 @@ def _figure(chart: Chart) -> str:
     label = escape(f"{chart.title}. {chart.caption}", quote=True)
     box = f'<div id="{chart.name}" class="chart" role="img" aria-label="{label}" style="--height:{chart.height}px">'
     return f"<figure>{figcaption}{box}</div></figure>"
+
+
+def _verdict_lines(conclusions: Conclusions) -> str:
+    return _each(
+        "<pre>{}</pre>", [["\n".join(conclusions.verdicts)]] if conclusions.verdicts else []
+    )
 
 
 def _each(form: str, rows: Sequence[Sequence[str]]) -> str:

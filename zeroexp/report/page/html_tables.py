@@ -8,14 +8,13 @@ from html import escape
 from shlex import quote
 
 from zeroexp.report.columns import (
-    ABSENT,
     POINT,
     STATUS,
     Column,
     columns_of,
     describe_peak_flops,
 )
-from zeroexp.report.compare import Conclusions, Judged, describe_values, differences
+from zeroexp.report.compare import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
 from zeroexp.report.tables import Table
@@ -54,24 +53,6 @@ def results_table(points: Sequence[Point]) -> str:
         escape(describe_peak_flops(points)),
     ]
     return f"{table.as_html()}<p>{' '.join(filter(None, notes))}</p>"
-
-
-def verdict_table(conclusions: Conclusions) -> str:
-    """Return each point's step time over that of the reference, with the verdict in words."""
-    if conclusions.reference is None or len(conclusions.judged) < 2:
-        return ""
-    heads = [("point", ""), ("step time", "of the reference's"), ("interval", ""), ("verdict", "")]
-    rows = [_verdict_cells(one, conclusions.reference) for one in conclusions.judged]
-    return Table(heads, [True, False, False, True], rows).as_html()
-
-
-def _verdict_cells(one: Judged, reference: Point) -> list[str]:
-    comparison, name = one.comparison, one.point.name
-    if comparison is None:
-        return [name, "1", "", "the reference" if one.point is reference else ABSENT]
-    low, high = comparison.low, comparison.high
-    interval = ABSENT if low is None else f"{low:.3f}–{high:.3f}"
-    return [name, f"{comparison.ratio:.3f}", interval, comparison.verdict_without_numbers]
 
 
 def differences_table(points: Sequence[Point]) -> str:
