@@ -58,7 +58,6 @@ def test_the_fastest_that_fits_is_named_beside_the_one_that_leaves_most_memory()
         "zero3 would leave 6 GiB free and take 2 x as long; on 2 ranks (cuda, 1 node of 2)"
     )
     assert "ddp does not fit: at least 9 GiB." in text
-    assert "zero2 takes 1.50 x as long (micro-batch 1, recomputation off)" in text
     assert "1 candidates were not rehearsed" in text
 
 

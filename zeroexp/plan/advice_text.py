@@ -102,28 +102,22 @@ def _first_line(advice: Advice) -> list[str]:
 
 
 def _reasons(advice: Advice) -> list[str]:
-    """Return why it is the one: what makes its peak, and what speaks against each other stage."""
-    best = advice.best
-    reasons: list[str] = []
+    """Return what makes its peak and its seconds, which stages can not fit, and how many candidates were left."""
+    best, reasons = advice.best, list[str]()
     if best and best.rehearsed:
-        peak = best.rehearsed.fullest
-        states = states_at_peak(peak.by_kind)
-        waits = max(0.0, best.seconds - best.rehearsed.compute_seconds)
+        peak, computes = best.rehearsed.fullest, best.rehearsed.compute_seconds
+        states, waits = states_at_peak(peak.by_kind), max(0.0, best.seconds - computes)
         reasons.append(
             f"Why: at its peak, in {peak.phase}, {_size(states)} are model states and gathered units, and "
             f"{_size(peak.num_bytes - states)} are activations, logits and what exists for a moment. Of its step it "
-            f"computes {1e3 * best.rehearsed.compute_seconds:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
+            f"computes {1e3 * computes:,.1f} ms and waits {1e3 * waits:,.1f} ms for messages."
         )
-        for stage in dict.fromkeys(each.stage for each in advice.candidates):
-            if stage != best.stage:
-                reasons.append(_against(advice, stage, best))
-        other = [each for each in advice.rehearsed if each.stage == best.stage]
-        if fastest := [each for each in other if not each.fits and each.seconds < best.seconds]:
-            each = fastest[0]
-            reasons.append(
-                f"{best.stage} with micro-batch {each.micro}, recomputation {_on(each.recomputes)}, would be faster "
-                f"and does not fit: {_size(each.peak_bytes)}."
-            )
+    for stage in dict.fromkeys(each.stage for each in advice.candidates):
+        of_stage = [each for each in advice.candidates if each.stage == stage]
+        if best and not any(each.fits for each in of_stage):
+            least = min(of_stage, key=lambda each: each.peak_bytes)
+            alone = "" if least.rehearsed else " of model states alone"
+            reasons.append(f"{stage} does not fit: at least {_size(least.peak_bytes)}{alone}.")
     if late := advice.late:
         spare = all(advice.only_saves_memory(each) for each in late)
         which = ", which may hold less, but are not expected to be faster" if spare else ""
@@ -132,25 +126,6 @@ def _reasons(advice: Advice) -> list[str]:
             "time that all of them take."
         )
     return reasons
-
-
-def _against(advice: Advice, stage: str, best: Candidate) -> str:
-    """Return what speaks against a stage: that it does not fit, or what its fastest candidate takes."""
-    of_stage = [each for each in advice.candidates if each.stage == stage]
-    tried = [each for each in advice.rehearsed if each.stage == stage]
-    fitting = next((each for each in tried if each.fits), None)
-    if fitting:
-        sent = fitting.planned.outcome.sent.fullest, best.planned.outcome.sent.fullest
-        more = f", and sends {sent[0] / sent[1]:.2g} x as much" if sent[1] else ""
-        return (
-            f"{stage} takes {fitting.seconds / best.seconds:.2f} x as long (micro-batch {fitting.micro}, "
-            f"recomputation {_on(fitting.recomputes)}){more}; it holds {_size(fitting.peak_bytes)}."
-        )
-    least = min(tried or of_stage, key=lambda each: each.peak_bytes)
-    if least.fits:
-        return f"{stage} was not rehearsed in time."
-    alone = "" if least.rehearsed else " of model states alone"
-    return f"{stage} does not fit: at least {_size(least.peak_bytes)}{alone}."
 
 
 def _words(advice: Advice, best: Candidate) -> str:
