@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.real_runs import config_of, peak_and_steps_of
 from zeroexp.plan.advise import Advice, advise
+from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.outcome import plan_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import Candidate
@@ -81,7 +82,7 @@ def draw(drawn: random.Random) -> str:
 
 def advice_of(words: str) -> Advice:
     """Return all ways to do the work of a case, rehearsed."""
-    plans = Plans(words.split(), rehearses=True)
+    plans = Plans(ComposedPoints(words.split()), rehearses=True)
     plans.entries = [plan_point(config_of(words), None, "cpu")]
     (found,) = advise(plans)
     return found

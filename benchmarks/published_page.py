@@ -17,9 +17,9 @@ from benchmarks.published import (
     sent_with_redundant_optimizers,
 )
 from benchmarks.published_tables import TABLES
-from zeroexp.__main__ import compose
+from zeroexp.plan.__main__ import composed_points
 from zeroexp.plan.plan_points import Plans
-from zeroexp.process import locks, safe_output
+from zeroexp.process import safe_output
 
 COMMAND = "python -m benchmarks.published_page > docs/published.md"
 INTRODUCTION = (
@@ -51,10 +51,7 @@ def page() -> str:
 
 def compare_study(table: PublishedTable) -> list[ComparedCell]:
     """Plan the table's study and compare every cell."""
-    plans = Plans([])
-    with locks.temporary_folder() as folder:
-        words = [f"study={table.study}", "cluster.device=cuda"]
-        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
+    plans = Plans(composed_points([f"study={table.study}", "cluster.device=cuda"]))
     points = [(each.config.strategy, each.form) for each in plans.planned]
     return compare_cells(table, {(s.name, s.implementation): form for s, form in points})
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from zeroexp.__main__ import compose
-from zeroexp.check.sweep_points import Point
 from zeroexp.config import keys as configs
 from zeroexp.config.keys import Config
 from zeroexp.measure.record import RunSummary
-from zeroexp.plan.plan_points import Plans
+from zeroexp.plan.__main__ import composed_points
 from zeroexp.run import rank
 from zeroexp.tracking.files import read_records, read_summary
 
@@ -27,14 +25,10 @@ SECONDS = 120.0  # after which a run counts as hung
 
 def config_of(words: str) -> Config:
     """Return the one point of these words, on CPUs."""
-    plans = Plans([])
-    with tempfile.TemporaryDirectory() as folder:
-        line = [*words.split(), "cluster.device=cpu"]
-        compose(plans, line, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    (entry,) = plans.entries
-    if isinstance(entry, Point):
-        raise ValueError(f"{words}: {entry.refusal}")
-    return entry.config
+    (point,) = composed_points([*words.split(), "cluster.device=cpu"]).points
+    if point.refusal:
+        raise ValueError(f"{words}: {point.refusal}")
+    return point.config
 
 
 def summary_of(config: Config) -> RunSummary:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from zeroexp.__main__ import compose
 from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, Network
+from zeroexp.plan.__main__ import composed_points
 from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.speed import MEMORY_SHARE, PRODUCT_SHARE, prior_speed
-from zeroexp.process import locks, safe_output
+from zeroexp.process import safe_output
 
 GIB, WIDTH = 2**30, 100
 DEVICE_GIB = 80
@@ -108,15 +108,11 @@ def section(model: Scaled) -> str:
 
 def planned_points(model: Scaled) -> list[PlannedPoint]:
     """Plan every strategy at every size."""
-    plans = Plans([])
     swept = (
         f"strategy={','.join(model.strategies)}",
         f"world_size={','.join(map(str, model.sizes))}",
     )
-    with locks.temporary_folder() as folder:
-        words = [*model.words, *SHARED, *swept]
-        compose(plans, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    return plans.planned
+    return Plans(composed_points([*model.words, *SHARED, *swept])).planned
 
 
 def _row(planned: PlannedPoint) -> str:

@@ -11,6 +11,7 @@ import pytest
 from tests.composing import compose_once, values_of
 from zeroexp.measure.memory import count_cpu_allocations
 from zeroexp.plan import __main__ as plan
+from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.plan_points import Plans
 
 
@@ -39,12 +40,12 @@ def plans_of(monkeypatch, tmp_path) -> Callable[[str], Plans]:
 
     def plan_line(line: str) -> Plans:
         words = [word for word in line.split() if word != plan.REHEARSE]
-        plans = Plans(words, rehearses=plan.REHEARSE in line)
+        composed = ComposedPoints(words)
         pairs = (word.partition("=") for word in words)
         swept = ([f"{key}={value}" for value in values.split(",")] for key, _, values in pairs)
         points = list(itertools.product(*swept))
-        plans.run([([w for w in p if w not in words], values_of(*p), {}) for p in points])
-        return plans
+        composed.run([([w for w in p if w not in words], values_of(*p), {}) for p in points])
+        return Plans(composed, rehearses=plan.REHEARSE in line)
 
     return plan_line
 

@@ -9,6 +9,7 @@ from tests.composing import composed
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
 from zeroexp.plan.changes import with_batch, with_stage
+from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.search import Candidate
@@ -97,7 +98,7 @@ def test_every_candidate_is_what_a_plan_of_its_words_rehearses(plans_of):
 
 def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    plans = Plans(TINY)
+    plans = Plans(ComposedPoints(TINY))
     config = composed(*TINY, "cluster.device_memory_gib=1")
     plans.entries = [plan_point(config, None, "cuda")]
     (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)
@@ -109,7 +110,7 @@ def test_when_time_is_over_it_stops_where_something_fits(monkeypatch, tmp_path):
 def test_on_gpus_a_line_that_leaves_it_open_means_what_people_run(monkeypatch, tmp_path):
     """bf16 with fp32 masters, the model's own 2,048 positions, eight samples for each rank, and an H100's memory."""
     monkeypatch.chdir(tmp_path)
-    plans = Plans(["model=tiny"])
+    plans = Plans(ComposedPoints(["model=tiny"]))
     for device, expected in (("cuda", ("bf16_master", 2048, 16)), ("cpu", ("fp32", 128, 16))):
         plans.entries = [plan_point(composed("model=tiny", "world_size=2"), None, device)]
         (found,) = advise(plans, now=iter(range(0, 10**6, 3600)).__next__)

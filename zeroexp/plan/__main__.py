@@ -74,6 +74,15 @@ def _answer(arguments: Sequence[str]) -> str:
     flags = [word for word in arguments if word.startswith("-") and word not in ALLOWED]
     words = [word for word in arguments if not word.startswith("-")]
     _refuse(flags, words)
+    points = composed_points(words)
+    told = _answer_of(points, " ".join(sorted(flags)), rehearses=REHEARSE in arguments)
+    for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
+        print(note, file=sys.stderr)
+    return told
+
+
+def composed_points(words: Sequence[str]) -> ComposedPoints:
+    """Return the points that Hydra composes of a line. Raises ConfigError for a wrong one."""
     points = ComposedPoints(words)
     # Hydra writes down what it sweeps, and a plan leaves no file.
     with ExitStack() as at_end:
@@ -82,11 +91,8 @@ def _answer(arguments: Sequence[str]) -> str:
         except OSError as error:
             told = "no temporary folder can be written, which a plan needs; set TMPDIR to one"
             raise ConfigError(f"TMPDIR={os.environ.get('TMPDIR', '')}: {told}") from error
-        compose(points, words, further=[f"hydra.sweep.dir={folder}"], writes=False)
-    told = _answer_of(points, " ".join(sorted(flags)), rehearses=REHEARSE in arguments)
-    for note in points.notes if flags and ADVISE not in flags else []:  # no part of CSV or JSON
-        print(note, file=sys.stderr)
-    return told
+        compose(points, [*words], further=[f"hydra.sweep.dir={folder}"], writes=False)
+    return points
 
 
 def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
@@ -94,7 +100,7 @@ def _answer_of(points: ComposedPoints, form: str, *, rehearses: bool) -> str:
 
     module, _, name = FORMS[form].partition(":")
     answer = getattr(importlib.import_module(f"zeroexp.plan.{module}"), name)
-    return answer(Plans.of(points, rehearses=rehearses))
+    return answer(Plans(points, rehearses=rehearses))
 
 
 def _refuse(flags: Sequence[str], words: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroexp.check.rules_batch import num_gpus
-from zeroexp.check.sweep_points import Composed, Point, require_defined
+from zeroexp.check.sweep_points import Point, require_defined
 from zeroexp.check.try_model import check_model
 from zeroexp.check.try_strategy import refused_strategy
 from zeroexp.config.keys import Config, UndefinedCombination
@@ -20,31 +20,17 @@ from zeroexp.plan.peak import with_rehearsal
 from zeroexp.plan.search import remedies
 
 
-class Plans(ComposedPoints):
+class Plans:
     """The points of a command line, planned one by one."""
 
-    def __init__(self, words: Sequence[str], *, rehearses: bool = False) -> None:
+    def __init__(self, composed: ComposedPoints, *, rehearses: bool = False) -> None:
         """rehearses: whether each point is rehearsed too."""
-        super().__init__(words)
-        self.rehearses = rehearses
-        self.entries: list[PlannedPoint | Point] = []  # a point that is not planned says why
+        self.named, self.notes, self.rehearses = composed.named, composed.notes, rehearses
         self._models: list[tuple[Config, BuiltModel]] = []
+        # A point that is not planned says why.
+        self.entries: list[PlannedPoint | Point] = self._plan_all(composed.points)
 
-    @classmethod
-    def of(cls, composed: ComposedPoints, *, rehearses: bool) -> Plans:
-        """Plan points that are composed already."""
-        plans = cls([], rehearses=rehearses)
-        plans.named, plans.notes = composed.named, composed.notes
-        plans._plan_all(composed.points)
-        return plans
-
-    def run(self, batch: Sequence[Composed]) -> list[None]:
-        num_before = len(self.points)
-        answers = super().run(batch)
-        self._plan_all(self.points[num_before:])
-        return answers
-
-    def _plan_all(self, points: Sequence[Point]) -> None:
+    def _plan_all(self, points: Sequence[Point]) -> list[PlannedPoint | Point]:
         defined = [point.config for point in points if not point.refusal]
         for config in defined:
             check_model(replace(config, model=replace(config.model, weights=None)))
@@ -52,9 +38,11 @@ class Plans(ComposedPoints):
             point if point.refusal else replace(point, refusal=refused_strategy(point.config))
             for point in points
         ]
+        if not points:
+            return []
         require_defined(points)
         auto = device_of(defined, num_gpus(), os.cpu_count() or 1)
-        self.entries += [self._plan(point, auto) for point in points]
+        return [self._plan(point, auto) for point in points]
 
     @property
     def planned(self) -> list[PlannedPoint]:
