@@ -157,7 +157,7 @@ def compose(
     # Every run is a sweep (hydra.mode in conf/config.yaml); Hydra would refuse -m in the middle.
     arguments = [each for each in arguments if each not in ("-m", "--multirun")]
     arguments = [as_text(plugins.as_list(each)) for each in arguments]
-    refuse_arguments(arguments, _conf())
+    refuse_arguments(arguments)
     shows = only_shows(arguments)
     _know_plugins(arguments, os.environ.get("COMP_LINE", "").split() if shows else [])
     # Hydra reads hydra.mode last; without --multirun it would blame commas where another argument is wrong.

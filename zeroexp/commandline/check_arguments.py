@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
 
 from zeroexp.check.refusal import refuse_password
-from zeroexp.config.keys import KEYS, Config, ConfigError
+from zeroexp.config.keys import KEYS, ConfigError
 from zeroexp.registry.did_you_mean import suggest_nearest
 
 # These flags of Hydra print something and run nothing.
@@ -25,8 +23,6 @@ FLAGS: dict[str, Sequence[str] | None] = {
     **dict.fromkeys(("--hydra-help", "--resolve"), ()),
 }
 WITHOUT_VALUE = ("--info", "-i")  # they may have one
-# These values of a group end in a traceback of Hydra.
-NO_OPTION = re.compile(r"|null|None|true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 # One value or several, without quotes, brackets and functions; and what Hydra takes for another thing than text.
 SIMPLE = re.compile(r"[\w.+,-]+")
 NO_TEXT = re.compile(r"[-+]?[\d_.]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false", re.IGNORECASE)
@@ -38,8 +34,8 @@ def only_shows(arguments: Sequence[str]) -> bool:
     return any(argument.partition("=")[0] in ONLY_SHOW for argument in arguments)
 
 
-def refuse_arguments(arguments: Sequence[str], conf: Path) -> None:
-    """Raise ConfigError for passwords, flags that can not work with our sweeps, empty groups, and idle settings."""
+def refuse_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for passwords, flags that can not work with our sweeps, and idle settings."""
     for argument in arguments:
         # How Python keeps bytes that are no text in this locale.
         if any("\udc80" <= letter <= "\udcff" for letter in argument):
@@ -49,7 +45,6 @@ def refuse_arguments(arguments: Sequence[str], conf: Path) -> None:
         raise ConfigError("-sc: stands alone; use zeroexp -sc install=bash")
     _refuse_flags(arguments)
     for argument in arguments:
-        _refuse_empty_group(argument, conf)
         _refuse_idle(argument)
         _refuse_several_studies(argument)
 
@@ -102,14 +97,6 @@ def _refuse_value(flag: str, value: str) -> None:
     if value and allowed is not None and value not in allowed:
         remedy = suggest_nearest(value, allowed) if allowed else "it takes none"
         raise ConfigError(f"{flag} {value}: unknown value; {remedy}")
-
-
-def _refuse_empty_group(argument: str, conf: Path) -> None:
-    key, equals, value = argument.lstrip("+").partition("=")
-    groups = [item.name for item in fields(Config) if (conf / item.name).is_dir()]
-    if equals and key in groups and any(NO_OPTION.fullmatch(one) for one in value.split(",")):
-        options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
-        raise ConfigError(f"{argument}: no option; use one of {', '.join(options)}")
 
 
 def _refuse_several_studies(argument: str) -> None:
