@@ -8,7 +8,7 @@ absolute, in parts of the learning rate (0.02).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import pytest
@@ -58,6 +58,16 @@ NATIVE: dict[str, Engine] = {
         configured("zero2", "torch"), SKIP_PER_MICROBATCH, 2, FSDP_PRECISIONS
     ),
     "fsdp2": Engine(configured("zero3", "torch"), SKIP_PER_MICROBATCH, 2, FSDP_PRECISIONS),
+}
+# Two groups of two ranks; what a group has reduced is summed between groups in every microbatch.
+HSDP = {
+    stage: Engine(
+        configured(stage, "torch", replicas=2),
+        replace(SKIP_PER_MICROBATCH, replicas=2, groups_each="microbatch"),
+        4,
+        FSDP_PRECISIONS,
+    )
+    for stage in ("zero2", "zero3")
 }
 
 ALL_DTYPES = ("fp32", "bf16", "bf16_master", "paper16")

@@ -106,7 +106,7 @@ def test_what_of_a_group_lies_on_one_node(num_ranks, apart, device, share):
         ("strategy=ddp strategy.replicas=2", "strategy.replicas=2: every rank is a replica"),
         ("strategy.replicas=3", "4 ranks form no 3 equal groups; use 1, 2"),
         ("strategy.replicas=4", "this is ddp"),
-        ("strategy.replicas=2 strategy.implementation=torch", "do not have it"),
+        ("strategy=zero1 strategy.replicas=2 strategy.implementation=torch", "over all ranks"),
     ],
 )
 def test_groups_without_a_meaning_are_refused(words, line):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines import NATIVE, check
+from tests.engines import HSDP, NATIVE, check
 from tests.models_for_tests import MODELS, microbatch_of
 from tests.oracle import Make, Recipe, build_on_rank, configured, run_steps
 from tests.ranks import RankError
@@ -130,6 +130,13 @@ def test_settings_say_what_rests_where(ranks, stage, said):
 )
 def test_models_of_transformers(ranks, engine, model):
     check(ranks, NATIVE[engine], Recipe(model=model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("stage", HSDP)
+def test_fsdp2_in_two_groups_equals_one_process(ranks, stage, precision):
+    """Also its state: each element is given once, by one of the groups."""
+    check(ranks, HSDP[stage], Recipe(world_size=4, precision=precision))
 
 
 @pytest.mark.parametrize("model", ["moe_one_rank", "moe_by_turns"])

@@ -118,6 +118,9 @@ def check_replicas(config: Config) -> Iterator[Refusal]:
     stage = Stage.of(*(row.placement for row in rows))
     if problem := why_no_replicas(replicas, stage, config.world_size):
         yield "strategy.replicas", *problem
+    elif strategy.implementation == "torch" and not _is_fsdp2(strategy):
+        problem = "ZeroRedundancyOptimizer shards over all ranks"
+        yield "strategy.replicas", problem, "use zero2 or zero3, which are FSDP2"
 
 
 def check_reduce_each(config: Config) -> Iterator[Refusal]:

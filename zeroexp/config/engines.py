@@ -49,7 +49,7 @@ ENGINES = Registry(
         "torch": Engine(
             build=Later("zeroexp.engines.build:build_torch_strategy"),
             stages=("ddp", "zero1", "zero2", "zero3"),
-            keys=("unit", "gradient_as_bucket_view"),
+            keys=("unit", "replicas", "gradient_as_bucket_view"),
             mixes_dtypes=True,
             rests={"zero1": STAGES["zero1_allreduce"], "zero2": STAGES["zero3"]},
             labels={

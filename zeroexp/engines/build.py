@@ -91,6 +91,7 @@ def _fsdp2(config: Config, model: BuiltModel, world: World, common: dict[str, An
         reshard_after_forward=config.strategy.name == "zero3",
         dtypes=dtypes_of(config.strategy),
         world=world,
+        replicas=config.strategy.replicas or 1,
         **common,
     )
 

@@ -10,6 +10,8 @@ forward instead. Its parameters rest sharded, and the engine's label says so.
 The root's own parameters stay gathered in both, because backward begins with them. Gradients are reduced in every
 microbatch, since accumulating them unreduced would leave them replicated between microbatches. The gathered parameters
 of zero2 live through all microbatches of a step.
+
+With replicas (HSDP) a group of neighbours shards, and every microbatch's sums are summed between groups.
 """
 
 from __future__ import annotations
@@ -57,10 +59,14 @@ class TorchFSDP2:
         dtypes: Dtypes | None = None,
         max_grad_norm: float | None = None,
         values: Values | None = None,  # of a module on meta
+        replicas: int = 1,  # groups of ranks that hold all states each
     ):
         rests = "everything rests" if reshard_after_forward else "without reshard parameters rest"
         self.settings = {"engine": f"FSDP2, {rests} sharded", "transport": world.backend}
+        if replicas > 1:
+            self.settings["engine"] += f" in {replicas} groups"
         self._world = world
+        self._group, self._holders = world.split(replicas)
         self._reshards = reshard_after_forward
         self._max_grad_norm = max_grad_norm
         dtypes = dtypes or Dtypes(torch.float32, torch.float32, torch.float32)
@@ -70,7 +76,7 @@ class TorchFSDP2:
             parameter.data = parameter.data.to(dtypes.master)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.model = module
-        _shard(module, blocks, reshard_after_forward, dtypes, world)
+        _shard(module, blocks, reshard_after_forward, dtypes, world, replicas)
         module.register_forward_hook(_free_without_backward)
         # fully_shard replaces the parameters by new ones; while gathered, the module shows yet other tensors.
         self._named = dict(self.model.named_parameters())
@@ -154,7 +160,8 @@ class TorchFSDP2:
         if not isinstance(tensor, DTensor):
             return canonical_replicated(tensor, self._world)
         local = tensor.to_local().reshape(-1)
-        pieces = [Piece(self._first_element(tensor), local)] if local.numel() else []
+        gives = self._holders.rank == 0 and local.numel()  # each element comes from one rank
+        pieces = [Piece(self._first_element(tensor), local)] if gives else []
         return CanonicalTensor(tuple(tensor.shape), tensor.dtype, pieces)
 
     def _put_in(self, values: Values) -> None:
@@ -177,9 +184,9 @@ class TorchFSDP2:
         if not isinstance(tensor, DTensor):
             return 0
         num_rows = tensor.shape[0]
-        rows_per_rank = -(-num_rows // self._world.size)
+        rows_per_rank = -(-num_rows // self._group.size)
         row_numel = tensor.numel() // num_rows if num_rows else 0
-        return min(self._world.rank * rows_per_rank, num_rows) * row_numel
+        return min(self._group.rank * rows_per_rank, num_rows) * row_numel
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -196,10 +203,17 @@ def _free_without_backward(module: nn.Module, *_: object) -> None:
 
 
 def _shard(
-    module: nn.Module, blocks: Sequence[str], reshard: bool, dtypes: Dtypes, world: World
+    module: nn.Module,
+    blocks: Sequence[str],
+    reshard: bool,
+    dtypes: Dtypes,
+    world: World,
+    replicas: int,
 ) -> None:
+    shape, names = (replicas, world.size // replicas), ("replicate", "shard")
+    first = 0 if replicas > 1 else 1
     with unset_fake_temporarily():  # a mesh reads the ranks that it is made of
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        mesh = init_device_mesh(world.device.type, shape[first:], mesh_dim_names=names[first:])
     policy = MixedPrecisionPolicy()
     if dtypes.compute != dtypes.master or dtypes.reduce != dtypes.master:
         policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)

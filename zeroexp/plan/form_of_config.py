@@ -127,6 +127,7 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
         units=[_shapes(group.parameters.values()) for group in groups],
         world_size=config.world_size,
         reshards=config.strategy.name == "zero3",
+        replicas=config.strategy.replicas or 1,
         accumulation=_accumulation(config),
         precision=_precision(config),
         optimizer=_optimizer(config),

@@ -119,6 +119,7 @@ class FsdpForm(StatesForm):
     accumulation: int = 1
     precision: PrecisionForm = FP32
     optimizer: OptimizerForm = ADAMW
+    replicas: int = 1
     at_rest = of_states = "master"  # the shards are the master weights
 
     def traffic(self, rank: int) -> Traffic:
@@ -127,23 +128,30 @@ class FsdpForm(StatesForm):
         compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         uses = (self.accumulation, 2 * self.accumulation) if self.reshards else (1, 1)
         used = [(unit, uses[index > 0]) for index, unit in enumerate(self.units) if unit]
-        peers, reductions = self.world_size - 1, self.accumulation
-        return Traffic(
-            bytes_by_kind={
-                "gather": peers * compute * sum(num * self._shard(unit) for unit, num in used),
-                "reduce": peers * reduce * reductions * self._shard(self._all),
-            },
-            calls_by_kind={
-                "gather": sum(num for _, num in used),
-                "reduce": reductions * len(used),
-            },
-        )
+        peers, reductions = self.group_size - 1, self.accumulation
+        sent = {
+            "gather": peers * compute * sum(num * self._shard(unit) for unit, num in used),
+            "reduce": peers * reduce * reductions * self._shard(self._all),
+        }
+        calls = {"gather": sum(num for _, num in used), "reduce": reductions * len(used)}
+        if self.replicas > 1:  # an all-reduce of what each reduction left
+            others = self.replicas - 1
+            numel = reductions * self._shard(self._all)
+            sent["replicas"] = 2 * reduce * numel * others // self.replicas
+            calls["replicas"] = calls["reduce"]
+        return Traffic(bytes_by_kind=sent, calls_by_kind=calls)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that shard among themselves."""
+        return self.world_size // self.replicas
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
+        place = rank % self.group_size
         real = own = 0
         for parameter, num in self._different.items():
-            numel = num * _rows(parameter, rank, self.world_size) * _rest(parameter)
+            numel = num * _rows(parameter, place, self.group_size) * _rest(parameter)
             real += numel
             own += numel if parameter.trainable else 0
         resting = self._shard(self._all)
@@ -157,7 +165,7 @@ class FsdpForm(StatesForm):
         if moment != "after_forward":
             return 0
         gathered = self.units[0] if self.reshards else self._all
-        return self.world_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
+        return self.group_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
 
     @cached_property
     def _all(self) -> list[ParameterShape]:
@@ -169,7 +177,7 @@ class FsdpForm(StatesForm):
 
     def _shard(self, unit: Iterable[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
-        return sum(-(-_length(p) // self.world_size) * _rest(p) for p in unit)
+        return sum(-(-_length(p) // self.group_size) * _rest(p) for p in unit)
 
 
 def _length(parameter: ParameterShape) -> int:
