@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zeroexp.cluster.follow import refresh
@@ -16,7 +16,7 @@ from zeroexp.cluster.job import Job
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.json_output import answer
 from zeroexp.tracking.json_files import dumps
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.uploads import Uploads, open_uploads
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def _sync(told: list[str] | None) -> int:
     sweep = parser.parse_args().sweep.resolve()
     jobs = jobs_of(sweep)
     refresh(jobs)
-    sent = sync(jobs, open_uploads(jobs))
+    sent = sync(jobs, open_uploads(job.folder for job in jobs))
     if told is not None:
         told.append(dumps({"sweep": str(sweep), "sent": sent}))
     return 0 if sent else 1
@@ -45,15 +45,6 @@ def jobs_of(sweep: Path) -> list[Job]:
     if not jobs:
         raise ConfigError(f"{sweep}: no run in there; give the folder of a sweep, outputs/<sweep>")
     return sorted(jobs, key=lambda job: (job.state.get("pending_at", 0.0), job.name))
-
-
-def open_uploads(jobs: Iterable[Job]) -> Uploads | None:
-    """Return the uploads to the store of a sweep's runs; None where MLflow tracks no run of it."""
-    for job in jobs:
-        tracking = job.config.tracking
-        if tracking.mlflow and job.status != "skipped":
-            return Uploads(tracking, job.folder.parents[1], job.folder.parent.name)
-    return None
 
 
 def sync(jobs: Sequence[Job], uploads: Uploads | None) -> bool:

@@ -27,10 +27,10 @@ from zeroexp.report.exports import runs_as_json
 from zeroexp.report.measured_points import points_of
 from zeroexp.report.results_table import print_table
 from zeroexp.report.sweep_progress import Progress
-from zeroexp.sync import jobs_of, open_uploads, sync
+from zeroexp.sync import jobs_of, sync
 from zeroexp.tracking import owner
 from zeroexp.tracking.run import UNFINISHED, read_runs
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.uploads import Uploads, open_uploads
 
 FINE = ("done", "skipped", *UNFINISHED)
 EVERYTHING_FINE, SOMETHING_FAILED, INTERRUPTED = 0, 1, 130
@@ -81,7 +81,7 @@ def watch(arguments: argparse.Namespace) -> int:
     if arguments.cancel:
         for job in cancel(jobs, "cancelled by watch --cancel"):
             print(f"cancelled {job.name} (Slurm job {slurm_id(job)})")
-    uploads = open_uploads(jobs)
+    uploads = open_uploads(job.folder for job in jobs)
     if not (arguments.cancel or arguments.once):
         follow_all(jobs, uploads)
     runs = read_runs(job.folder for job in jobs)

@@ -53,7 +53,7 @@ from zeroexp.tracking.json_files import reserve
 from zeroexp.tracking.mlflow import LINK
 from zeroexp.tracking.run import UNFINISHED, Run, read_run, read_runs
 from zeroexp.tracking.store import with_store
-from zeroexp.tracking.uploads import Uploads
+from zeroexp.tracking.uploads import Uploads, open_uploads
 
 FINE = ("done", "skipped")
 HYDRA = ".hydra"  # its folder in every run, as its users expect
@@ -289,10 +289,8 @@ class Sweep:
 
     def _open_uploads(self, job: Job) -> None:
         """Open the uploads after the cluster has forked its fork-server, because opening them starts a thread."""
-        config, is_awaited = job.config, job.config.cluster.wait and job.status != "skipped"
-        if self._uploads is None and config.tracking.mlflow and is_awaited:
-            outputs, sweep = job.folder.parents[1], job.folder.parent.name
-            self._uploads = Uploads(config.tracking, outputs, sweep)
+        if self._uploads is None and job.config.cluster.wait:
+            self._uploads = open_uploads([job.folder])
 
     def _look(self, job: Job) -> None:
         if self._uploads:

@@ -11,14 +11,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
-from zeroexp.config.keys import DamagedFile, TrackingConfig
+from zeroexp.config.keys import DamagedFile, TrackingConfig, load
 from zeroexp.process import signals
 from zeroexp.process.reachable import without_password
 from zeroexp.tracking.mlflow import MlflowTracker
+from zeroexp.tracking.run import read_state
 
 SECONDS_BETWEEN_LOOKS = 60.0  # at a run; a comparison's shorter points stay undisturbed
 STILL_SECONDS = 3.0  # without CPU use, after which a point no longer waits for the store
@@ -82,6 +83,15 @@ class Uploads:
 
     def _write_views(self, sweep: str) -> None:
         self._views = self._tracker.write_views(sweep)
+
+
+def open_uploads(folders: Iterable[Path]) -> Uploads | None:
+    """Return the uploads to the store of these runs of a sweep; None where MLflow tracks none of them."""
+    for folder in folders:
+        tracking = load(folder / "config.yaml").tracking
+        if tracking.mlflow and read_state(folder)["status"] != "skipped":
+            return Uploads(tracking, folder.parents[1], folder.parent.name)
+    return None
 
 
 class _Worker:
