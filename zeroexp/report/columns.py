@@ -13,7 +13,7 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.measure.record import RunSummary, Spread
 from zeroexp.report.compare import Conclusions
 from zeroexp.report.measured_points import Point, distinguishing_keys
-from zeroexp.report.statistics import Comparison, step_time_interval, why_doubtful
+from zeroexp.report.statistics import step_time_interval, why_doubtful
 from zeroexp.report.theory import table_bytes, table_traffic
 
 MIB = 2**20
@@ -94,8 +94,7 @@ def all_columns(points: Sequence[Point], conclusions: Conclusions | None = None)
         *[POINT, *point_columns(points), loss, _if_any(validation), _if_any(accuracy)],
         *[replace(step, doubt=why_doubtful), *times, _if_any(mfu)],
         *[*chain(*memory), _if_any(plan), *sent, *wire],
-        *(_quality_columns(conclusions) if conclusions else []),
-        *(_comparison_columns(conclusions) if conclusions else []),
+        *(_conclusion_columns(conclusions) if conclusions else []),
         *_columns_for_programs(points, peaks),
         STATUS,
     ]
@@ -245,46 +244,31 @@ def peak_name(summary: RunSummary) -> str:
 # ---- how points compare, and what programs want beside all that
 
 
-def _comparison_columns(conclusions: Conclusions) -> list[Column]:
-    """Return the step time over that of the reference; nothing where there is nothing to compare."""
-    by_name = {one.point.name: one.comparison for one in conclusions.judged if one.comparison}
+def _conclusion_columns(conclusions: Conclusions) -> list[Column]:
+    """Return what was reached over seeds, then the step time over that of the reference."""
+    qualities = {quality.name: quality for quality in conclusions.qualities}
+    compared = {one.point.name: one.comparison for one in conclusions.judged if one.comparison}
 
-    def column(
-        key: str, read: Callable[[Comparison], Any], name: str = "", form: str = ""
-    ) -> Column:
+    def of(found: Mapping[str, Any], key: str, attribute: str, *looks: Any) -> Column:
+        """Return the column of an attribute of what was found of each point, if anything was."""
+
         def value(point: Point) -> Any:
-            comparison = by_name.get(point.name)
-            return read(comparison) if comparison else None
+            number = attrgetter(attribute)(found[point.name]) if point.name in found else None
+            return None if number == "" else number
 
-        is_shown = bool if by_name else lambda _: False
-        return Column(key, value, name, "", form, 1, "verdict", is_shown=is_shown)
+        return Column(key, value, *looks, is_shown=lambda _: bool(found))
 
+    losses, verdict = (1, "losses"), (1, "verdict")
     return [
-        column("ratio", lambda c: c.ratio, "ratio", ".2f"),
-        column("interval", lambda c: c.interval, "95 %"),
-        column("verdict", lambda c: c.verdict.value, "verdict"),
-        column("ratio_low", lambda c: c.low),
-        column("ratio_high", lambda c: c.high),
-        column("num_pairs", lambda c: c.num_pairs),
-    ]
-
-
-def _quality_columns(conclusions: Conclusions) -> list[Column]:
-    """Return how what was reached scatters over seeds, and whether it is what the reference reached."""
-    by_name = {quality.name: quality for quality in conclusions.qualities}
-
-    def column(key: str, name: str, form: str = "") -> Column:
-        def value(point: Point) -> Any:
-            return getattr(by_name.get(point.name), key.removeprefix("quality_"), None) or None
-
-        return Column(
-            key, value, name, "over seeds", form, 1, "losses", is_shown=lambda _: bool(by_name)
-        )
-
-    return [
-        column("quality_deviation", "±", ".4f"),
-        column("quality_verdict", "quality"),
-        column("num_seeds", "seeds", "d"),
+        of(qualities, "quality_deviation", "deviation", "±", "over seeds", ".4f", *losses),
+        of(qualities, "quality_verdict", "verdict", "quality", "over seeds", "", *losses),
+        of(qualities, "num_seeds", "num_seeds", "seeds", "over seeds", "d", *losses),
+        of(compared, "ratio", "ratio", "ratio", "", ".2f", *verdict),
+        of(compared, "interval", "interval", "95 %", "", "", *verdict),
+        of(compared, "verdict", "verdict.value", "verdict", "", "", *verdict),
+        of(compared, "ratio_low", "low"),
+        of(compared, "ratio_high", "high"),
+        of(compared, "num_pairs", "num_pairs"),
     ]
 
 

@@ -147,7 +147,7 @@ def _span_traces(rank: RankTrace, lanes: str, shift: float) -> list[Trace]:
             "text": [_hover_text(span) for span in spans],
             **{"textposition": "none", "hovertemplate": "%{text}, %{x:.2f} ms<extra></extra>"},
             "marker": {
-                "color": SPAN_COLOURS.get(group, SPARE[index % len(SPARE)]),
+                "color": _colour(SPAN_COLOURS, group, index),
                 "line": {"width": 0.4, "color": INK},
             },
         }
