@@ -232,6 +232,7 @@ def test_a_plan_is_what_the_engine_holds(stage, implementation) -> None:
         ("strategy=zero3 strategy.implementation=torch", "use parameter"),
         ("strategy.implementation=parameter optimizer.settings.ns_steps=0", "use 1 to 99"),
         ("strategy.implementation=parameter optimizer.settings.adjust_lr=no", "match_rms_adamw"),
+        ("strategy.implementation=parameter optimizer.settings.nesterov=maybe", "true or false"),
     ],
 )
 def test_what_it_can_not_do_is_refused_in_a_line(words, line) -> None:

@@ -51,6 +51,8 @@ def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
     steps, adjust = settings["ns_steps"], settings["adjust_lr"]
     if type(steps) is not int or not 1 <= steps < 100:
         raise ConfigError(f"optimizer.settings.ns_steps={steps}: no number of steps; use 1 to 99")
+    if type(settings["nesterov"]) is not bool:
+        raise ConfigError(f"optimizer.settings.nesterov={settings['nesterov']}: use true or false")
     if adjust not in ADJUSTMENTS:
         remedy = f"use {' or '.join(ADJUSTMENTS)}"
         raise ConfigError(f"optimizer.settings.adjust_lr={adjust}: unknown word; {remedy}")
