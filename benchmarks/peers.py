@@ -1,14 +1,9 @@
-"""Engines only the benchmark knows: the limit of physics, and DeepSpeed."""
+"""What only the benchmark knows: the limit of physics, and the loop anybody writes."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import math
-import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +12,6 @@ from zeroexp.config.keys import Config
 from zeroexp.config.optimizer import optimizer_factory
 from zeroexp.models.module import BuiltModel
 from zeroexp.process.world import World
-
-BUCKET_ELEMENTS = 5_000_000  # of DeepSpeed: 20 MB in float32, about DDP's bucket
 
 
 def _in_compute_dtype(
@@ -107,57 +100,3 @@ class Plain:
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
-
-
-def has_deepspeed() -> bool:
-    return importlib.util.find_spec("deepspeed") is not None
-
-
-def deepspeed(*, stage: int) -> Callable[[Config, BuiltModel, World], DeepSpeed]:
-    return lambda config, model, world: DeepSpeed(config, model, world, stage=stage)
-
-
-class DeepSpeed:
-    """DeepSpeed's engine over the process group that is there already, with torch's fused AdamW."""
-
-    def __init__(self, config: Config, model: BuiltModel, world: World, *, stage: int) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        deepspeed = importlib.import_module("deepspeed")
-        deepspeed.init_distributed(dist_backend=world.backend, auto_mpi_discovery=False)
-        optimizer = optimizer_factory(config.optimizer)(model.module.parameters())
-        self.model, *_ = deepspeed.initialize(
-            model=model.module, optimizer=optimizer, config=_deepspeed_config(config, stage)
-        )
-
-    def microbatch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        self.model.backward(loss)
-
-    def step(self, *, drain: bool = False) -> Tensor:
-        self.model.step()
-        return torch.zeros(())
-
-    def zero_grad(self) -> None:
-        pass  # its step does it
-
-
-def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": config.data.micro_batch_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
-        "bf16": {"enabled": config.precision.compute == "bfloat16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            # Elements. Its defaults, of 500M and 50M, are memory set aside for models a hundred times as large.
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
-            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-        },
-        "steps_per_print": 10**9,
-    }
