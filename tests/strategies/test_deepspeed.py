@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ import torch
 from tests.composing import composed
 from tests.engines import DEEPSPEED, NEEDS_DEEPSPEED, Engine
 from tests.engines import check as check_engine
-from tests.oracle import Make, Recipe, Rules, build_on_rank, configured, pieces_of, run_steps
+from tests.oracle import (
+    Make,
+    Recipe,
+    Rules,
+    assembled,
+    build_on_rank,
+    configured,
+    pieces_of,
+    run_steps,
+)
 from tests.plan.test_torch_closed_forms import config_of, run_step
 from zeroexp.check import check
 from zeroexp.config.keys import ConfigError, UndefinedCombination
@@ -21,6 +31,7 @@ from zeroexp.interface.strategy import CanonicalState
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.traffic import sent_bytes
 from zeroexp.models.module import build_model
+from zeroexp.models.weight_files import read_headers, read_tensor
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.process.world import World, barrier
 
@@ -169,3 +180,36 @@ def test_with_deepspeeds_own_settings(ranks, stage):
     check_engine(ranks, engine, Recipe())
     for *_, (one, other) in ranks(loaded_into_another, Recipe(), engine.make):
         assert (one.losses, one.norms) == (other.losses, other.norms)
+
+
+def through_its_own_checkpoint(world: World, recipe: Recipe, make: Make, folder: str):
+    """The state behind a step, that of an engine which has read DeepSpeed's checkpoint of it, and a step of both."""
+    first, second = (build_on_rank(world, recipe, make) for _ in range(2))
+    run_steps(first, world, recipe, range(1))
+    first.model.save_checkpoint(folder)  # pyright: ignore[reportCallIssue]: of DeepSpeedEngine
+    second.model.load_checkpoint(folder)  # pyright: ignore[reportCallIssue]
+    states = [pieces_of(strategy) for strategy in (first, second)]
+    return *states, [run_steps(each, world, recipe, range(1, 2)) for each in (first, second)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [("zero1", "bf16_master"), ("zero2", "fp32"), ("zero3", "bf16_master")]
+)
+def test_checkpoints_of_deepspeed(ranks, stage, precision, tmp_path):
+    """`strategy.model` writes and reads them. DeepSpeed's script makes weights of them, which `model.weights` reads."""
+    recipe, make = Recipe(precision=precision), configured(stage, "deepspeed")
+    answers = ranks(through_its_own_checkpoint, recipe, make, str(tmp_path / "saved"))
+    states, loaded = ([answer[i] for answer in answers] for i in (0, 1))
+    torch.testing.assert_close(assembled(loaded), assembled(states), rtol=0, atol=0)
+    for *_, (one, other) in answers:
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+    if stage == "zero1":
+        return  # the script takes bf16_master's for no checkpoint, and drops frozen parameters of fp32's
+    script = import_module("deepspeed.utils.zero_to_fp32")
+    script.convert_zero_checkpoint_to_fp32_state_dict(
+        str(tmp_path / "saved"), str(tmp_path / "weights")
+    )
+    found, state = read_headers(tmp_path / "weights"), assembled(states)
+    assert set(found) == {*state, "head.weight"}  # which is tied
+    for name, entry in state.items():
+        assert torch.equal(read_tensor(found[name]).float(), entry["weight"].float()), name
