@@ -41,7 +41,9 @@ MARKERS = {
     **{"triangle-right": ">", "cross": "P", "star": "*", "x": "x", "hexagon": "h", "line-ns": "|"},
 }
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
-OFFSETS = {"top center": (0, 10), "bottom center": (0, -10)}  # of a name from its dot, in points
+# plotly's words for where a name stands beside its dot
+SIDES = {"left": "right", "center": "center", "right": "left"}
+OFFSETS = {"left": -8, "center": 0, "right": 8, "top": 10, "middle": 0, "bottom": -10}
 SMALL = 20  # below this length of the longest row, sums have decimals
 NARROWEST = 0.03  # a part narrower than this fraction of the longest bar shows no number
 
@@ -161,8 +163,10 @@ def _draw_marks(axes: Axes, trace: Trace, rows: Sequence[str]) -> None:
         axes.errorbar(across, up, xerr=ends, fmt="none", ecolor=colour, capsize=3, lw=1.5)
     if "text" in mode:
         for x, y, text, place in zip(across, up, trace["text"], trace["textposition"], strict=True):
-            look: Any = {"ha": "center", "va": "center", "fontsize": "x-small"}
-            axes.annotate(text, (x, y), OFFSETS[place], textcoords="offset points", **look)
+            above, side = place.split()
+            look: Any = {"ha": SIDES[side], "va": "center", "fontsize": "x-small"}
+            shift = (OFFSETS[side], OFFSETS[above])
+            axes.annotate(text, (x, y), shift, textcoords="offset points", **look)
 
 
 def _ink(colour: str | None) -> str:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
 
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import Point
 from zeroexp.report.page.chart import INK, MANY, Chart, Trace, axis_of, line_chart, scatter
 from zeroexp.report.palette import SERIES, SYMBOLS
+
+# Where a name may stand beside its point: the centre of the name, in its own widths and heights.
+PLACES = {
+    **{"top center": (0.0, 0.9), "bottom center": (0.0, -0.9)},
+    **{"middle right": (0.6, 0.0), "middle left": (-0.6, 0.0)},
+    **{"top right": (0.55, 0.8), "bottom right": (0.55, -0.8)},
+    **{"top left": (-0.55, 0.8), "bottom left": (-0.55, -0.8)},
+}
+LETTER, LINE = 0.0105, 0.05  # width and height of a letter, as fractions of the chart
+Box = tuple[float, float, float, float]  # left, bottom, right, top, as fractions of the chart
 
 
 @dataclass(frozen=True)
@@ -97,23 +106,39 @@ def _groups(dots: Sequence[Dot], places: dict[str, str]) -> list[Trace]:
 
 
 def _places(dots: Sequence[Dot]) -> dict[str, str]:
-    """Return where each dot's name stands: above or below it, away from the nearest other dot."""
+    """Return where each dot's name stands: at the side where it covers least of other names and dots."""
     left, right = _range([dot.milliseconds for dot in dots])
     bottom, top = _range([dot.mebibytes for dot in dots])
+    centres = [
+        ((d.milliseconds - left) / (right - left), (d.mebibytes - bottom) / (top - bottom))
+        for d in dots
+    ]
+    taken = [_box(x, y, 0.02, 0.03) for x, y in centres]
     places: dict[str, str] = {}
-    for dot in dots:
-        distances = {
-            hypot(
-                (other.milliseconds - dot.milliseconds) / (right - left),
-                (other.mebibytes - dot.mebibytes) / (top - bottom),
-            ): other
-            for other in dots
-            if other is not dot
+    for dot, (x, y) in zip(dots, centres, strict=True):
+        width = LETTER * len(dot.point.name)
+        boxes = {
+            place: _box(x + across * width, y + up * LINE, width, LINE)
+            for place, (across, up) in PLACES.items()
         }
-        nearest = distances[min(distances)] if distances else dot
-        above = (dot.mebibytes, dot.milliseconds) >= (nearest.mebibytes, nearest.milliseconds)
-        places[dot.point.name] = "top center" if above else "bottom center"
+        cost = {
+            place: sum(_shared(box, other) for other in taken) + (box[2] > 1.05 or box[0] < -0.1)
+            for place, box in boxes.items()  # a name that leaves the chart would be cut off
+        }
+        place = min(boxes, key=lambda place: cost[place])
+        places[dot.point.name] = place
+        taken.append(boxes[place])
     return places
+
+
+def _box(x: float, y: float, width: float, height: float) -> Box:
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _shared(one: Box, other: Box) -> float:
+    """Return the area that two boxes share."""
+    across, up = (min(one[n + 2], other[n + 2]) - max(one[n], other[n]) for n in (0, 1))
+    return max(0.0, across) * max(0.0, up)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
