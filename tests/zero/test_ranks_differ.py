@@ -94,12 +94,20 @@ def train(world: World, way: str, stage: str, options: Options) -> list[tuple[st
         options=options,
     )
     mine = way_of(world.rank, way)
+
+    def read_weights(when: str) -> None:
+        if mine == f"weights read {when}":
+            with strategy.gathered():
+                pass
+
     for step in range(NUM_STEPS):
         with strategy.microbatch(last=True):
+            read_weights("in a microbatch")
             if mine != "no forward":
                 loss = loss_of(strategy.model, world.rank, step, mine)
                 if mine != "no backward":
                     strategy.backward(loss)
+        read_weights("before a step")
         strategy.step()
         strategy.zero_grad()
     strategy.drain()
@@ -127,6 +135,15 @@ def test_on_one_host_ranks_may_differ(ranks, way, stage, overlap):
         options = Options(overlap=overlap, prefetch=1 if overlap else None)
         for pieces in ranks(train, way, stage, options, world_size=world_size):
             is_right(pieces, way, world_size)
+
+
+@pytest.mark.parametrize("when", ["in a microbatch", "before a step"])
+def test_on_one_host_a_rank_that_reads_all_weights_alone_is_told(ranks, when):
+    """Reading compares the ranks: the comparison meets that of the first microbatch, or the norm, and then nothing."""
+    with pytest.raises(AssertionError) as caught:
+        ranks(train, f"weights read {when}", "zero3", Options(transport="direct"))
+    text = str(caught.value)
+    assert "the ranks do not do the same" in text and "strategy.gathered()" in text, text
 
 
 def names_rank_and_unit(ranks, way: str) -> None:

@@ -7,6 +7,7 @@ messages only. `native` (native.py) uses the backend's own collectives.
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakSet
@@ -29,7 +30,7 @@ from zeroexp.measure.record import Traffic, sum_of_traffic
 from zeroexp.measure.verb_seconds import TimedMove, meter
 from zeroexp.process import progress
 from zeroexp.process import world as worlds
-from zeroexp.process.watchdog.differs import Moves
+from zeroexp.process.watchdog.differs import DIFFER, REMEDY, Moves
 from zeroexp.process.world import World
 
 
@@ -108,20 +109,17 @@ class Collectives:
         _of_this_process.add(self)
 
     def connect(self) -> None:
-        """Find the other ranks, and let all compare their moves where one could wait for another's forever."""
+        """Find the other ranks, and let all compare their moves while one waits for another's."""
         if self._between is not None:
             self.group.join()
             self.holders.join()
         for transport in self._transports:
             transport.connect()
-        names = {transport.facts.name for transport in self._transports}
         if self.world.size == 1 or self.world.is_fake:
             return
         if self._between is not None:
-            facts, of_others = zip(*worlds.gather_objects((self.facts, names)), strict=True)
-            self._facts_of_all, names = facts_of_all(facts), set[str]().union(*of_others)
-        if names != {"direct"}:
-            self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
+            self._facts_of_all = facts_of_all(worlds.gather_objects(self.facts))
+        self._moves.start(worlds.gather_objects(uuid.uuid4().hex)[0])
 
     @property
     def _transports(self) -> list[Transport]:
@@ -239,14 +237,20 @@ class Collectives:
         with meter.issuing(kind, "all ranks") as move:
             return self._count(kind, (self._transport.sum(value, f"the {kind}"), num_bytes), move)
 
-    def same_everywhere(self, number: int) -> bool:
-        """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do."""
-        if self.world.is_fake:
+    def same_everywhere(self, number: int, what: str = "a comparison of the ranks") -> bool:
+        """Whether all ranks hold the same non-negative number below 2**32; ranks that do not exist always do.
+
+        Raises RuntimeError where another rank is in the comparison of something else.
+        """
+        if self.world.is_fake or self.world.size == 1:
             return True
-        terms = torch.tensor(checksum_terms(number), dtype=torch.float64, device=self.world.device)
-        if self.world.size > 1:
-            self._transport.sum(terms, "a comparison of the ranks").wait()
-        return checksums_were_equal(terms.tolist())
+        terms = [*checksum_terms(number), *checksum_terms(zlib.crc32(what.encode()))]
+        sums = torch.tensor(terms, dtype=torch.float64, device=self.world.device)
+        self._transport.sum(sums, what).wait()
+        of_number, of_what = sums.view(2, -1).tolist()
+        if not checksums_were_equal(of_what):
+            raise RuntimeError(f"{DIFFER}, this one is in {what}. {REMEDY}")
+        return checksums_were_equal(of_number)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank sent since the last call."""

@@ -80,7 +80,10 @@ class Direct(Transport):
             hosts, doors, first_tags = zip(*worlds.gather_objects(mine), strict=True)
             self._first_tag = max(first_tags)
             if self._share_memory:
-                self._neighbours = Neighbourhood(self._world, hosts, doors, listener)
+                moves = self._moves
+                self._neighbours = Neighbourhood(
+                    self._world, hosts, doors, listener, lambda: moves.error
+                )
         self._facts = self._find_facts()
 
     def _find_facts(self) -> Facts:
@@ -123,7 +126,9 @@ class Direct(Transport):
 
         Those come when their rank gathers the same, so that a different order is told (process/watchdog/differs.py).
         """
-        self._moves.record_collective(what)
+        remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
+        if remote:  # else ranks may gather what others do not
+            self._moves.record_collective(what)
         if offer is None:
             offer = self._num_passing = self._num_passing + 1
             self._offer(parts, offer)
@@ -133,7 +138,6 @@ class Direct(Transport):
             if not begin_alike(own, piece):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
-        remote = [p for p in self._peers if not isinstance(self._channels[p], SharedChannel)]
         tag = self._gather_tag(offer)
         received = self._hand_out(mine, {p: theirs[p] for p in remote}, tag, what)
 
@@ -197,6 +201,7 @@ class Direct(Transport):
         return Pending([TimedWork(self._moves.watched(work))])
 
     def quiesce(self) -> None:
+        self._moves.record_collective("the wait before weights change")
         self._num_passing = PASSING
         if self._arena is not None:
             self._arena.end_offers()

@@ -20,7 +20,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -45,17 +45,25 @@ def neighbour_identity() -> tuple[Any, ...]:
 class Neighbourhood:
     """The connections of this rank to the other ranks of its host, or to those of its group."""
 
-    def __init__(self, world: World, hosts: Sequence[Any], doors: Sequence[Door], own: Listener):
+    def __init__(
+        self,
+        world: World,
+        hosts: Sequence[Any],
+        doors: Sequence[Door],
+        own: Listener,
+        find_error: Callable[[], str | None] = lambda: None,
+    ):
         """Connect to all neighbours in `world`, which may be a group; here ranks are numbered among all.
 
         hosts: one value for each of all ranks, equal where ranks can be neighbours; doors: where each can be called.
+        find_error: see `Bell`.
         """
         self._rank, self.num_ranks = world.numbers[world.rank], len(hosts)
         self.peers = [r for r in world.numbers if hosts[r] == hosts[self._rank]]
         self.peers.remove(self._rank)
         self._seconds = world.timeout_seconds
         self._sockets = connect(self._rank, self.peers, doors, own, self._seconds)
-        self._bell = Bell(self._rank, self._sockets, self._seconds)
+        self._bell = Bell(self._rank, self._sockets, self._seconds, find_error)
 
     def open(self, arena: Arena) -> dict[int, SharedChannel]:
         """Show `arena` to the neighbours, map theirs, and return a channel for each.

@@ -15,15 +15,26 @@ from collections.abc import Callable, Mapping
 
 from zeroexp.measure.verb_seconds import meter
 
+LOOK_SECONDS = (
+    1.0  # between two looks at whether the ranks were found to differ, while nobody rings
+)
+
 
 class Bell:
     """The bells of this rank and its neighbours. Nobody sends anything over the sockets; they tell who has left."""
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float):
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        timeout_seconds: float,
+        find_error: Callable[[], str | None],
+    ):
+        """find_error: called while this rank waits; what it returns ends the wait."""
         self.file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
         self._rank = rank
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._find_error = timeout_seconds, find_error
         self._theirs: dict[int, int] = {}
         self._peer_of = {each.fileno(): peer for peer, each in sockets.items()}
         self._left: set[int] = set()
@@ -44,7 +55,8 @@ class Bell:
     def wait_until(self, done: Callable[[], bool], peer: int, what: str) -> None:
         """Wait until `done()`, which `peer` brings about by what it writes.
 
-        Raises ConnectionError if the peer has left, and TimeoutError after the time limit of the world.
+        Raises ConnectionError if the peer has left, RuntimeError if the ranks were found to differ, and TimeoutError
+        after the time limit of the world.
         """
         if done():
             return
@@ -53,16 +65,17 @@ class Bell:
             if peer in self._left:
                 me = f"while rank {self._rank} waited for {what}"
                 raise ConnectionError(f"rank {peer} has left {me}")
+            if error := self._find_error():
+                raise RuntimeError(error)
             self._listen(deadline, peer, what)
         meter.blocked(peer, began)
 
     def _listen(self, deadline: float, peer: int, what: str) -> None:
         remaining = deadline - time.monotonic()
-        ready = self._poll.poll(1000 * remaining) if remaining > 0 else []
-        if not ready:
+        if remaining <= 0:
             seconds = f"{self._timeout_seconds:g} s"
             raise TimeoutError(f"rank {self._rank} waited {seconds} for rank {peer}: {what}")
-        for file, _ in ready:
+        for file, _ in self._poll.poll(1000 * min(remaining, LOOK_SECONDS)):
             if file == self.file:
                 os.eventfd_read(file)
             else:

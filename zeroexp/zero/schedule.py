@@ -364,7 +364,8 @@ class Schedule:
         self._agreed = True
         closed = [unit for unit in self._closed if unit.trainable]
         names = [unit.name for unit in (*closed, *self.gathers.order_of_microbatch.units)]
-        if self._wire.same_everywhere(zlib.crc32("\n".join(names).encode())):
+        order = zlib.crc32("\n".join(names).encode())
+        if self._wire.same_everywhere(order, "the end of the first microbatch"):
             self._order = closed
         else:
             self.gathers.depth = 0

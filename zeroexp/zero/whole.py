@@ -81,12 +81,13 @@ def gathered(
 def _show_the_same(units: Sequence[Unit], wire: Collectives) -> bool:
     """Tell whether the parameters show the same bits on all ranks, by a checksum; padding is not compared."""
     shown = [held.whole[: held.chunk.unpadded_numel] for unit in units for held in unit.held]
-    return wire.same_everywhere(zlib.crc32(repr([sum_of_bits(each) for each in shown]).encode()))
+    number = zlib.crc32(repr([sum_of_bits(each) for each in shown]).encode())
+    return wire.same_everywhere(number, "`strategy.gathered(write=True)`")
 
 
 def _refuse_written(wire: Collectives, *, written: bool) -> None:
     """Raise on all ranks if on any of them parameters were written."""
-    if not wire.same_everywhere(int(written)) or written:
+    if not wire.same_everywhere(int(written), "the end of `strategy.gathered()`") or written:
         raise written_while_reading()
 
 

@@ -9,6 +9,7 @@ thread shows them once a second in the store of the process group, and rank 0 co
                ◀──────────────── the verdict ─────────────────────────────
 
 Two ranks that issued different moves under one number can never meet. That is never true of a rank that is merely slow.
+Gathers from memory that ranks share need no counterpart, and are not compared.
 
 [Note: few requests] One process serves the store, and all ranks may be idle at once (validation, a save, a debugger). A
 look costs every rank two short requests, and rank 0 one more that reads a line of each rank. It reads the words of one
@@ -16,7 +17,8 @@ rank for each checksum.
 
 [Note: ending a wait] A thread in a wait for gloo can not be interrupted, and gloo's `abort` wakes nobody. But a
 receive that runs out of time closes all connections of its rank, upon which all waits there fail. A wait for a GPU
-can not fail so: there the thread prints the error and aborts the process group.
+can not fail so: there the thread prints the error and aborts the process group. A wait for memory that ranks share
+looks for the error itself (comm/wake_up.py).
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
 # From a rank's last move until it knows the verdict: it is shown, read by rank 0, and told to the others.
 LOOKS_TO_TELL = 6
+DIFFER = "the ranks do not do the same"
+REMEDY = (
+    "Every rank must make the same calls and use the same units in the same order, or use zero2"
+)
 NUM_REMEMBERED = 256  # moves, by which one rank may be ahead of another
 
 
@@ -223,7 +229,4 @@ def describe_difference(words: Mapping[int, list[tuple[int, str]]]) -> str | Non
         return None
     number, rank, what = min(differ)
     did = f"rank {first[number][0]} is in {first[number][1]}; rank {rank} is in {what}"
-    return (
-        f"the ranks do not do the same, {did}. "
-        "Every rank must use the same units in the same order, or use zero2"
-    )
+    return f"{DIFFER}, {did}. {REMEDY}"
