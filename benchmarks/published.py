@@ -150,13 +150,13 @@ def times(form: ClosedForm, baseline: ClosedForm) -> float:
     ranks = range(form.world_size)
     sent = [form.traffic(rank).bytes_by_kind for rank in ranks]
     mean = sum(v for kinds in sent for k, v in kinds.items() if k != "norm") / form.world_size
-    return mean / (num_parameters(form) * form.parameter_itemsize) * len(ranks) / (len(ranks) - 1)
+    whole = num_parameters(baseline) * form.parameter_itemsize
+    return mean / whole * len(ranks) / (len(ranks) - 1)
 
 
-def num_parameters(form: ClosedForm) -> int:
-    """Return the elements that all ranks' optimizers update, each once: of a model without frozen parameters all."""
-    owned = [form.held_elements(rank).owned for rank in range(form.world_size)]
-    return owned[0] if form.updates_everywhere else sum(owned)
+def num_parameters(baseline: ClosedForm) -> int:
+    """Return the elements that a rank of the baseline updates, which is DDP: of a model without frozen ones all."""
+    return baseline.held_elements(0).owned
 
 
 def sent_with_redundant_optimizers(num_slow: int, num_fast: int) -> tuple[float, float]:

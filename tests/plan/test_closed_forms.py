@@ -1,7 +1,8 @@
 """Closed forms against the engine: every byte it counts and every byte it holds, at any number of ranks.
 
-The engine runs for real, mostly over a process group that moves nothing (`fake`): what it asks to be sent does not
-depend on values. `test_collectives.py` shows that what it counts is what goes over the wire.
+The engine runs for real over a process group that moves nothing (`fake`): what it asks to be sent does not depend on
+values. `test_collectives.py` shows that what it counts is what goes over the wire, test_planned_peak.py and
+test_gathers.py have real peers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zeroexp.plan.closed_forms import (
 )
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
-from zeroexp.process.world import World, barrier, fake_world
+from zeroexp.process.world import World, fake_world
 from zeroexp.zero.grouping import stage_for_world
 from zeroexp.zero.options import DTYPES, MIB, Dtypes, Options
 
@@ -227,38 +228,3 @@ def test_plain_schedule_is_the_table(stage, times, family, transport):
         sent = dict(form.traffic(rank).bytes_by_kind)
         sent.pop("norm")  # the form's own kind
         assert sum(sent.values()) == times * parameter_bytes * 3 // 4
-
-
-# -- real ranks ------------------------------------------------------------------------------------
-
-
-def check_on_ranks(world: World, stage: str, transport: str) -> None:
-    """Every layout: what is counted and held."""
-    for layout in ("parameter", "tensor", "buffer"):
-        options = Options(layout=layout, transport=transport, prefetch=1, reduce_each="step")
-        bucket = 4 * MIB if transport == "direct" and world.size > 1 else None
-        schedule = ScheduleForm(accumulation=2, bucket_bytes=bucket, transport=transport)
-        strategy = engine(world, stage, options, PRECISIONS[0], "adamw")
-        form = form_of(strategy, stage, options, schedule)
-        run_step(strategy, 2)
-        held = {}
-        run_step(strategy, 2, held)
-        assert held == {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
-        run_step(strategy, 2)  # after one that was read, what is gathered ahead differs
-        assert run_step(strategy, 2) == form.traffic(world.rank)
-        strategy.drain()
-        barrier()  # no rank closes its connections while another still reads
-
-
-@pytest.mark.parametrize(
-    ("world_size", "transport"),
-    [
-        (2, "direct"),
-        (3, "gloo"),
-        pytest.param(3, "direct", marks=pytest.mark.slow),
-        pytest.param(1, "gloo", marks=pytest.mark.slow),
-    ],
-)
-def test_real_ranks_count_and_hold_the_same(ranks, transport, world_size):
-    for stage in STAGES:
-        ranks(check_on_ranks, stage, transport, world_size=world_size)

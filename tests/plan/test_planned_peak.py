@@ -19,6 +19,7 @@ from tests.plan.real_steps import (
     NUM_RANKS,
     STAGES,
     Steps,
+    agree,
     among_peers,
     config_of,
     quick_or_slow,
@@ -26,6 +27,8 @@ from tests.plan.real_steps import (
 )
 from zeroexp.config.keys import Config
 from zeroexp.measure.memory import AllocationMeter
+from zeroexp.plan.closed_forms import ShardedForm
+from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.hidden_memory import GradientSums
 from zeroexp.plan.outcome import RankPeak, plan_point
 from zeroexp.plan.peak import rehearse_point
@@ -63,7 +66,10 @@ HOSTS = itertools.product(STAGES, LAYOUTS, ("block",), ("fp32",), (False,), (2, 
 QUICK = [
     ("zero3", "buffer", "block", "fp32", False, 4),
     ("zero2", "tensor", "block", "fp32", False, 1),
+    ("zero1", "parameter", "block", "fp32", False, 2),
+    ("ddp", "buffer", "block", "fp32", False, 4),
 ]
+TRANSPORTS = {4: "direct", 2: "mixed", 1: "gloo"}  # by ranks of a host
 
 
 @pytest.mark.usefixtures("counted")
@@ -71,7 +77,7 @@ QUICK = [
     ("stage", "layout", "unit", "precision", "recomputes", "ranks_per_host"),
     quick_or_slow(QUICK, [*ONE_HOST, *HOSTS]),
 )
-def test_the_peak_is_that_among_real_peers_of_one_host_and_of_several(
+def test_peak_states_and_traffic_are_those_among_real_peers(
     ranks, stage, layout, unit, precision, recomputes, ranks_per_host
 ):
     config = config_of(
@@ -84,6 +90,12 @@ def test_the_peak_is_that_among_real_peers_of_one_host_and_of_several(
     kept = ELEMENT_BYTES + random_states_bytes(config)
     errors = [real[each.rank].peak_bytes - each.peak_bytes for each in rehearsed]
     assert all(0 <= error <= kept for error in errors), errors
+    form = form_of(config, build_on_meta(config), TRANSPORTS[ranks_per_host])
+    assert isinstance(form, ShardedForm)
+    for each in (
+        real if unit != "module" else ()
+    ):  # of recomputed modules it counts one gather too many
+        agree(each, form)
 
 
 # -- a part of a step ------------------------------------------------------------------------------

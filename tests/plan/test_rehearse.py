@@ -44,7 +44,7 @@ def point(stage: str, implementation: str, *words: str) -> tuple[str, ...]:
 
 # -- with closed forms -----------------------------------------------------------------------------
 
-# Every stage, and every layout twice or once. Real ranks of all are compared in test_closed_forms.py.
+# Every stage, and every layout twice or once. Real ranks are compared in test_planned_peak.py.
 QUICK = [
     (MLP, *each, "block")
     for each in itertools.product(STAGES, LAYOUTS)

@@ -105,11 +105,6 @@ class StatesForm:
     at_rest: ClassVar[str]
     of_states: ClassVar[str]
 
-    @property
-    def updates_everywhere(self) -> bool:
-        """Whether every rank updates all parameters."""
-        return False
-
     def traffic(self, rank: int) -> Traffic:
         """Return the bytes `rank` sends in one step and the number of its collectives, by kind."""
         raise NotImplementedError
@@ -323,10 +318,6 @@ class ShardedForm(StatesForm):
     @property
     def accumulation(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.schedule.accumulation
-
-    @property
-    def updates_everywhere(self) -> bool:
-        return self.stage.optimizer is not Placement.SHARD
 
     def held_elements(self, rank: int) -> HeldElements:
         place = rank % self.group_size

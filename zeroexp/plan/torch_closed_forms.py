@@ -57,10 +57,6 @@ class DdpForm(StatesForm):
 
     at_rest = of_states = "compute"
 
-    @property
-    def updates_everywhere(self) -> bool:
-        return not self.shards_optimizer
-
     def traffic(self, rank: int) -> Traffic:
         """Return the bytes `rank` sends in one step, by kind; how many calls it takes is DDP's own business."""
         if self.world_size == 1:
