@@ -21,6 +21,7 @@ WORDS = {
         "use strategy=zero3 strategy.replicas=2, for two groups that shard inside": (
             "hsdp hybrid hybridshard mics"
         ),
+        "use strategy=zero2 strategy.implementation=deepspeed (or zero1, zero3)": "deepspeed",
     },
     "strategy.implementation": {
         FSDP2: "fsdp fsdp2",
