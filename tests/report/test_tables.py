@@ -217,7 +217,7 @@ def test_long_lines_are_wrapped_on_a_terminal_alone(monkeypatch, capsys, is_term
 @pytest.fixture
 def paper(tmp_path: Path) -> list[Point]:
     """Three runs of each: zero3 takes half of ddp's time."""
-    return points(repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [0.5, 0.505, 0.51]}))
+    return points(repeats(tmp_path, {"ddp": [1.0, 1.01, 1.02], "zero3": [0.5, 0.505, 0.511]}))
 
 
 def test_a_page_says_when_and_where_and_what_differs(folder: Path) -> None:
@@ -272,8 +272,8 @@ def test_programs_read_bytes_seconds_and_verdicts(paper: list[Point], tmp_path: 
     assert zero3["total_bytes"] == zero3["table_bytes"] == 2 * PARAMETER_BYTES
     assert zero3["step_seconds"] == pytest.approx(0.505)
     assert zero3["step_phase_seconds"] == pytest.approx(0.2 * 0.36)
-    assert (zero3["ratio"], zero3["verdict"]) == (pytest.approx(0.5), "faster")
-    assert zero3["ratio_low"] == pytest.approx(0.5) and ddp["ratio"] is None
+    assert (zero3["ratio"], zero3["verdict"]) == (pytest.approx(0.5, rel=1e-3), "faster")
+    assert zero3["ratio_low"] < zero3["ratio"] < zero3["ratio_high"] and ddp["ratio"] is None
     assert (failed["status"], failed["reason"], failed["step_seconds"]) == (
         "failed",
         "a & b_c",
