@@ -12,6 +12,9 @@ from tests.run_folders import write_run
 from zeroexp import __main__ as sweeps
 from zeroexp import export, sync, watch
 
+# watch opens a store: a warning that ended the set-up of mlflow's tables would end that of every later test.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 @pytest.fixture
 def call(monkeypatch, capsys):
