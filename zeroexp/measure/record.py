@@ -228,16 +228,6 @@ class RunSummary:
         return self.model_flops_per_step / peak
 
     @property
-    def slowest_rank(self) -> int | None:
-        """The rank that the others waited for longest; None where nobody is known to have waited for anybody."""
-        waits: dict[str, float] = {}
-        for rank in self.times:
-            for peer, seconds in rank.waited_seconds.items():
-                if peer != ALL_RANKS:
-                    waits[peer] = waits.get(peer, 0.0) + seconds
-        return int(max(waits, key=lambda peer: waits[peer])) if waits else None
-
-    @property
     def verdict(self) -> str | None:
         return verdict_of(self.diverged_at)
 
