@@ -13,8 +13,10 @@ TARGETS = tomllib.loads((ROOT / "tests/mutation/targets.toml").read_text())["tes
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
-def test_a_bug_by_hand_has_one_place(bug: dict[str, str]) -> None:
-    assert (ROOT / bug["file"]).read_text().count(bug["before"]) == 1
+def test_a_bug_by_hand_has_one_place_and_is_python(bug: dict[str, str]) -> None:
+    source = (ROOT / bug["file"]).read_text()
+    assert source.count(bug["before"]) == 1
+    compile(source.replace(bug["before"], bug["after"]), bug["file"], "exec")
 
 
 def test_files_that_get_bugs_are_there() -> None:
