@@ -10,6 +10,7 @@ import sysconfig
 import venv
 import zipfile
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def test_every_strategy_is_a_known_row_with_the_dtypes_of_the_precision(name):
 
 def with_implementation(config: Config, implementation: str) -> Config:
     return replace(config, strategy=replace(config.strategy, implementation=implementation))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_deepspeed_is_refused_with_how_to_install_it():
+    with pytest.raises(UndefinedCombination, match=r"pip install zeroexp\[deepspeed\]"):
+        check(with_implementation(composed("strategy=zero2"), "deepspeed"))
 
 
 def test_defined_and_undefined_combinations_of_strategy_and_implementation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from importlib import import_module
@@ -33,7 +34,7 @@ from zeroexp.measure.traffic import sent_bytes
 from zeroexp.models.module import build_model
 from zeroexp.models.weight_files import read_headers, read_tensor
 from zeroexp.plan.form_of_config import build_on_meta, form_of
-from zeroexp.process.world import World, barrier
+from zeroexp.process.world import RankInfo, World, barrier, environment_of_rank
 
 pytestmark = list(NEEDS_DEEPSPEED)
 STAGES = ("zero1", "zero2", "zero3")
@@ -213,3 +214,16 @@ def test_checkpoints_of_deepspeed(ranks, stage, precision, tmp_path):
     assert set(found) == {*state, "head.weight"}  # which is tied
     for name, entry in state.items():
         assert torch.equal(read_tensor(found[name]).float(), entry["weight"].float()), name
+
+
+def build_as_under_slurm(world: World) -> None:
+    """Without the variables of torchrun, which are not set afterwards either."""
+    names = set(environment_of_rank(RankInfo(0, 1, 0)))
+    own = {name: os.environ.pop(name) for name in names}
+    build_on_rank(world, Recipe(), configured("zero1", "deepspeed"))
+    assert not names & set(os.environ)
+    os.environ.update(own)
+
+
+def test_under_slurm(ranks):
+    ranks(build_as_under_slurm)

@@ -230,13 +230,26 @@ def _initialize(
     nn.functional.linear = (
         LINEAR  # zero3 of an engine before has replaced it, for the whole process
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _local_rank_in_environment(world):
         warnings.simplefilter("ignore", DeprecationWarning)  # in what it imports
         deepspeed: Any = import_module("deepspeed")
         # No extension of it is needed, and it would compile one now.
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)
         deepspeed.init_distributed(dist_backend=world.backend, auto_mpi_discovery=False)
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+@contextmanager
+def _local_rank_in_environment(world: World) -> Iterator[None]:
+    """Tell DeepSpeed the index of this rank's GPU by the variables it asks for, which Slurm does not set."""
+    before = dict(os.environ)
+    place = worlds.RankInfo(world.rank, world.size, local_rank=world.device.index or 0)
+    os.environ.update(worlds.environment_of_rank(place))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _parts_of_groups(inner: Any, named: Mapping[str, nn.Parameter], rank: int) -> Iterator[Part]:
