@@ -127,7 +127,7 @@ def words_of(command: str, folder: Path) -> list[str]:
         command = command.replace(name, value)
     shell = ["bash", "-c", f"printf '%s\\0' {command}"]
     done = subprocess.run(
-        shell, env=environment(folder), capture_output=True, text=True, check=True
+        shell, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
     )
     return done.stdout.split("\0")[1:-1]
 
