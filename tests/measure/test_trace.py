@@ -251,8 +251,10 @@ def test_what_hashes_allocate_is_no_peak_of_the_model(local, tmp_path):
         assert run(local, job).status == "done", log_of(job, 0)
     known = [record.peak_bytes is not None for record in read_records(hashed.folder)]
     assert known == [True, True, False, True]
-    peaks = [s.memory.peak for job in (plain, hashed) if (s := read_summary(job.folder))]
-    assert peaks[0] == peaks[1] is not None
+    summaries = [read_summary(job.folder) for job in (plain, hashed)]
+    peaks = [s.memory.peak.per_rank for s in summaries if s is not None and s.memory.peak]
+    # A thread of gloo may hold what ranks told each other, 72 bytes, for some time.
+    assert peaks[0] == pytest.approx(peaks[1], abs=100)
 
 
 def test_torch_shows_its_collectives_in_traced_steps(local, tmp_path):

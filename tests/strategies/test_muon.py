@@ -233,6 +233,8 @@ def test_a_plan_is_what_the_engine_holds(stage, implementation) -> None:
         ("strategy.implementation=parameter optimizer.settings.ns_steps=0", "use 1 to 99"),
         ("strategy.implementation=parameter optimizer.settings.adjust_lr=no", "match_rms_adamw"),
         ("strategy.implementation=parameter optimizer.settings.nesterov=maybe", "true or false"),
+        ("strategy.implementation=parameter optimizer.momentum=0", "between 0 and 1"),
+        ("strategy.implementation=parameter optimizer.momentum=1", "between 0 and 1"),
     ],
 )
 def test_what_it_can_not_do_is_refused_in_a_line(words, line) -> None:

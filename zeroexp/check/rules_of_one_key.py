@@ -145,6 +145,12 @@ def check_betas(config: Config) -> Iterator[Refusal]:
         yield "optimizer.betas", "not two numbers in [0, 1)", "use [0.9, 0.95]"
 
 
+def check_momentum(config: Config) -> Iterator[Refusal]:
+    """Require what Muon orthogonalizes: without momentum it is no Muon, and a momentum of 1 never moves."""
+    if config.optimizer.name == "muon" and not 0 < config.optimizer.momentum < 1:
+        yield "optimizer.momentum", "Muon needs one between 0 and 1", "use optimizer=muon (0.95)"
+
+
 def check_world_sizes(config: Config) -> Iterator[Refusal]:
     sizes = config.cluster.world_sizes
     if not sizes:
@@ -219,6 +225,6 @@ def check_study(config: Config) -> Iterator[Refusal]:
 
 RULES = (
     *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
-    *(check_betas, check_world_sizes, check_watched_steps, check_range_of_ports),
+    *(check_betas, check_momentum, check_world_sizes, check_watched_steps, check_range_of_ports),
     *(check_study, check_slurm_names, check_sbatch_options),
 )

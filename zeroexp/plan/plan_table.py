@@ -29,7 +29,12 @@ REHEARSED = {
     "messages": "messages",
     "temporaries": "temp",
 }
-MOVES = ("gather", "reduce", "publish")  # what a step sends, but for the few bytes of the norm
+MOVES = (
+    "gather",
+    "reduce",
+    "replicas",
+    "publish",
+)  # what a step sends, but for the few bytes of the norm
 
 
 def render(plans: Plans) -> str:
