@@ -80,7 +80,7 @@ def test_damaged_files(saved, refused):
         assert f"{piece.file}: damaged, " in refused()
         (saved / piece.file).write_bytes(original)
     (saved / "rank1.bin").unlink()
-    assert refused() == f"{saved}/rank1.bin: missing; give another checkpoint"
+    assert refused() == f"{saved}/rank1.bin: No such file or directory; give another checkpoint"
     content = (saved / "manifest.json").read_text()
     (saved / "manifest.json").write_text(content.replace('"step": 2', '"step": 3'))
     assert "manifest.json: damaged" in refused()

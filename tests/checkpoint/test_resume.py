@@ -41,7 +41,7 @@ def write(run: Path, step: int, config: Config, **changes: object) -> Path:
 
 
 def _zeros(tensor: StoredTensor) -> StoredTensor:
-    pieces = [replace(p, hash=hash_of([bytes(tensor.num_bytes(p))])) for p in tensor.pieces]
+    pieces = [p._replace(hash=hash_of([bytes(tensor.num_bytes(p))])) for p in tensor.pieces]
     return replace(tensor, pieces=tuple(pieces))
 
 
@@ -84,7 +84,7 @@ def damage(checkpoint: Path, how: str) -> str:
     size = file.stat().st_size
     if how == "missing":
         file.unlink()
-        return f"{file}: missing"
+        return f"{file}: No such file or directory"
     if how == "truncated":
         file.write_bytes(bytes(1))
         return f"{file}: truncated to 1 of {size} bytes"
@@ -158,7 +158,7 @@ def test_latest_where_all_are_damaged_says_which(tmp_path):
     (run / "checkpoint/step-000020" / MANIFEST).write_text("{")
     for step in (30, 40):
         (run / f"checkpoint/step-0000{step}/rank0.bin").unlink()
-    newest = f"{run}/checkpoint/step-000040/rank0.bin: missing"
+    newest = f"{run}/checkpoint/step-000040/rank0.bin: No such file or directory"
     told = f"{run}/checkpoint: none of 3 checkpoints can be used (the newest: {newest})"
     told += "; restore one, or use resume=null to begin anew"
     line = refused(config, UndefinedCombination)
@@ -193,7 +193,8 @@ def test_what_does_not_fit_is_named(tmp_path, word, difference):
     write(run, 20, config_for(tmp_path, word))
     resume = f"resume={run}"
     line = refused(config_for(tmp_path, resume), UndefinedCombination)
-    assert line == f"{resume}: {difference}; use the same, or another checkpoint"
+    remedy = "use the same, or another checkpoint"
+    assert line == f"{resume}: {difference}; {remedy}, or use resume=null to begin anew"
     line = refused(config_for(tmp_path, "resume=latest"), UndefinedCombination)
     assert f": {difference}; " in line
 

@@ -53,9 +53,10 @@ def find_missing_file(checkpoint: Path, manifest: Manifest) -> str | None:
     """Return a message about the first file that is missing or too short; contents are not checked."""
     for file, num_bytes in manifest.file_bytes().items():
         path = checkpoint / file
-        if not path.is_file():
-            return f"{path}: missing"
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return f"{path}: {error.strerror}"
         if size < num_bytes:
             return f"{path}: truncated to {size} of {num_bytes} bytes"
     return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from zeroexp.checkpoint.manifest import (
     StoredTensor,
     read_manifest,
 )
-from zeroexp.checkpoint.verify import find_damage
+from zeroexp.checkpoint.verify import check_pieces
 from zeroexp.interface.strategy import CanonicalState, CanonicalTensor, Piece, Strategy
 from zeroexp.process import world as worlds
 from zeroexp.process.world import World
@@ -40,13 +41,12 @@ def load(checkpoint: Path, strategy: Strategy, shapes: Shapes, world: World) -> 
     """
     manifest = _read_verified(checkpoint, world)
     _require_same_model(checkpoint, manifest, shapes)
-    files = _Mapped(checkpoint)
     try:
-        strategy.load_state_dict(files.state(manifest.state))
+        strategy.load_state_dict(_mapped(checkpoint, manifest.state))
     except ValueError as error:  # all ranks fail alike: the buffers or groups are another model's
         raise CheckpointError(f"{checkpoint}: {error}") from error
     if manifest.world_size == world.size:
-        own = files.state({"": manifest.rng[str(world.rank)]})[""]
+        own = _mapped(checkpoint, {"": manifest.rng[str(world.rank)]})[""]
         rng.restore({kind: tensor.pieces[0].tensor for kind, tensor in own.items()}, world)
     return manifest
 
@@ -104,8 +104,7 @@ def _read_verified(checkpoint: Path, world: World) -> Manifest:
     manifest, problem = None, None
     try:
         manifest = read_manifest(checkpoint)
-        if damage := find_damage(checkpoint, manifest, rank=world.rank, size=world.size):
-            problem = Damaged(damage)
+        check_pieces(checkpoint, manifest, rank=world.rank, size=world.size)
     except CheckpointError as error:
         problem = error
     for error in filter(None, worlds.gather_objects(problem)):
@@ -117,33 +116,23 @@ def _read_verified(checkpoint: Path, world: World) -> Manifest:
 # -- reading ----------------------------------------------------------------------------------------
 
 
-class _Mapped:
-    """The files of a checkpoint, each mapped privately at its first use, so that they are never written to."""
+def _mapped(checkpoint: Path, stored: Stored) -> CanonicalState:
+    """Return views of files that are mapped privately, so that they are never written to."""
+    file = cache(lambda name: _map_file(checkpoint / name))
+    return {
+        name: {key: _view(tensor, file) for key, tensor in entry.items()}
+        for name, entry in stored.items()
+    }
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-        self._files: dict[str, Tensor] = {}
 
-    def state(self, stored: Stored) -> CanonicalState:
-        return {
-            name: {key: self._tensor(tensor) for key, tensor in entry.items()}
-            for name, entry in stored.items()
-        }
+def _map_file(path: Path) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
-    def _tensor(self, stored: StoredTensor) -> CanonicalTensor:
-        dtype = getattr(torch, stored.dtype)
-        pieces: list[Piece] = []
-        for piece in stored.pieces:
-            stop = piece.offset + stored.num_bytes(piece)
-            flat = self._file(piece.file)[piece.offset : stop].view(dtype)
-            pieces.append(Piece(piece.start, flat))
-        return CanonicalTensor(stored.shape, dtype, pieces)
 
-    def _file(self, name: str) -> Tensor:
-        if name not in self._files:
-            path = self._checkpoint / name
-            size = path.stat().st_size
-            self._files[name] = torch.from_file(
-                str(path), shared=False, size=size, dtype=torch.uint8
-            )
-        return self._files[name]
+def _view(stored: StoredTensor, file: Callable[[str], Tensor]) -> CanonicalTensor:
+    dtype = getattr(torch, stored.dtype)
+    pieces: list[Piece] = []
+    for piece in stored.pieces:
+        stop = piece.offset + stored.num_bytes(piece)
+        pieces.append(Piece(piece.start, file(piece.file)[piece.offset : stop].view(dtype)))
+    return CanonicalTensor(stored.shape, dtype, pieces)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ConfigError
 from zeroexp.process.content_hash import hash_of
@@ -26,6 +26,7 @@ ITEM_BYTES = {
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
     **{"complex128": 16, "complex64": 8},
 }
+REMEDY = "give another checkpoint"  # of damage
 FILE_NAME = re.compile(r"rank\d+\.bin")
 
 
@@ -37,9 +38,11 @@ class Damaged(CheckpointError):
     """The error of a checkpoint that differs from what was written; an older one of the same run can replace it."""
 
 
-@dataclass(frozen=True)
-class StoredPiece:
-    """Elements `start` to `start + numel` of a flattened tensor, stored in `file` from byte `offset` on."""
+class StoredPiece(NamedTuple):
+    """Elements `start` to `start + numel` of a flattened tensor, stored in `file` from byte `offset` on.
+
+    In JSON it is a row without names, to save space, since there are many.
+    """
 
     file: str
     offset: int
@@ -89,9 +92,8 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Serialize the manifest with the hash of its content; pieces are rows to save space, since there are many."""
+    """Serialize the manifest with the hash of its content."""
     content = {"format": FORMAT, **asdict(manifest)}
-    content["state"], content["rng"] = _rows(manifest.state), _rows(manifest.rng)
     return json.dumps({"hash": hash_of([_canonical(content)]), **content}).encode()
 
 
@@ -101,41 +103,27 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}; give another checkpoint") from error
+        raise Damaged(f"{path}: {error.strerror}; {REMEDY}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: damaged, no JSON; give another checkpoint") from error
+        raise Damaged(f"{path}: damaged, no JSON; {REMEDY}") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise Damaged(f"{path}: no manifest of zeroexp; give another checkpoint")
+        raise Damaged(f"{path}: no manifest of zeroexp; {REMEDY}")
     newer = f"written in format {content['format']}, this zeroexp reads up to {FORMAT}"
     is_newer = content["format"] > FORMAT
     if content.pop("hash", None) != hash_of([_canonical(content)]):
         reason = f"or {newer}" if is_newer else "its hash differs"
-        raise Damaged(f"{path}: damaged, {reason}; give another checkpoint")
+        raise Damaged(f"{path}: damaged, {reason}; {REMEDY}")
     if is_newer:
         raise CheckpointError(f"{path}: {newer}; update zeroexp")
     try:
         return _manifest(content)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no manifest of zeroexp ({type(error).__name__}: {error})"
-        raise Damaged(f"{path}: {reason}; give another checkpoint") from error
+        raise Damaged(f"{path}: {reason}; {REMEDY}") from error
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _rows(stored: Stored) -> dict[str, Any]:
-    return {
-        name: {
-            key: {
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "pieces": [[p.file, p.offset, p.start, p.numel, p.hash] for p in tensor.pieces],
-            }
-            for key, tensor in entry.items()
-        }
-        for name, entry in stored.items()
-    }
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -18,17 +18,18 @@ from typing import Any
 from zeroexp.checkpoint import folders
 from zeroexp.checkpoint.manifest import (
     MANIFEST,
+    REMEDY,
     CheckpointError,
     Damaged,
     Manifest,
     read_manifest,
 )
-from zeroexp.checkpoint.verify import find_damage, modification_times
-from zeroexp.config.keys import Config, UndefinedCombination
+from zeroexp.checkpoint.verify import check_pieces
+from zeroexp.config.keys import Config, ConfigError, UndefinedCombination
 
 LATEST = "latest"
-# Results of earlier checks are kept by the files' signature.
-_damages: dict[tuple[Path | int, ...], str | None] = {}
+# Checkpoints that were checked, each with the modification times of its files, which change with every write.
+_whole: set[tuple[Path | int, ...]] = set()
 ANEW = "use resume=null to begin anew"
 MOST_LOOKS = 20  # attempts to read runs that save and remove checkpoints faster than we read them
 # These keys decide what weights, moments and the next samples mean.
@@ -53,42 +54,34 @@ def resolve_resume(config: Config) -> str | None:
         return str(_latest_of_all_runs(config))
     path = Path(config.resume).resolve()
     if not (path / MANIFEST).is_file():
-        return str(_newest_of(config, path))
+        return str(_newest_of_run(config, path))
     try:
-        manifest = read_manifest(path)
-        if misfit := _why_it_does_not_fit(config, manifest):
-            raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-        if damage := _damage_of(path, manifest):
-            raise Damaged(damage)
-    except Damaged as error:
-        if older := _whole_one_before(path):
-            damage = str(error).partition(";")[0]
-            raise CheckpointError(f"{damage}; use resume={older}") from error
-        raise
+        _require_named(config, path)
+    except UndefinedCombination as error:
+        raise UndefinedCombination(f"resume={config.resume}: {error}") from error
     return str(path)
 
 
-def _whole_one_before(checkpoint: Path) -> Path | None:
-    """Return the newest older checkpoint of the same run that is whole; each is read to its end."""
-    there = folders.complete_checkpoints(checkpoint.parent.parent)
-    for older in reversed(there[: there.index(checkpoint)] if checkpoint in there else []):
-        with suppress(CheckpointError):
-            if _damage_of(older, read_manifest(older)) is None:
-                return older
-    return None
+def _require_named(config: Config, checkpoint: Path) -> None:
+    """Raise ConfigError if it cannot be used; of a damaged one the error names an older one of its run to use."""
+    try:
+        _require_usable(config, checkpoint)
+    except Damaged as error:
+        there = folders.complete_checkpoints(checkpoint.parent.parent)
+        before = there[: there.index(checkpoint)] if checkpoint in there else []
+        older, _ = _newest_usable(config, before)
+        if older is None:
+            raise
+        damage = str(error).partition(";")[0]
+        raise CheckpointError(f"{damage}; use resume={older}") from error
 
 
-def _newest_of(config: Config, run: Path) -> Path:
-    chosen, checkpoint = _first_undamaged(
-        config, lambda: [_CheckpointsOfRun(run)] if run.is_dir() else []
-    )
+def _newest_of_run(config: Config, run: Path) -> Path:
+    checkpoint, problems = _look_until_found(config, lambda: [run])
     if checkpoint:
         return checkpoint
-    for one in chosen:
-        for misfit in one.misfits:
-            raise UndefinedCombination(f"resume={config.resume}: {misfit}")
-        if one.damaged:
-            raise CheckpointError(f"resume={config.resume}: {one.all_damaged}, or {ANEW}")
+    for problem in problems:
+        raise type(problem)(f"resume={config.resume}: {problem}, or {ANEW}")
     remedy = "give the folder of a run, or one of its checkpoint/step-* folders"
     raise CheckpointError(f"resume={config.resume}: no whole checkpoint in there; {remedy}")
 
@@ -96,101 +89,96 @@ def _newest_of(config: Config, run: Path) -> Path:
 def _latest_of_all_runs(config: Config) -> Path:
     """Return the newest fitting checkpoint of any run under outputs."""
     outputs = Path(config.outputs).resolve()
-    chosen, checkpoint = _first_undamaged(
-        config,
-        lambda: [_CheckpointsOfRun(one.parent) for one in outputs.glob(f"*/*/{folders.FOLDER}")],
+    checkpoint, problems = _look_until_found(
+        config, lambda: [path.parent for path in outputs.glob(f"*/*/{folders.FOLDER}")]
     )
     if checkpoint:
         return checkpoint
-    why = [why for one in chosen if (why := next(iter(one.misfits), one.all_damaged))]
-    reason = f"{why[0]}, or {ANEW}" if why else f"there is none; {ANEW}"
-    runs = f", of {len(why)} runs" if len(why) > 1 else ""
+    reason = f"{problems[0]}, or {ANEW}" if problems else f"there is none; {ANEW}"
+    runs = f", of {len(problems)} runs" if len(problems) > 1 else ""
     reason = f"no checkpoint under {config.outputs} fits{runs}: {reason}"
     raise UndefinedCombination(f"resume={LATEST}: {reason}")
 
 
-def _first_undamaged(
-    config: Config, look: Callable[[], list[_CheckpointsOfRun]]
-) -> tuple[list[_CheckpointsOfRun], Path | None]:
-    """Return the first complete checkpoint, newest run first; retry if a running run removed what was found."""
-    candidates: list[_CheckpointsOfRun] = []
+def _look_until_found(
+    config: Config, find_runs: Callable[[], list[Path]]
+) -> tuple[Path | None, list[ConfigError]]:
+    """Return the newest usable checkpoint of the newest run that has one, else what is wrong with each run.
+
+    Looks again if a run, which goes on, has saved or removed checkpoints meanwhile.
+    """
+    problems: list[ConfigError] = []
     for _ in range(MOST_LOOKS):
-        candidates = sorted(look(), key=lambda one: one.saved_at, reverse=True)
-        if checkpoint := next(
-            filter(None, (one.first_undamaged(config) for one in candidates)), None
-        ):
-            return candidates, checkpoint
-        if not any(one.changed() for one in candidates):
-            break
-    return candidates, None
+        runs = sorted(find_runs(), key=_saved_at, reverse=True)
+        names = [_names(run) for run in runs]
+        checkpoint, problems = _newest_of(config, runs)
+        if checkpoint or names == [_names(run) for run in runs]:
+            return checkpoint, problems
+    return None, problems
 
 
-class _CheckpointsOfRun:
-    """The checkpoints of one run, sorted by the steps in their manifests, most first; file times are ignored."""
+def _saved_at(run: Path) -> float:
+    """Return when the newest readable checkpoint was saved; file times are ignored, since copies have others."""
+    for checkpoint in reversed(folders.complete_checkpoints(run)):
+        with suppress(CheckpointError):
+            return read_manifest(checkpoint).saved_at
+    return 0.0
 
-    def __init__(self, run: Path) -> None:
-        self.readable: list[tuple[Manifest, Path]] = []
-        self.damaged: dict[int, str] = {}  # by step
-        self.misfits: list[str] = []
-        self._folder = run / folders.FOLDER
-        self._seen = self._look()
-        for checkpoint in folders.complete_checkpoints(run):
-            try:
-                self.readable.append((read_manifest(checkpoint), checkpoint))
-            except CheckpointError as error:
-                self._note(checkpoint, str(error))
-        self.readable.sort(key=lambda one: one[0].step, reverse=True)
-        self.saved_at = max((manifest.saved_at for manifest, _ in self.readable), default=0.0)
 
-    def first_undamaged(self, config: Config) -> Path | None:
-        """Return the newest complete checkpoint; None if there is none.
+def _names(run: Path) -> set[str]:
+    with suppress(OSError):
+        return set(os.listdir(run / folders.FOLDER))
+    return set()
 
-        If the newest one is of another model or has no steps left, older ones do not help, and the result is None.
-        """
-        for manifest, checkpoint in self.readable:
-            if misfit := _why_it_does_not_fit(config, manifest):
-                self.misfits.append(misfit)
-                return None
-            damage = _damage_of(checkpoint, manifest)
-            if damage is None:
-                for line in self.damaged.values():
-                    _say(f"resume={config.resume}: {line}; goes on from {checkpoint}")
-                return checkpoint
-            self._note(checkpoint, damage)
-        return None
 
-    def _note(self, checkpoint: Path, reason: str) -> None:
-        if checkpoint.exists():  # otherwise its run has just removed it
-            self.damaged[folders.step_of(checkpoint)] = reason.partition(";")[0]
-
-    @property
-    def all_damaged(self) -> str | None:
-        """Return what is wrong with the newest, where no checkpoint is whole; None if nothing is damaged."""
-        if not self.damaged:
-            return None
-        number = f"{self._folder}: none of {len(self.damaged)} checkpoints can be used"
-        return f"{number} (the newest: {self.damaged[max(self.damaged)]}); restore one"
-
-    def changed(self) -> bool:
-        """Tell whether the run has saved or removed a checkpoint meanwhile."""
-        return self._look() != self._seen
-
-    def _look(self) -> tuple[int, set[str]] | None:
+def _newest_of(config: Config, runs: Sequence[Path]) -> tuple[Path | None, list[ConfigError]]:
+    """Return the newest usable checkpoint of the first run that has one, and what is wrong with each run before it."""
+    problems: list[ConfigError] = []
+    for run in runs:
         try:
-            return self._folder.stat().st_mtime_ns, set(os.listdir(self._folder))
-        except OSError:
-            return None
+            checkpoint, damaged = _newest_usable(config, folders.complete_checkpoints(run))
+        except UndefinedCombination as error:
+            problems.append(error)
+            continue
+        if checkpoint:
+            for line in damaged:
+                _say(f"resume={config.resume}: {line}; goes on from {checkpoint}")
+            return checkpoint, problems
+        if damaged:
+            number = f"{run / folders.FOLDER}: none of {len(damaged)} checkpoints can be used"
+            problem = f"{number} (the newest: {damaged[0]}); restore one"
+            problems.append(CheckpointError(problem))
+    return None, problems
 
 
-def _damage_of(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Check for damage, once for all points of a sweep, since the check reads every byte."""
+def _newest_usable(config: Config, checkpoints: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """Return the last of these checkpoints that is whole, and what is wrong with each after it.
+
+    Raises UndefinedCombination if it does not fit: then the older ones do not help.
+    """
+    damaged: list[str] = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            _require_usable(config, checkpoint)
+            return checkpoint, damaged
+        except CheckpointError as error:
+            if checkpoint.exists():  # otherwise its run has just removed it
+                damaged.append(str(error).partition(";")[0])
+    return None, damaged
+
+
+def _require_usable(config: Config, checkpoint: Path) -> None:
+    """Raise UndefinedCombination if it does not fit, Damaged if any byte is wrong, CheckpointError if it is too new."""
+    manifest = read_manifest(checkpoint)
+    _require_fit(config, manifest)
     try:
-        files = (checkpoint, *modification_times(checkpoint, manifest))
-    except OSError:
-        return find_damage(checkpoint, manifest)
-    if files not in _damages:
-        _damages[files] = find_damage(checkpoint, manifest)
-    return _damages[files]
+        times = ((checkpoint / file).stat().st_mtime_ns for file in manifest.file_bytes())
+        files = (checkpoint, *times)
+    except OSError as error:
+        raise Damaged(f"{error.filename}: {error.strerror}; {REMEDY}") from error
+    if files not in _whole:  # once for all points of a sweep, since it reads every byte
+        check_pieces(checkpoint, manifest)
+        _whole.add(files)
 
 
 @cache
@@ -198,20 +186,18 @@ def _say(line: str) -> None:
     print(f"zeroexp: {line}", file=sys.stderr)
 
 
-def _why_it_does_not_fit(config: Config, manifest: Manifest) -> str | None:
-    """Return a message about the first difference that keeps the checkpoint from fitting this run, with a remedy."""
-    ours, theirs = (
-        dict(_decisive_settings(asdict(config))),
-        dict(_decisive_settings(manifest.config)),
-    )
+def _require_fit(config: Config, manifest: Manifest) -> None:
+    """Raise UndefinedCombination with the first difference that keeps the checkpoint from fitting this run."""
+    ours = dict(_decisive_settings(asdict(config)))
+    theirs = dict(_decisive_settings(manifest.config))
     for key in (*ours, *theirs):
         if ours.get(key) != theirs.get(key):
             difference = f"{key} is {theirs.get(key)} in it, {ours.get(key)} here"
-            return f"{difference}; use the same, or another checkpoint"
+            raise UndefinedCombination(f"{difference}; use the same, or another checkpoint")
     num_steps = config.train.warmup_steps + config.train.steps
     if manifest.step >= num_steps:
-        return f"{manifest.step} steps are done, of {num_steps} here; raise train.steps"
-    return None
+        done = f"{manifest.step} steps are done, of {num_steps} here"
+        raise UndefinedCombination(f"{done}; raise train.steps")
 
 
 def _decisive_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,42 +1,56 @@
-"""Check a checkpoint byte by byte: the submitter checks all of it, each rank checks its share. No torch."""
+"""Read pieces and check the hash of each: the submitter checks all of a checkpoint, each rank its share. No torch."""
 
 from __future__ import annotations
 
-import os
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 from zeroexp.checkpoint import folders
-from zeroexp.checkpoint.manifest import Manifest, StoredPiece, StoredTensor
+from zeroexp.checkpoint.manifest import REMEDY, Damaged, Manifest, StoredPiece, StoredTensor
 from zeroexp.process.content_hash import hash_of
 
 BUFFER_BYTES = 4 << 20
 
 
-def find_damage(
-    checkpoint: Path, manifest: Manifest, *, rank: int = 0, size: int = 1
-) -> str | None:
-    """Return a message about the first damage in this rank's share of the pieces, with a remedy; else None."""
-    try:
-        damage = folders.find_missing_file(checkpoint, manifest)
-        damage = damage or _find_wrong_hash(checkpoint, manifest, rank, size)
-    except OSError as error:  # a broken disk, or a folder that is being removed
-        damage = f"{error.filename or checkpoint}: can not be read ({error.strerror})"
-    return f"{damage}; give another checkpoint" if damage else None
-
-
-def _find_wrong_hash(checkpoint: Path, manifest: Manifest, rank: int, size: int) -> str | None:
+def check_pieces(checkpoint: Path, manifest: Manifest, *, rank: int = 0, size: int = 1) -> None:
+    """Raise Damaged, with a remedy, at the first damage in this rank's share of the pieces."""
+    if missing := folders.find_missing_file(checkpoint, manifest):
+        raise Damaged(f"{missing}; {REMEDY}")
     buffer = memoryview(bytearray(BUFFER_BYTES))
     for name, tensor, piece in _share_of_rank(manifest, rank, size):
-        if hash_of(_read_piece(checkpoint, piece, tensor.num_bytes(piece), buffer)) != piece.hash:
-            damage = f"damaged, {name} at byte {piece.offset} has another hash"
-            return f"{checkpoint / piece.file}: {damage}"
-    return None
+        read_piece(checkpoint, name, piece, tensor.num_bytes(piece), buffer)
 
 
-def modification_times(checkpoint: Path, manifest: Manifest) -> tuple[int, ...]:
-    """Return the files' modification times, which change with every write. Raises OSError."""
-    return tuple(os.stat(checkpoint / file).st_mtime_ns for file in manifest.file_bytes())
+def read_piece(
+    checkpoint: Path, name: str, piece: StoredPiece, num_bytes: int, target: memoryview
+) -> None:
+    """Read a piece into `target`. Raises Damaged if it cannot be read, is truncated or has another hash.
+
+    A `target` smaller than the piece, which serves the check alone, is overwritten again and again.
+    """
+    path = checkpoint / piece.file
+    try:
+        found = hash_of(_blocks(path, piece.offset, num_bytes, target))
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}; {REMEDY}") from error
+    if found != piece.hash:
+        damage = f"damaged, {name} at byte {piece.offset} has another hash"
+        raise Damaged(f"{path}: {damage}; {REMEDY}")
+
+
+def _blocks(path: Path, offset: int, num_bytes: int, target: memoryview) -> Iterator[memoryview]:
+    """Yield each part of `target` as soon as it is read."""
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while done < num_bytes:
+            room = target[done % len(target) :][: num_bytes - done]
+            count = file.readinto(room)
+            if not count:
+                raise OSError(errno.ENODATA, f"truncated to {offset + done} bytes")
+            yield room[:count]
+            done += count
 
 
 def _share_of_rank(
@@ -51,14 +65,3 @@ def _share_of_rank(
         if position * size // total == rank:
             yield name, tensor, piece
         position += tensor.num_bytes(piece)
-
-
-def _read_piece(
-    checkpoint: Path, piece: StoredPiece, num_bytes: int, buffer: memoryview
-) -> Iterator[memoryview]:
-    """Yield the bytes of a piece, one buffer at a time."""
-    with (checkpoint / piece.file).open("rb", buffering=0) as file:
-        file.seek(piece.offset)
-        while num_bytes and (count := file.readinto(buffer[: min(num_bytes, BUFFER_BYTES)])):
-            yield buffer[:count]
-            num_bytes -= count
