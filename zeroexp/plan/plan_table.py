@@ -5,43 +5,79 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from zeroexp.check.sweep_points import Point
 from zeroexp.config.keys import Config
-from zeroexp.measure.record import KINDS
-from zeroexp.plan.outcome import Outcome, PlannedPoint, RankPeak
+from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.text_table import Column, amount, lines_of, unit_of, wrapped
 
-KIND_NAMES = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}
+Row = dict[str, Any]  # figures by their names in CSV
+
 MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
     "gathered units, gradients on their way): --rehearse tells the peak. fits: tight where model states fit, but "
     "perhaps not the peak. skew: what the rank that owns most updates, over the mean; idle: ranks that update nothing. "
     "sent: per step, of the rank that sends most; inside, between: nodes, the mean over ranks."
 )
-# Kinds at a rehearsed peak that are no states, and the names of their columns.
-REHEARSED = {
+# Columns of the tables: figures of a row, and the heads that have room for them.
+POINT = {
+    "strategy": "strategy",
+    "implementation": "layout",
+    "world_size": "ranks",
+    "settings": "settings",
+}
+MEMORY = {
+    "parameters_bytes": "params",
+    "gradients_bytes": "grads",
+    "optimizer_bytes": "optim",
+    "master_bytes": "master",
+    "buffers_bytes": "buffers",
+    "total_bytes": "total",
+    "total_bytes_mean": "mean",
+    "fits": "fits",
+}
+TRAFFIC = {  # of what a step sends all but the few bytes of the norm
+    "sent_bytes": "sent",
+    "sent_gather_bytes": "gather",
+    "sent_reduce_bytes": "reduce",
+    "sent_replicas_bytes": "replicas",
+    "sent_publish_bytes": "publish",
+    "sent_inside_bytes": "inside",
+    "sent_between_bytes": "between",
+    "skew": "skew",
+    "num_idle_ranks": "idle",
+    "padding_bytes": "padding",
+}
+# Kinds at a rehearsed peak that are no states.
+NO_STATES = {
     "activations": "activ",
     "logits": "logits",
     "messages": "messages",
     "temporaries": "temp",
 }
-MOVES = (
-    "gather",
-    "reduce",
-    "replicas",
-    "publish",
-)  # what a step sends, but for the few bytes of the norm
+PEAK = {
+    "states_bytes": "states",
+    **{f"rehearsed_{kind}_bytes": name for kind, name in NO_STATES.items()},
+    "rehearsed_peak_bytes": "peak",
+    "rehearsed_phase": "in",
+    "rehearsed_rank": "rank",
+    "step_ms": "step ms",
+}
 
 
 def render(plans: Plans) -> str:
     """Return tables of memory and of traffic, the points that are skipped, and what the columns mean."""
     outcomes = [each.outcome for each in plans.planned]
-    unit, size = unit_of([o.total.fullest for o in outcomes] + [o.sent.fullest for o in outcomes])
-    point = point_columns(outcomes)
+    rows = [{**_row(each), **_for_readers(each.outcome)} for each in plans.planned]
+    unit, size = unit_of([row[key] for row in rows for key in ("total_bytes", "sent_bytes")])
+    point, memory = (
+        {key: name for key, name in names.items() if any(row[key] for row in rows)}
+        for names in (POINT, MEMORY)
+    )
     models = ", ".join(dict.fromkeys(o.model for o in outcomes))
     places = " | ".join(dict.fromkeys(o.place for o in outcomes))
     lines = [
@@ -49,11 +85,11 @@ def render(plans: Plans) -> str:
             f"Planned, not measured; {unit} of one rank, fullest first. Model {models}; {places} ranks."
         ),
         "",
-        *lines_of([*point, *_memory_columns(outcomes, size)], outcomes, len(point)),
+        *_table({**point, **memory}, rows, size),
         "",
-        *lines_of([*point, *_traffic_columns(outcomes, size)], outcomes, len(point)),
+        *_table({**point, **TRAFFIC}, rows, size),
         "",
-        *_rehearsed(point, [o for o in outcomes if o.rehearsed]),
+        *_rehearsed(plans, point, rows),
         *wrapped(*_foot(plans.entries, outcomes), *plans.notes),
     ]
     return "\n".join(lines).rstrip()
@@ -89,9 +125,9 @@ def _batch(config: Config) -> dict[str, object]:
     return {key: getattr(config.data, key) for key in keys}
 
 
-def _row(each: PlannedPoint | Point) -> dict[str, object]:
+def _row(each: PlannedPoint | Point) -> Row:
     config = each.config
-    row: dict[str, object] = {
+    row: Row = {
         "name": each.name if isinstance(each, Point) else each.outcome.name,
         "model": config.model.name,
         "strategy": config.strategy.name,
@@ -123,19 +159,7 @@ def _row(each: PlannedPoint | Point) -> dict[str, object]:
     return {**row, "fits": outcome.verdict or ""}
 
 
-# -- columns of outcomes ---------------------------------------------------------------------------
-
-
-def point_columns(outcomes: Sequence[Outcome]) -> list[Column[Outcome]]:
-    """Return the columns that tell points apart."""
-    columns: list[Column[Outcome]] = [
-        Column("strategy", lambda o: o.strategy, left=True),
-        Column("layout", lambda o: o.implementation, left=True),
-        Column("ranks", lambda o: str(o.world_size)),
-    ]
-    if any(settings_of(o) for o in outcomes):
-        columns.append(Column("settings", settings_of, left=True))
-    return columns
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def settings_of(outcome: Outcome) -> str:
@@ -144,84 +168,54 @@ def settings_of(outcome: Outcome) -> str:
     return outcome.name.removeprefix(usual).removeprefix("-")
 
 
-def _bytes(name: str, num_bytes: Callable[[Outcome], float], size: int) -> Column[Outcome]:
-    return Column(name, lambda o: amount(num_bytes(o), size))
+def states_at_peak(by_kind: dict[str, int]) -> int:
+    """Return the bytes at a rehearsed peak of all kinds that exist for longer than a moment."""
+    return sum(num_bytes for kind, num_bytes in by_kind.items() if kind not in NO_STATES)
 
 
-def _most_of(kind: str) -> Callable[[Outcome], float]:
-    return lambda o: o.by_kind[kind].fullest
+def _for_readers(outcome: Outcome) -> Row:
+    """Return the figures that tables show, and that programs find in others."""
+    row: Row = {"settings": settings_of(outcome)}
+    if outcome.rehearsed:
+        least, _, most = outcome.rehearsed.step_seconds
+        row["states_bytes"] = states_at_peak(outcome.rehearsed.fullest.by_kind)
+        row["step_ms"] = f"{1e3 * least:,.0f}-{1e3 * most:,.0f}"
+    return row
 
 
-def _sent_of(kind: str) -> Callable[[Outcome], float]:
-    return lambda o: o.sent_by_kind.get(kind, 0)
+def _table(names: dict[str, str], rows: Sequence[Row], size: int) -> list[str]:
+    """Return the lines of a table of those figures that some row has, beside what tells its point."""
+
+    def column(key: str, name: str) -> Column[Row]:
+        is_word = key in POINT and key != "world_size"
+        return Column(name, lambda row: _cell(key, row.get(key), size), left=is_word)
+
+    columns = [column(*each) for each in names.items() if any(each[0] in row for row in rows)]
+    return lines_of(columns, rows, num_fixed=sum(key in POINT for key in names))
 
 
-def _memory_columns(outcomes: Sequence[Outcome], size: int) -> list[Column[Outcome]]:
-    kinds = [kind for kind in KINDS if any(o.by_kind[kind].fullest for o in outcomes)]
-    columns = [_bytes(KIND_NAMES.get(kind, kind), _most_of(kind), size) for kind in kinds]
-    columns.append(_bytes("total", lambda o: o.total.fullest, size))
-    columns.append(_bytes("mean", lambda o: o.total.mean, size))
-    if any(o.fits is not None for o in outcomes):
-        columns.append(Column("fits", lambda o: o.verdict or ""))
-    return columns
+def _cell(key: str, value: Any, size: int) -> str:
+    if "_bytes" in key:
+        return amount(value or 0, size)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "" if value is None else str(value)
 
 
-def _traffic_columns(outcomes: Sequence[Outcome], size: int) -> list[Column[Outcome]]:
-    kinds = [k for k in MOVES if any(k in o.sent_by_kind for o in outcomes)]
-    return [
-        _bytes("sent", lambda o: o.sent.fullest, size),
-        *[_bytes(kind, _sent_of(kind), size) for kind in kinds],
-        _bytes("inside", lambda o: o.sent_inside, size),
-        _bytes("between", lambda o: o.sent_between, size),
-        Column("skew", lambda o: f"{o.skew:.2f}"),
-        Column("idle", lambda o: str(o.num_idle_ranks)),
-        _bytes("padding", lambda o: o.padding_bytes.fullest, size),
-    ]
-
-
-def _rehearsed(point: list[Column[Outcome]], outcomes: Sequence[Outcome]) -> list[str]:
+def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list[str]:
     """Return the table of peaks with activations."""
-    if not outcomes:
+    rehearsals = [each.outcome.rehearsed for each in plans.planned if each.outcome.rehearsed]
+    if not rehearsals:
         return []
-    rehearsals = [o.rehearsed for o in outcomes if o.rehearsed]
-    unit, size = unit_of([each.fullest.num_bytes for each in rehearsals])
-    kinds = [k for k in REHEARSED if any(k in each.fullest.by_kind for each in rehearsals)]
-
-    def peak(o: Outcome) -> RankPeak:
-        assert o.rehearsed is not None
-        return o.rehearsed.fullest
-
-    columns: list[Column[Outcome]] = [
-        *point,
-        _bytes("states", lambda o: states_at_peak(peak(o).by_kind), size),
-        *[_bytes(REHEARSED[kind], _at_peak(kind), size) for kind in kinds],
-        _bytes("peak", lambda o: peak(o).num_bytes, size),
-        Column("in", lambda o: peak(o).phase),
-        Column("rank", lambda o: str(peak(o).rank)),
-        Column("step ms", lambda o: "{:,.0f}-{:,.0f}".format(*_range_ms(o))),
-    ]
+    peaks = [row for row in rows if "rehearsed_rank" in row]
+    unit, size = unit_of([row["rehearsed_peak_bytes"] for row in peaks])
     kernels = [f"{each.device} kernels" for each in rehearsals]
     notes = (
         f"Rehearsed on tensors without memory ({', '.join(dict.fromkeys(kernels))}), {unit} at the peak "
         "of the fullest rehearsed rank: states are parameters, gradients, optimizer, master weights and gathered "
         f"units. Seconds are estimates, {'; '.join(dict.fromkeys(r.speed for r in rehearsals))}."
     )
-    return [*wrapped(notes), "", *lines_of(columns, outcomes, len(point)), ""]
-
-
-def _at_peak(kind: str) -> Callable[[Outcome], float]:
-    return lambda o: o.rehearsed.fullest.by_kind.get(kind, 0) if o.rehearsed else 0
-
-
-def _range_ms(outcome: Outcome) -> tuple[float, float]:
-    assert outcome.rehearsed is not None
-    least, _, most = outcome.rehearsed.step_seconds
-    return 1e3 * least, 1e3 * most
-
-
-def states_at_peak(by_kind: dict[str, int]) -> int:
-    """Return the bytes at a rehearsed peak of all kinds that exist for longer than a moment."""
-    return sum(num_bytes for kind, num_bytes in by_kind.items() if kind not in REHEARSED)
+    return [*wrapped(notes), "", *_table({**point, **PEAK}, peaks, size), ""]
 
 
 # -- sentences -------------------------------------------------------------------------------------
