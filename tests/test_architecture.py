@@ -45,7 +45,7 @@ HYDRA = {"zeroexp.__main__", "zeroexp.commandline.mistakes", "hydra_plugins.zero
 DOORS = {
     "hydra": HYDRA,
     "omegaconf": HYDRA,
-    "submitit": {"zeroexp.cluster.batch"},
+    "submitit": {"zeroexp.cluster.batch_file"},
     "mlflow": {"zeroexp.tracking.mlflow", "zeroexp.tracking.store"},
     "transformers": {
         "zeroexp.data.conversations",

@@ -15,7 +15,7 @@ import pytest
 
 from tests.warm import Warm
 from zeroexp.cluster import slurm_state
-from zeroexp.cluster.batch import BatchFile, batch_file
+from zeroexp.cluster.batch_file import BatchFile, batch_file
 from zeroexp.cluster.follow import cancel_unfinished
 from zeroexp.cluster.job import Job
 from zeroexp.cluster.slurm_state import Sighting, conclude_state

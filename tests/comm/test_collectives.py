@@ -71,10 +71,8 @@ def gradients_of(chunk: Chunk, rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [part.clone() for part in members(chunk, flat_of(chunk, rank, dtype))]
 
 
-def sum_in_rank_order(
-    chunk: Chunk, size: int, dtype: torch.dtype, sums: torch.dtype
-) -> list[Tensor]:
-    total = flat_of(chunk, 0, dtype).to(sums)
+def sum_in_rank_order(chunk: Chunk, size: int, dtype: torch.dtype) -> list[Tensor]:
+    total = flat_of(chunk, 0, dtype)
     for rank in range(1, size):
         total = total + flat_of(chunk, rank, dtype)
     return members(chunk, total)
@@ -94,9 +92,7 @@ def make(world: World, transport: str, case: str) -> tuple[Collectives, tuple[Ch
     return wire, chunks
 
 
-def check_gather(
-    world: World, transport: str, case: str, dtype: torch.dtype, _: torch.dtype
-) -> int:
+def check_gather(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
     """Pieces lie in the whole or, as where parameters rest sharded, apart from it. Returns the bytes counted."""
     wire, chunks = make(world, transport, case)
     for apart in (False, True):
@@ -117,24 +113,22 @@ def check_gather(
     return num_bytes
 
 
-def check_reduce_scatter(
-    world: World, transport: str, case: str, dtype: torch.dtype, sums: torch.dtype
-) -> int:
+def check_reduce_scatter(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
     """Into memory apart, in place of the gradients, and added to what lies there."""
     wire, chunks = make(world, transport, case)
     exact = transport != "native" or world.size <= 2
-    for way in ("apart", "in place", "added") if dtype == sums else ("apart", "added"):
+    for way in ("apart", "in place", "added"):
         parts: list[ReducePart] = []
         for chunk in chunks:
             gradients = gradients_of(chunk, world.rank, dtype)
             spans = chunk.spans(world.rank)
             out = [gradients[s.member][s.start : s.stop] for s in spans]
             if way != "in place":
-                out = [torch.ones_like(span, dtype=sums) for span in out]
-            parts.append(ReducePart(chunk, gradients, out, way == "added", sums))
+                out = [torch.ones_like(span) for span in out]
+            parts.append(ReducePart(chunk, gradients, out, way == "added"))
         wire.reduce_scatter(parts, "reduce").wait()
         for part in parts:
-            expected = sum_in_rank_order(part.chunk, world.size, dtype, sums)
+            expected = sum_in_rank_order(part.chunk, world.size, dtype)
             for span, out in zip(part.chunk.spans(world.rank), part.out, strict=True):
                 term = expected[span.member][span.start : span.stop]
                 same(out, term + 1 if way == "added" else term, exact)
@@ -142,17 +136,13 @@ def check_reduce_scatter(
     return num_bytes
 
 
-def check_all_reduce(
-    world: World, transport: str, case: str, dtype: torch.dtype, sums: torch.dtype
-) -> int:
+def check_all_reduce(world: World, transport: str, case: str, dtype: torch.dtype) -> int:
     wire, chunks = make(world, transport, case)
     exact = transport != "native" or world.size <= 2
-    parts = [
-        ReducePart(chunk, gradients_of(chunk, world.rank, dtype), dtype=sums) for chunk in chunks
-    ]
+    parts = [ReducePart(chunk, gradients_of(chunk, world.rank, dtype)) for chunk in chunks]
     wire.all_reduce(parts, "reduce").wait()
     for part in parts:
-        expected = sum_in_rank_order(part.chunk, world.size, dtype, sums)
+        expected = sum_in_rank_order(part.chunk, world.size, dtype)
         for got, term in zip(part.gradients, expected, strict=True):
             same(got, term, exact)
     return counted(wire, "reduce")
@@ -175,14 +165,6 @@ FORMS = {
 }
 
 
-# Of gradients, and of what travels and of the sums.
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-]
-
-
 def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, int]]:
     """(what, bytes counted, bytes the closed form says) of each case and dtype."""
     if transport == "nccl":
@@ -191,7 +173,7 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
     stage, kind = FORMS[name]
     found: list[tuple[str, int, int]] = []
     for case in CASES:
-        for dtype, sums in DTYPES[: 2 if name == "gather" else 3]:
+        for dtype in (torch.float32, torch.bfloat16):
             # Messages alone travel in segments, and in bfloat16 a rank's part is not long.
             if case == "long-segments" and (transport != "gloo" or dtype != torch.float32):
                 continue
@@ -200,11 +182,11 @@ def check_all(world: World, name: str, transport: str) -> list[tuple[str, int, i
                 STAGES[stage],
                 world.size,
                 ScheduleForm(transport=transport),
-                PrecisionForm(*(str(each).removeprefix("torch.") for each in (dtype, sums, dtype))),
+                PrecisionForm(*[str(dtype).removeprefix("torch.")] * 3),
             )
-            counted_bytes = CHECKS[name](world, transport, case, dtype, sums)
+            counted_bytes = CHECKS[name](world, transport, case, dtype)
             form_bytes = form.traffic(world.rank).bytes_by_kind[kind]
-            found.append((f"{case} {dtype} {sums}", counted_bytes, form_bytes))
+            found.append((f"{case} {dtype}", counted_bytes, form_bytes))
     return found
 
 
@@ -272,7 +254,7 @@ def ask_as_nccl(world: World) -> list[list[Call]]:
 
 
 def _check_float32(world: World, name: str, transport: str, case: str) -> int:
-    return CHECKS[name](world, transport, case, torch.float32, torch.float32)
+    return CHECKS[name](world, transport, case, torch.float32)
 
 
 def bytes_on_the_wire(world: World, name: str, transport: str) -> tuple[int, int | None]:
@@ -325,7 +307,7 @@ def moves_in_flight_together(world: World, transport: str) -> None:
         same(full[: chunk.unpadded_numel], flat_of(chunk, seed, full.dtype), exact=True)
     for got, term in zip(
         reduced.gradients,
-        sum_in_rank_order(chunk, world.size, torch.float32, torch.float32),
+        sum_in_rank_order(chunk, world.size, torch.float32),
         strict=True,
     ):
         same(got, term, exact=True)

@@ -73,7 +73,7 @@ def submit(jobs: Sequence[Job], *, rank_main: str = RANK_MAIN) -> None:
     Raises ConfigError with sbatch's message if Slurm refuses, and its subclass Later if that will pass.
     """
     # submitit takes 0.06 s to import, and most sweeps need none of it.
-    from zeroexp.cluster.batch import ELEMENT, array_file, batch_file, duty_of
+    from zeroexp.cluster.batch_file import ELEMENT, array_file, batch_file, duty_of
 
     name = f"{jobs[0].folder.name} zeroexp-{secrets.token_hex(8)}"
     for index, job in enumerate(jobs):
@@ -137,7 +137,7 @@ def _in_arrays(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def _print_files(jobs: Sequence[Job]) -> None:
-    from zeroexp.cluster.batch import array_file, batch_file
+    from zeroexp.cluster.batch_file import array_file, batch_file
 
     if len(jobs) > 1:
         print(array_file(jobs).text())

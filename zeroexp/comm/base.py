@@ -39,30 +39,15 @@ class GatherPart:
 class ReducePart:
     """One chunk whose gradients are summed over ranks.
 
-    gradients: one flat tensor for each member. All parts of a move have gradients of one dtype.
+    gradients: one flat tensor for each member. All parts of a move have gradients of one dtype, in which they travel.
     out: one flat tensor for each span this rank owns; it may be that very span of `gradients`.
     accumulate: the sum is added to `out` instead of overwriting it.
-    dtype: the dtype that travels and of the sums, as packing casts to it; None: that of the gradients.
     """
 
     chunk: Chunk
     gradients: list[Tensor]
     out: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
-    dtype: torch.dtype | None = None
-
-    @property
-    def message_dtype(self) -> torch.dtype:
-        return self.dtype or self.gradients[0].dtype
-
-    def cast(self) -> None:
-        """Replace gradients of another dtype by copies in the one that travels."""
-        if self.dtype is None or all(each.dtype == self.dtype for each in self.gradients):
-            return
-        sizes = [gradient.numel() for gradient in self.gradients]
-        copies = self.gradients[0].new_empty(sum(sizes), dtype=self.dtype).split(sizes)
-        torch._foreach_copy_(list(copies), self.gradients)
-        self.gradients[:] = copies
 
 
 class Pending:
@@ -165,7 +150,7 @@ class Transport:
     def all_reduce(
         self, parts: Sequence[ReducePart], what: str, between: Between | None = None
     ) -> Sent:
-        """Replace gradients by their sums, in place or, where a part has a dtype of its own, in its list.
+        """Replace gradients by their sums, in place.
 
         `between` sums those of one rank further before all get them.
         """

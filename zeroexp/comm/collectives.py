@@ -199,7 +199,7 @@ class Collectives:
         between = self._between
         if between is None or not last:
             return reduced
-        nothing = parts[0].gradients[0].new_empty(0, dtype=parts[0].message_dtype)
+        nothing = parts[0].gradients[0].new_empty(0)
         sums = [out for part in parts for out in part.out] or [nothing]
         return Pending([reduced], lambda: between.keep(self._sum_between(sums, what)))
 

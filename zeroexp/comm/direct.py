@@ -139,7 +139,7 @@ class Direct(Transport):
                 own.copy_(piece)
         theirs = {p: [part.full[part.chunk.real_section(p)] for part in parts] for p in self._peers}
         tag = self._gather_tag(offer)
-        received = self._hand_out(mine, {p: theirs[p] for p in remote}, tag, what)
+        received = self._exchange(mine, {p: theirs[p] for p in remote}, tag, what)
 
         def copy() -> None:
             for peer in self._peers:
@@ -155,8 +155,6 @@ class Direct(Transport):
         Copying it away would take a tenth longer.
         """
         self._moves.record_collective(what)
-        for part in parts:
-            part.cast()
         tag = self._reduction_tag()
         outs = [(out, part.accumulate) for part in parts for out in part.out]
         like = [out for out, _ in outs]
@@ -184,7 +182,6 @@ class Direct(Transport):
     ) -> tuple[Pending, int]:
         """Reduce-scatter in place, then have every owner hand its sums to everyone."""
         for part in parts:
-            part.cast()
             part.out = self._spans([part], self._rank)
         reduced, num_bytes = self.reduce_scatter(parts, what)
         tag = self._reduction_tag()  # taken now: ranks reach the second half at different times
@@ -193,7 +190,7 @@ class Direct(Transport):
         num_bytes += len(self._peers) * sum(span.nbytes for span in mine)
         if between is not None:
             reduced = Pending([reduced], lambda: between(mine))
-        return Pending([reduced], lambda: self._hand_out(mine, theirs, tag, what)), num_bytes
+        return Pending([reduced], lambda: self._exchange(mine, theirs, tag, what)), num_bytes
 
     def sum(self, value: Tensor, what: str) -> Pending:
         self._moves.record_collective(what)
@@ -214,7 +211,7 @@ class Direct(Transport):
         """Return this rank's section of each part, without padding."""
         return [part.piece[: part.chunk.real_numel(self._rank)] for part in parts]
 
-    def _hand_out(
+    def _exchange(
         self, mine: list[Tensor], theirs: dict[int, list[Tensor]], tag: int, what: str
     ) -> Pending:
         """Send `mine` to each peer in `theirs` and receive that peer's tensors into `theirs`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ class Native(Transport):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], what: str) -> Sent:
         self._moves.record_collective(what)
-        dtype = parts[0].message_dtype
-        layout = message_layout_of(tuple(part.chunk for part in parts), dtype.itemsize)
-        message = parts[0].gradients[0].new_empty(layout.numel, dtype=dtype)
+        like = parts[0].gradients[0]
+        layout = message_layout_of(tuple(part.chunk for part in parts), like.itemsize)
+        message = like.new_empty(layout.numel)
         pack_gradients(layout, message, parts)
         own, works = self._reduce(layout, message)
         # Not the parts, which would keep the gradients alive: the message holds copies of them.
@@ -93,18 +93,13 @@ class Native(Transport):
         gradients = [gradient for part in parts for gradient in part.gradients]
         ends = list(accumulate((gradient.numel() for gradient in gradients), initial=0))
         numel = -(-ends[-1] // self._size) * self._size if between is not None else ends[-1]
-        message = gradients[0].new_empty(numel, dtype=parts[0].message_dtype)
+        message = gradients[0].new_empty(numel)
         sums = views_of(message, list(pairwise(ends)))
         torch._foreach_copy_(sums, gradients)
         num_bytes = 2 * message.nbytes * (self._size - 1) // self._size
 
         def spread() -> None:
-            if message.dtype == gradients[0].dtype:
-                torch._foreach_copy_(gradients, sums)
-                return
-            left = iter(sums)
-            for part in parts:
-                part.gradients[:] = islice(left, len(part.gradients))
+            torch._foreach_copy_(gradients, sums)
 
         if between is None:
             work = dist.all_reduce(message, group=group, async_op=True)

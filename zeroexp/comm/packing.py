@@ -12,7 +12,7 @@ from zeroexp.comm.message_layout import MessageLayout
 
 
 def pack_gradients(layout: MessageLayout, message: Tensor, parts: Sequence[ReducePart]) -> None:
-    """Copy the gradients into the message, which casts them to its dtype; what padding holds is no matter."""
+    """Copy the gradients into the message; what padding holds is no matter."""
     if layout.is_table and not layout.is_chunk:
         chunks = [
             p.gradients[0] if len(p.gradients) == 1 else torch.cat(p.gradients) for p in parts

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from zeroexp.config.gpus import GPUS, NETWORKS
 from zeroexp.cut.layout import LAYOUTS
-from zeroexp.cut.stage import Placement, reduce_each
+from zeroexp.cut.stage import Placement, default_reduce_each
 from zeroexp.registry.did_you_mean import suggest_nearest
 from zeroexp.registry.errors import ConfigError, DamagedFile
 from zeroexp.registry.errors import UndefinedCombination as UndefinedCombination
@@ -365,7 +365,7 @@ def _engine_defaults(strategy: StrategyConfig) -> dict[str, Any]:
     if strategy.parameters.placement == "shard":
         has_effect.add("keep")
     defaults = {name: ENGINE_SETTINGS[name]["stands_for"] for name in has_effect}
-    return {**defaults, "reduce_each": reduce_each(strategy.gradients.placement)}
+    return {**defaults, "reduce_each": default_reduce_each(strategy.gradients.placement)}
 
 
 def save(config: Config, path: Path) -> None:

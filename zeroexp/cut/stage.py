@@ -52,7 +52,7 @@ def move_between(now: Placement, needed: Placement) -> Move:
     return _MOVES[now, needed]
 
 
-def reduce_each(gradients: str) -> str:
+def default_reduce_each(gradients: str) -> str:
     """Return the default of the setting `reduce_each` for this placement of gradients.
 
     Where gradients rest sharded, each microbatch is reduced: whole gradients would need the memory of all of them.
@@ -83,7 +83,7 @@ class Stage:
     @property
     def reduce_each(self) -> str:
         """The default of `reduce_each`: `microbatch` where gradients rest sharded, else `step`."""
-        return reduce_each(self.gradients.value)
+        return default_reduce_each(self.gradients.value)
 
     @property
     def gather(self) -> Move:

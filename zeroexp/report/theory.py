@@ -12,7 +12,7 @@ from typing import Any
 from zeroexp.config.engines import ENGINES, stage_carried_out
 from zeroexp.config.keys import OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
-from zeroexp.cut.stage import Move, Placement, Stage, reduce_each
+from zeroexp.cut.stage import Move, Placement, Stage, default_reduce_each
 from zeroexp.tracking.run import Run
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -77,7 +77,7 @@ def _reduces_each_microbatch(run: Run, stage: Stage) -> bool:
         return False
     settings = (run.engine.get("reduce_each"), run.config.get("strategy.reduce_each"))
     chosen = [word for word in settings if word not in (None, "null")]
-    return [*chosen, reduce_each(stage.gradients.value)][0] == "microbatch"
+    return [*chosen, default_reduce_each(stage.gradients.value)][0] == "microbatch"
 
 
 def _replicas(run: Run) -> int:

@@ -1,7 +1,8 @@
 """Muon for the matrices of the model's blocks, AdamW for all other parameters: two optimizers of torch in one.
 
 Muon orthogonalizes the momentum of a whole matrix (Jordan et al. 2024), so that a rank needs the whole of each matrix
-that it updates: the layout `parameter` gives each one to one owner. Nothing more is sent than with AdamW.
+that it updates: the layout `parameter` gives each one to one owner. Nothing more is sent than with AdamW. Which
+parameters are matrices of blocks is decided by `parameter_groups` in config/optimizer.py.
 """
 
 from __future__ import annotations
