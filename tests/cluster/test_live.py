@@ -157,7 +157,9 @@ def test_it_ends_with_the_task_that_is_killed(server: MlflowServer, tmp_path: Pa
     task = subprocess.Popen([sys.executable, tmp_path / "task.py", folder], env=with_path())
     wait_for(lambda: server.statuses("killed") == ["RUNNING"])
     pid = child_of(task.pid)
-    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    # 19 more than that of the task, whatever these tests themselves were given
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 19, 19)
     os.kill(pid, signal.SIGTERM)  # as Slurm does, to all of a job
     write_steps(folder, 0, 5)
     task.kill()
