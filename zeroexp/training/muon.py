@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Muon, Optimizer
 
 from zeroexp.config.keys import ConfigError, OptimizerConfig
 from zeroexp.config.optimizer import OPTIMIZERS
@@ -28,7 +28,7 @@ class MuonAndAdamW(Optimizer):
         groups: Iterable[dict[str, Any]],
         *,
         of_matrices: Callable[[list[dict[str, Any]]], Muon],
-        of_others: Callable[[list[dict[str, Any]]], AdamW],
+        of_others: Callable[[list[dict[str, Any]]], Optimizer],
     ):
         super().__init__(groups, {})
         is_matrix = [group.get("kind") == MATRIX for group in self.param_groups]
@@ -69,14 +69,7 @@ def make_muon(groups: Iterable[Any], config: OptimizerConfig) -> Optimizer:
             adjust_lr_fn=adjust,
         )
 
-    def of_others(others: list[dict[str, Any]]) -> AdamW:
-        return AdamW(
-            others,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=config.fused,
-        )
+    def of_others(others: list[dict[str, Any]]) -> Optimizer:
+        return OPTIMIZERS["adamw"].make(others, config)
 
     return MuonAndAdamW(groups, of_matrices=of_matrices, of_others=of_others)
