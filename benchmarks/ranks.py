@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.engines import SEQ_LEN, Timed, build_engine, model_config
 from benchmarks.links import Link
+from zeroexp.cluster.link import enter
 from zeroexp.comm.collectives import held_shared_bytes, take_traffic
 from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
 from zeroexp.measure.traffic import WireMeter
@@ -79,7 +80,8 @@ class Ranks:
         self._processes = []
         for rank in range(spec.world_size):
             ours, theirs = CONTEXT.Pipe()
-            place = RankNetwork(rank, rendezvous, link.namespace_of(rank), link.interface_of(rank))
+            namespace = link.namespace_of(rank, spec.world_size)
+            place = RankNetwork(rank, rendezvous, namespace, link.interface)
             arguments = (make or StepRunner, spec, place, theirs)
             process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -129,7 +131,7 @@ class RankNetwork:
 
     rank: int
     rendezvous: str
-    namespace: str | None  # of the network; None: the machine's own
+    namespace: str | None  # the file of the network's; None: the machine's own
     interface: str
 
 
@@ -140,7 +142,8 @@ def _serve(
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines that log to stdout
     try:
         if place.namespace is not None:
-            Link.enter(place.namespace)
+            with open(place.namespace, encoding="utf-8") as namespace:
+                enter(namespace.fileno())
         os.environ.update(
             RANK=str(place.rank),
             LOCAL_RANK=str(place.rank),

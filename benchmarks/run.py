@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 
 from benchmarks import table
 from benchmarks.engines import ENGINES, ON_REQUEST, engines_for, parameter_bytes
-from benchmarks.links import SHAPES, Link, open_link, why_not_shaped
+from benchmarks.links import SHAPES, Link, open_link, payload_bytes_per_second, why_not_shaped
 from benchmarks.ranks import RankFailed, Ranks, Spec, Turn
 
 LATEST = Path("outputs/bench/latest.json")
@@ -118,7 +118,7 @@ def compare(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _compare_group(comparison: Comparison, group: Sequence[str]) -> list[dict[str, Any]]:
     with open_link(comparison.link) as link, running(comparison, group, link) as engines:
-        return rows_of(comparison, engines, link.payload_bytes_per_second)
+        return rows_of(comparison, engines, payload_bytes_per_second(comparison.link))
 
 
 def rows_of(

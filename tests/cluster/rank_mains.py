@@ -54,6 +54,18 @@ def meet(folder: Path, *, device: str) -> None:
         (folder / f"met{here.rank}.json").write_text(json.dumps(world.gather_objects(os.getpid())))
 
 
+def end_on_node(folder: Path, *, device: str) -> None:
+    """End, when this rank has said in which network namespace it is."""
+    with world.joined_process_group(device=device) as here:
+        (folder / f"node{here.rank}").write_text(os.readlink("/proc/self/ns/net"))
+        world.barrier()
+
+
+def kill_on_node(folder: Path, *, device: str) -> None:
+    end_on_node(folder, device=device)
+    kill_server(folder, device=device)
+
+
 def kill_server(folder: Path, *, device: str) -> None:
     _note(folder)
     os.kill(os.getppid(), signal.SIGKILL)

@@ -87,6 +87,18 @@ def check_reserved_memory(config: Config) -> Iterator[Refusal]:
         yield "cluster.reserved_gib", problem, "use less than that"
 
 
+def check_link(config: Config) -> Iterator[Refusal]:
+    """Require that the nodes of a local run share its ranks evenly, and that these are on CPUs."""
+    cluster = config.cluster
+    if cluster.link is None:
+        return
+    if config.world_size % cluster.num_nodes:
+        problem = f"{cluster.num_nodes} nodes do not share world_size={config.world_size} evenly"
+        yield "cluster.link", problem, "use world_size=2 or 4, or another cluster.nodes"
+    if cluster.device == "cuda":
+        yield "cluster.link", "GPUs do not send through it", "use cluster.device=cpu"
+
+
 def check_named_gpu(config: Config) -> Iterator[Refusal]:
     for key in ("gpu", "network"):
         if getattr(config.cluster, key) is not None and config.cluster.kind != "slurm":
@@ -94,6 +106,6 @@ def check_named_gpu(config: Config) -> Iterator[Refusal]:
             yield f"cluster.{key}", problem, "leave it out"
 
 
-RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory)
+RULES = (check_batch, check_warmup, check_requeue, check_reserved_memory, check_link)
 # A run needs these rules about the machine, and a plan does not.
 RULES_OF_MACHINE = (check_device, check_named_gpu, check_ranks_fit_machine)

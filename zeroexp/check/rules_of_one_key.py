@@ -34,6 +34,7 @@ MOST_MODULES = 10_000  # experts of all layers
 NAME = re.compile(r"[\w][\w .+-]{0,99}")
 SLURM_NAME = re.compile(r"\w[\w.,+@:-]{0,199}")
 SLURM_FEATURES = re.compile(r"[\w(\[][\w.,+@:*&|()\[\]!-]{0,199}")  # man sbatch, --constraint
+LINK_SPEED = re.compile(r"[1-9]\d{0,2}[mg]bit")  # man tc, RATES
 SBATCH_OPTION = re.compile(r"[a-zA-Z][\w-]*")
 
 
@@ -208,6 +209,11 @@ def check_sbatch_options(config: Config) -> Iterator[Refusal]:
             yield f"{key}={value!r}", "more than one line", "use one line"
 
 
+def check_link(config: Config) -> Iterator[Refusal]:
+    if (speed := config.cluster.link) is not None and not LINK_SPEED.fullmatch(speed):
+        yield "cluster.link", "no speed", "use one such as 1gbit or 200mbit, or null"
+
+
 def check_study(config: Config) -> Iterator[Refusal]:
     """Require that every key of an include row exists, and that must_equal names keys, groups or facts of a run."""
     for key in (key for row in config.study.include for key in row):
@@ -226,5 +232,5 @@ def check_study(config: Config) -> Iterator[Refusal]:
 RULES = (
     *(check_all_given, check_names, check_lists, check_choices, check_bounds, check_shapes),
     *(check_betas, check_momentum, check_world_sizes, check_watched_steps, check_range_of_ports),
-    *(check_study, check_slurm_names, check_sbatch_options),
+    *(check_study, check_slurm_names, check_sbatch_options, check_link),
 )

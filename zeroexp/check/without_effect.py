@@ -124,6 +124,10 @@ def _of_a_run(config: Config) -> Iterator[Idle]:
     if config.cluster.device_memory_gib is None and config.cluster.gpu is None:
         remedy = "set cluster.device_memory_gib"
         yield "cluster.reserved_gib", "cluster.device_memory_gib=null", remedy
+    if config.cluster.link is None:
+        yield "cluster.nodes", "cluster.link=null", "set cluster.link"
+    if config.cluster.kind == "slurm":
+        yield "cluster.link", "cluster=slurm, whose nodes have links", "use cluster=local"
     if config.cluster.kind != "slurm":
         for key in OF_SLURM:
             yield f"cluster.{key}", "ranks run on this machine", "use cluster=slurm"

@@ -30,11 +30,14 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 
+from zeroexp.cluster import link
 from zeroexp.cluster.job import Ending
+from zeroexp.cluster.link import open_nodes
 from zeroexp.cluster.rank_process import run_and_leave
 from zeroexp.cluster.supervise import Rank, end_processes, supervise
 from zeroexp.config import plugins
 from zeroexp.config.keys import Config, ConfigError, load
+from zeroexp.measure.traffic import LINK
 from zeroexp.process import locks, progress, safe_output
 from zeroexp.process.watchdog.hung import WatchedRank
 from zeroexp.process.world import RankInfo, environment_of_rank
@@ -92,6 +95,8 @@ def _answer(server: int, configs: list[Config], file: BinaryIO) -> None:
 
     try:
         plugins.load(configs[0].plugins)
+        with open_nodes(configs[0].cluster):  # all are of one cluster
+            pass
         answer: object = try_points(configs)
     except Exception as error:
         answer = _portable(error)
@@ -116,16 +121,26 @@ def _run(
 ) -> Ending:
     attempt.begin(folder, attempt.newest(folder) + 1)
     failure.remove_older_failure(folder)
-    try:
-        config = load(folder / "config.yaml")
-        prepare(folder)
-    except Exception as error:  # a cache that takes no file, data that cannot be read, others
-        failure.write(folder, type(error).__name__, str(error))
-        return "failed"
+    with contextlib.ExitStack() as opened:
+        try:
+            config = load(folder / "config.yaml")
+            prepare(folder)
+            nodes = opened.enter_context(open_nodes(config.cluster))
+        except Exception as error:  # a cache that takes no file, data that cannot be read, others
+            failure.write(folder, type(error).__name__, str(error))
+            return "failed"
+        return _run_ranks(config, nodes, folder, control, main)
+
+
+def _run_ranks(
+    config: Config, nodes: list[int], folder: Path, control: socket.socket, main: Main
+) -> Ending:
+    """Run the ranks on these nodes, whose namespaces they enter; none where all are on this machine as it is."""
     gc.freeze()  # otherwise a child's first collection copies the pages of all imported objects
     device, size = config.cluster.device, config.world_size
     if device == "auto":  # counting GPUs makes no CUDA context
-        device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+        device = "cuda" if not nodes and torch.cuda.device_count() >= size else "cpu"
+    per_node = size // config.cluster.num_nodes
     ranks: list[Rank] = []
     # Its folder goes last, when the ranks have ended.
     with contextlib.ExitStack() as meeting:
@@ -133,10 +148,10 @@ def _run(
             # Unlike a free port, nobody can take a file between its choice and its use.
             where = meeting.enter_context(locks.temporary_folder())
             for rank in range(size):
-                place = RankInfo(rank, size, local_rank=rank)
-                ranks.append(
-                    _fork_rank(place, f"file://{where}/ranks", folder, device, control, main)
-                )
+                place = RankInfo(rank, size, local_rank=rank % per_node)
+                node = nodes[rank // per_node] if nodes else None
+                meet = f"file://{where}/ranks"
+                ranks.append(_fork_rank(place, node, meet, folder, device, control, main))
         except OSError as error:
             cannot_start = error
         else:
@@ -155,16 +170,25 @@ def _run(
 
 
 def _fork_rank(
-    place: RankInfo, rendezvous: str, folder: Path, device: str, control: socket.socket, main: Main
+    place: RankInfo,
+    node: int | None,
+    rendezvous: str,
+    folder: Path,
+    device: str,
+    control: socket.socket,
+    main: Main,
 ) -> Rank:
-    """Fork a rank. Raises OSError where the system gives no process or file for it."""
+    """Fork a rank, into the namespace `node` if there is one.
+
+    Raises OSError where the system gives no process or file for it.
+    """
     server = os.getpid()
     descriptor, numbers = progress.create()
     pid = os.fork()
     if pid == 0:
         control.close()
         os.environ[progress.DESCRIPTOR] = str(descriptor)
-        _be_rank(server, place, rendezvous, lambda: main(folder, device=device))
+        _be_rank(server, place, node, rendezvous, lambda: main(folder, device=device))
     os.setpgid(pid, pid)  # the child does it too; the first call counts
     os.close(descriptor)  # the next descriptor takes its number
     log = failure.log_path(folder, place.rank)
@@ -172,7 +196,9 @@ def _fork_rank(
     return Rank(place.rank, pid, os.pidfd_open(pid), watched)
 
 
-def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], None]) -> NoReturn:
+def _be_rank(
+    server: int, place: RankInfo, node: int | None, rendezvous: str, run: Callable[[], None]
+) -> NoReturn:
     """Run a rank in the child, which never returns into the server's code."""
 
     def begin() -> None:
@@ -183,6 +209,9 @@ def _be_rank(server: int, place: RankInfo, rendezvous: str, run: Callable[[], No
             Path("/proc/self/oom_score_adj").write_text("500", encoding="utf-8")
         os.environ.update(environment_of_rank(place), ZEROEXP_RENDEZVOUS=rendezvous)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if node is not None:
+            link.enter(node)
+            os.environ["GLOO_SOCKET_IFNAME"] = LINK
         run()
 
     run_and_leave(begin)

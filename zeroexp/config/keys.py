@@ -246,6 +246,10 @@ class ClusterConfig:
     device: str = choice("auto", "cpu", "cuda")
     threads_per_rank: int = number(1, least=1, most=1024)  # CPU threads of one rank
     world_sizes: list[int] = field(default_factory=lambda: [1, 2])  # what world_size=all means
+    # local, as root: ranks are on so many nodes of this machine (None: 2), and this is what a node's link to the
+    # others sends, as 1gbit or 200mbit
+    link: str | None = None
+    nodes: int | None = number(None, least=2, most=64)
     # What a rank can compute; None: of the GPU's data sheet, or measured.
     peak_tflops: float | None = number(None, above=0)
     # Kind of GPU and network of a plan, whose figures are in config/gpus.py; None: H100, nvlink-infiniband
@@ -272,6 +276,11 @@ class ClusterConfig:
     requeue: bool | None = None
     dry_run: bool = False  # slurm: print the sbatch files and submit nothing
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes a local run has."""
+        return 1 if self.link is None else self.nodes or 2
 
 
 @dataclass

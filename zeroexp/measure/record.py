@@ -91,6 +91,8 @@ class StepRecord:
     allocated_bytes: int | None  # sum of all allocations of this step
     traffic: Traffic
     wire_bytes: int | None = None  # payload this rank's TCP connections carried
+    # payload that this rank's node sent over its link (cluster.link), all its ranks
+    link_bytes: int | None = None
     # Training stood still so long before this step to copy a checkpoint; no other time includes it.
     saving_seconds: float = 0.0
     # The mean over the validation samples after this step; None where there was no validation.
@@ -135,6 +137,7 @@ class RankSummary:
     sent_bytes_by_kind: dict[str, float]  # per step, mean over the measured steps
     calls_by_kind: dict[str, float]  # collectives per step, mean over the measured steps
     wire_bytes: float | None = None  # per step, mean over the measured ones; None if unknown
+    link_bytes: float | None = None  # likewise, of this rank's node
     build_peak_bytes: int | None = None  # most bytes allocated at once before the first step
     # moment -> kind -> bytes; a moment read in several steps shows the step that held most
     memory_bytes_at: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -192,8 +195,10 @@ class RunSummary:
     validation_loss: float | None = None  # after the last step; None without validation
     validation_accuracy: float | None = None  # beside it; None but for a classification
     num_parameters: int | None = None  # numbers in the whole model; None in older summaries
+    link_bytes_per_step: Spread | None = None  # by rank, what its node sent over cluster.link
     # What closed forms say of the same run (plan/outcome.py), bytes of the fullest rank: by kind of memory,
-    # `total`, `after_backward` (all kinds at that moment), and `sent` where the engine counts what it sends.
+    # `total`, `after_backward` (all kinds at that moment), and where the engine counts what it sends `sent`, and `link`
+    # of the mean node.
     plan: dict[str, float] = field(default_factory=dict[str, float])
     # By rank; empty in older summaries.
     times: list[RankTimes] = field(default_factory=list[RankTimes])
@@ -210,6 +215,8 @@ class RunSummary:
         measured["total"] = self.memory.total.fullest
         measured["after_backward"] = sum(self.memory.fullest_at.get("after_backward", {}).values())
         measured["sent"] = sum(v for k, v in self.sent_bytes_by_kind.items() if k != "loss")
+        if self.link_bytes_per_step is not None:
+            measured["link"] = self.link_bytes_per_step.mean
         return {name: measured[name] - planned for name, planned in self.plan.items()}
 
     @property

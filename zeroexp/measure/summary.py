@@ -37,7 +37,6 @@ def summarise_rank(
     moments = [kinds for r in records for kinds in (r.memory_bytes or {}).values()]
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
     steps = measured_records(records)
-    wire = [r.wire_bytes for r in steps if r.wire_bytes is not None]
     return RankSummary(
         rank=rank,
         memory_bytes={kind: max((m.get(kind, 0) for m in moments), default=0) for kind in KINDS},
@@ -45,7 +44,8 @@ def summarise_rank(
         peak_bytes=max(peaks, default=None),
         sent_bytes_by_kind=_mean_by_kind([r.traffic.bytes_by_kind for r in steps]),
         calls_by_kind=_mean_by_kind([r.traffic.calls_by_kind for r in steps]),
-        wire_bytes=fmean(wire) if len(wire) == len(steps) else None,
+        wire_bytes=_mean_if_known([r.wire_bytes for r in steps]),
+        link_bytes=_mean_if_known([r.link_bytes for r in steps]),
         memory_bytes_at=_fullest_at([r.memory_bytes for r in records if r.memory_bytes]),
         times=_times(rank, steps, records),
         peak=max((r.peak for r in records if r.peak), key=lambda p: p.num_bytes, default=None),
@@ -84,6 +84,7 @@ def summarise(
         memory=_memory(ranks),
         sent_bytes_per_step=_spread_if_known([_sent_bytes(r, len(ranks)) for r in ranks]),
         wire_bytes_per_step=_spread_if_known([r.wire_bytes for r in ranks]),
+        link_bytes_per_step=_spread_if_known([r.link_bytes for r in ranks]),
         sent_bytes_by_kind=busiest.sent_bytes_by_kind,
         calls_by_kind=busiest.calls_by_kind,
         saving_seconds=saving_seconds,
@@ -190,6 +191,11 @@ def _mean_at(ranks: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, 
 def _spread_if_known(per_rank: Sequence[float | None]) -> Spread | None:
     values = [value for value in per_rank if value is not None]
     return spread(values) if len(values) == len(per_rank) else None
+
+
+def _mean_if_known(steps: Sequence[float | None]) -> float | None:
+    values = [value for value in steps if value is not None]
+    return fmean(values) if len(values) == len(steps) else None
 
 
 def _sent_bytes(rank: RankSummary, world_size: int) -> float | None:

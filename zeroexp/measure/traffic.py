@@ -17,6 +17,11 @@ TCP_INFO_BYTES = 216
 NOT_SENT = struct.Struct("=I"), 144
 SENT_AND_RESENT = struct.Struct("=QQ"), 200
 
+# The interface of a node whose link to the others has a speed of its own (cluster/link.py), and the bytes that each
+# packet has beside its payload: headers of Ethernet, IPv4, and TCP with its timestamps.
+LINK = "zeroexp-link"
+HEADER_BYTES = 14 + 20 + 32
+
 _libc = ctypes.CDLL(None)
 
 
@@ -52,3 +57,33 @@ def _sent_by(descriptor: int) -> int:
     (not_sent,) = NOT_SENT[0].unpack_from(info, NOT_SENT[1])
     sent, resent = SENT_AND_RESENT[0].unpack_from(info, SENT_AND_RESENT[1])
     return sent - resent + not_sent
+
+
+class LinkMeter:
+    """Counts what this rank's node sends over its link, from when the meter was made.
+
+    The interface counts bytes and packets, headers too; a packet that is acknowledgement alone has no more than these.
+    What TCP sent twice counts twice.
+    """
+
+    def __init__(self) -> None:
+        self._counted = _link_bytes() or 0
+
+    def take_bytes(self) -> int | None:
+        """Return the payload bytes since this was last asked; None without a link."""
+        counted = _link_bytes()
+        if counted is None:
+            return None
+        before, self._counted = self._counted, counted
+        return counted - before
+
+
+def _link_bytes() -> int | None:
+    """Return the payload bytes that this node has sent over its link; None where it has none."""
+    with open("/proc/self/net/dev", encoding="utf-8") as file:
+        for line in file:
+            name, _, counters = line.partition(":")
+            if name.strip() == LINK:
+                num_bytes, num_packets = counters.split()[8:10]
+                return int(num_bytes) - HEADER_BYTES * int(num_packets)
+    return None

@@ -64,12 +64,12 @@ def machines_of(config: Config, device: str) -> Machines:
     """Return where the ranks of a point are.
 
     On Slurm and on GPUs at most cluster.slurm.ranks_per_node share a node. The ranks of a local run on CPUs share one
-    machine.
+    machine, or the nodes behind cluster.link.
     """
     world_size, cluster = config.world_size, config.cluster
     if cluster.kind == "slurm" or device == "cuda":
         return Machines(device, JobShape.of(world_size, cluster.slurm.ranks_per_node))
-    return Machines(device, JobShape(1, world_size))
+    return Machines(device, JobShape(cluster.num_nodes, world_size // cluster.num_nodes))
 
 
 def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:
@@ -81,5 +81,7 @@ def device_of(configs: Iterable[Config], num_gpus: int, num_cpus: int) -> str:
     configs = list(configs)
     if any(config.cluster.gpu or config.cluster.network for config in configs):
         return "cuda"
+    if any(config.cluster.link for config in configs):
+        return "cpu"
     most = max(config.world_size for config in configs)
     return "cpu" if not num_gpus and most <= num_cpus else "cuda"

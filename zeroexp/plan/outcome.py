@@ -220,7 +220,8 @@ def plan_beside(
 ) -> dict[str, float]:
     """Return what closed forms say of a run that has just been measured, in bytes of its fullest rank.
 
-    These are each kind, `total`, `after_backward`, and `sent` where the engine counts what it sends.
+    These are each kind, `total`, `after_backward`, and where the engine counts what it sends `sent`, and `link`: what a
+    node sends over cluster.link.
 
     settings: what the engine settled, see Strategy.settings. vocab_size: the data's number of words.
     """
@@ -230,5 +231,10 @@ def plan_beside(
     planned["total"] = max(rank.total_bytes for rank in ranks)
     planned["after_backward"] = max(rank.bytes_at["after_backward"] for rank in ranks)
     if isinstance(form, ShardedForm):
-        planned["sent"] = max(sum(rank.sent.values()) for rank in ranks)
+        sent = [sum(rank.sent.values()) for rank in ranks]
+        planned["sent"] = max(sent)
+        if config.cluster.link is not None:
+            machines = machines_of(config, "cpu")
+            between = sum(sent) / len(sent) - _sent_inside(form, machines, ranks)
+            planned["link"] = between * machines.shape.ranks_per_node
     return planned

@@ -104,6 +104,9 @@ def _meanings(points: Sequence[Point]) -> list[str]:
         "(by TCP: what of it left through the network; ranks of one host may read each other's memory)."
         if shares_memory(points)
         else "through the network.",
+        "by link: what all ranks of a node sent over its link, read from the interface less its headers."
+        if any(s.link_bytes_per_step for s in summaries)
+        else "",
         describe_peak_flops(points),
         DOUBT if any(map(why_doubtful, points)) else "",
         *_engine_meanings(points),

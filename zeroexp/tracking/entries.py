@@ -145,7 +145,11 @@ def _memory_entries(summary: RunSummary) -> dict[str, float]:
 
 
 def _traffic_entries(summary: RunSummary) -> dict[str, float]:
-    spreads = {"sent": summary.sent_bytes_per_step, "wire": summary.wire_bytes_per_step}
+    spreads = {
+        "sent": summary.sent_bytes_per_step,
+        "wire": summary.wire_bytes_per_step,
+        "link": summary.link_bytes_per_step,
+    }
     values: dict[str, float] = {}
     for name, ranks in spreads.items():
         if ranks is not None:
@@ -158,7 +162,8 @@ def _traffic_entries(summary: RunSummary) -> dict[str, float]:
 
 def _plan_entries(summary: RunSummary) -> dict[str, float]:
     """Return what was planned, and by how much the measurement differs; zero means to the byte."""
-    whole = {"total": "total", "after_backward": "after_backward", "sent": "sent_per_step"}
+    whole = {"total": "total", "after_backward": "after_backward"}
+    whole |= {"sent": "sent_per_step", "link": "link_per_step"}
     names = {**KIND_NAMES, **whole}
     planned = {f"plan_{names[name]}_mib": v / MIB for name, v in summary.plan.items()}
     errors = {f"plan_error_{names[name]}_mib": v / MIB for name, v in summary.plan_errors.items()}

@@ -36,7 +36,7 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.memory import AllocationMeter, bytes_by_kind
 from zeroexp.measure.record import StepRecord, Traffic
 from zeroexp.measure.trace import StepTrace
-from zeroexp.measure.traffic import WireMeter
+from zeroexp.measure.traffic import LinkMeter, WireMeter
 from zeroexp.measure.verb_seconds import TimedMove, meter, sum_up_moves
 from zeroexp.models.loss import loss_sum
 from zeroexp.process import progress
@@ -79,6 +79,7 @@ def train(
             found = validate(strategy, data, run.collectives, task=config.model.task, step=index)
             step.record.validation_loss = found.loss
             step.record.validation_accuracy = found.accuracy
+            run.link.take_bytes()
         unread.append(step)
         most_unread = 0 if pause(index + 1) else int(world.timed_device.type == "cuda")
         while len(unread) > most_unread:  # [Note: one step late]
@@ -107,6 +108,7 @@ class _Run:
     ):
         self._strategy, self._data, self._config, self._stop = strategy, data, config, stop
         self._world, self.collectives = world, Collectives(world)
+        self.link = LinkMeter()
         self._instruments = instruments or Instruments(TrainConfig(), world, Path())
         num_warmup = config.train.warmup_steps
         self.num_steps = num_warmup + config.train.steps
@@ -177,6 +179,9 @@ class _Run:
         sums.wait()
         if ends_window:
             barrier()
+        step.record.link_bytes = self.link.take_bytes()
+        if ends_window and step.record.link_bytes is not None:
+            barrier()  # no rank of a node sends on before the others have read too
         step.read_memory("at_rest", strategy)
         step.clock.stop()
 
