@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from tests.composing import composed
 from zeroexp.plan.advice_text import advice_json, as_text
 from zeroexp.plan.advise import Advice, advise
-from zeroexp.plan.changes import with_batch, with_stage
+from zeroexp.plan.changes import BATCH, MICRO, with_settings
 from zeroexp.plan.composed_points import ComposedPoints
 from zeroexp.plan.outcome import RankPeak, RehearsedPeaks, plan_point
 from zeroexp.plan.plan_points import Plans
@@ -22,7 +22,7 @@ LINE = " ".join(TINY)
 
 def candidate(stage: str, micro: int, seconds: float | None, gib: float) -> Candidate:
     """One of 8 GiB of memory; `seconds` None: it was not rehearsed."""
-    config = with_batch(with_stage(composed(*TINY), stage), micro, 8)
+    config = with_settings(composed(*TINY), {"strategy": stage, MICRO: micro, BATCH: 8})
     planned = plan_point(config, None, "cuda")
     peak = RankPeak(0, "backward", int(gib * GIB), {"parameters": int(gib * GIB)}, {}, [])
     times = None if seconds is None else (0.8 * seconds, seconds, 1.2 * seconds)

@@ -8,7 +8,7 @@ from tests.composing import composed
 from zeroexp.plan.changes import with_world
 from zeroexp.plan.fewest_ranks import largest
 from zeroexp.plan.outcome import plan_point
-from zeroexp.plan.search import first_that_fits, more_ranks, most_ranks
+from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
 
 MIB = 2**20
 # Peaks over a number of samples or tokens.
@@ -39,10 +39,10 @@ def test_the_largest_that_fits_is_found(kind, step, most, limit_mib):
     assert tries <= 2 * (most // step).bit_length()
 
 
-def fewest(words: str, limit_mib: float, **more: int) -> int | None:
+def fewest(words: str, limit_mib: float, above: int = 0) -> int | None:
     point = plan_point(composed("model=tiny", "world_size=2", *words.split()), None, "cpu")
     point.config.cluster.device_memory_gib = limit_mib / 1024
-    found = first_that_fits(more_ranks(point.config, "cpu", **more), point)
+    found = first_that_fits(more_ranks(point.config, "cpu", above=above), point)
     return found and found.planned.config.world_size
 
 
@@ -61,7 +61,7 @@ def test_the_fewest_ranks_are_those_half_of_which_do_not_fit():
         assert fewest("strategy=zero3", held) == size
     # No number of ranks makes what every rank holds whole smaller.
     assert fewest("strategy=ddp", 1) is None
-    assert most_ranks("cpu") < most_ranks("cuda")
+    assert MOST_RANKS["cpu"] < MOST_RANKS["cuda"]
 
 
 def test_one_rank_lays_out_nothing_for_others():

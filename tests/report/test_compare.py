@@ -11,7 +11,6 @@ from tests.report.made import change, edit, points, repeats
 from tests.run_folders import write_run
 from zeroexp.config.keys import ConfigError
 from zeroexp.report.compare import (
-    ONCE,
     conclude,
     describe_moved,
     differences,
@@ -76,16 +75,6 @@ def test_what_a_study_wants_equal_is_a_claim(sweep: Path) -> None:
     for run in "abc":
         edit(sweep / run / "config.yaml", "must_equal: []", "must_equal: [optimizer]")
     assert conclude(points(sweep)).broken == [f"study.must_equal: {line}"]
-
-
-def test_faster_than_without_communication_is_noise(tmp_path: Path) -> None:
-    write_run(tmp_path / "one", "ddp", world_size=1)  # 410 ms
-    write_run(tmp_path / "two", "ddp", world_size=2)  # 210 ms
-    found = conclude(points(tmp_path))
-    assert (found.doubts, found.verdicts) == ([], [ONCE])
-    change(tmp_path / "two/summary.json", {"step_seconds_median": 0.19})
-    (doubt,) = conclude(points(tmp_path)).doubts
-    assert "took 190.0 ms, less than 2 ranks need without any communication (205.0 ms" in doubt
 
 
 def test_a_time_that_others_spoilt_or_that_nobody_knows_is_in_doubt(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _reasons(advice: Advice) -> list[str]:
         )
     for stage in dict.fromkeys(each.stage for each in advice.candidates):
         of_stage = [each for each in advice.candidates if each.stage == stage]
-        if best and not any(each.fits for each in of_stage):
+        if best and not any(each.may_fit for each in of_stage):
             least = min(of_stage, key=lambda each: each.peak_bytes)
             alone = "" if least.rehearsed else " of model states alone"
             reasons.append(f"{stage} does not fit: at least {_size(least.peak_bytes)}{alone}.")

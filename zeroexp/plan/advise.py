@@ -21,19 +21,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from zeroexp.config.gpus import USUAL_GPU
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import (
+    MICRO,
+    RECOMPUTES,
+    SEQ_LEN,
     Change,
+    change,
     longest_sequence,
-    recomputation,
-    with_batch,
-    with_gpu,
-    with_length,
-    with_precision,
-    with_recomputation,
-    with_stage,
+    with_settings,
 )
 from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint
@@ -48,7 +47,6 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")  # those that send little come first
 SAMPLES_PER_RANK, MOST_TOKENS = 8, 1 << 15
 BUDGET_SECONDS, CONFIRM_SECONDS = 60, 15  # of all; kept for what would be named
 ALIKE = 0.01  # seconds that differ by less are one speed: no estimate is that good
-MICRO, RECOMPUTES = "data.micro_batch_size", "train.activation_checkpointing"
 LAYOUT = "strategy.implementation"
 
 
@@ -75,7 +73,7 @@ class Advice:
 
     @property
     def fitting(self) -> list[Candidate]:
-        return [each for each in self.rehearsed if each.fits]
+        return [each for each in self.rehearsed if each.may_fit]
 
     @property
     def best(self) -> Candidate | None:
@@ -112,7 +110,7 @@ class Advice:
     @property
     def late(self) -> list[Candidate]:
         """What may fit and was not rehearsed."""
-        return [each for each in self.candidates if each.fits and not each.rehearsed]
+        return [each for each in self.candidates if each.may_fit and not each.rehearsed]
 
 
 def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[Advice]:
@@ -142,22 +140,20 @@ def advise(plans: Plans, *, now: Callable[[], float] = time.monotonic) -> list[A
 
 def _with_defaults(planned: PlannedPoint, named: Collection[str]) -> Config:
     """Return the config with what is taken for what the line leaves open, see [Note: defaults]."""
-    config = planned.config
+    config, settings = planned.config, dict[str, Any]()
     if planned.device == "cuda":
         if not any(key.startswith("precision") for key in named):
-            config = with_precision(config, "bf16_master")
-        if "data.seq_len" not in named and (longest := longest_sequence(planned.model)):
-            config = with_length(config, min(longest, MOST_TOKENS))
-        if (
-            planned.outcome.memory_gib is None
-            and not calibration_path(Path(OUTPUTS), "cuda").exists()
-        ):
-            config = with_gpu(config, USUAL_GPU)
+            settings["precision"] = "bf16_master"
+        if SEQ_LEN not in named and (longest := longest_sequence(planned.model)):
+            settings[SEQ_LEN] = min(longest, MOST_TOKENS)
+        is_calibrated = calibration_path(Path(OUTPUTS), "cuda").exists()
+        if planned.outcome.memory_gib is None and not is_calibrated:
+            settings["cluster.gpu"] = USUAL_GPU
     if BATCH not in named:
-        micro = config.data.micro_batch_size if MICRO in named else 1
-        each = max(SAMPLES_PER_RANK, micro)
-        config = with_batch(config, micro, each * config.world_size)
-    return config
+        settings[MICRO] = config.data.micro_batch_size if MICRO in named else 1
+        each = max(SAMPLES_PER_RANK, settings[MICRO])
+        settings[BATCH] = each * config.world_size
+    return with_settings(config, settings)
 
 
 def _candidates(base: PlannedPoint, named: Collection[str]) -> Iterator[Candidate]:
@@ -177,9 +173,7 @@ def _ways(config: Config, named: Collection[str]) -> Iterator[Change]:
     micros = (config.data.micro_batch_size,) if MICRO in named else halves
     choices = (config.train.activation_checkpointing,) if RECOMPUTES in named else (False, True)
     for stage, recomputes, micro in product(stages, choices, micros):
-        words = f"strategy={stage} {MICRO}={micro} {recomputation(recomputes)}"
-        changed = with_batch(with_stage(config, stage), micro)
-        yield Change(words, with_recomputation(changed, recomputes))
+        yield change(config, {"strategy": stage, MICRO: micro, RECOMPUTES: recomputes})
 
 
 def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[], float]) -> None:
@@ -187,7 +181,7 @@ def _rehearse_likely_first(advice: Advice, until: float | None, now: Callable[[]
 
     It is not over before one is found that fits.
     """
-    left = {at: each for at, each in enumerate(advice.candidates) if each.fits}
+    left = {at: each for at, each in enumerate(advice.candidates) if each.may_fit}
     bytes_per_sample: dict[bool, float] = {}  # with and without recomputation
 
     def unlikely(at: int) -> tuple[bool, bool, bool, int, int]:

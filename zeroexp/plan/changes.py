@@ -1,19 +1,22 @@
-"""Changes of a point: the config under another stage, batch, precision or number of ranks, and its words.
+"""Changes of a point: the config with other values of some settings, and the words that set them.
 
 A change keeps what the line says where that has a meaning still, and takes back what has none any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroexp.config.keys import ENGINE_SETTINGS, TORCH_DDP, Config, PrecisionConfig, resolve
 from zeroexp.cut.layout import LAYOUTS
 from zeroexp.cut.stage import STAGES, Placement
 from zeroexp.models.module import BuiltModel
+from zeroexp.plan.composed_points import BATCH
 
+MICRO, SEQ_LEN = "data.micro_batch_size", "data.seq_len"
+RECOMPUTES = "train.activation_checkpointing"
 SETTINGS = (*ENGINE_SETTINGS, "gradient_as_bucket_view")  # of `strategy`; null unless set
 PRECISIONS = {
     "fp32": ("float32", "float32", "float32"),
@@ -24,6 +27,21 @@ PRECISIONS = {
 class Change(NamedTuple):
     words: str  # of a command line
     config: Config  # with them
+
+
+def change(config: Config, settings: Mapping[str, Any]) -> Change:
+    """Return the config with other values by key, and the words of a command line that set them."""
+    words = " ".join(f"{key}={_word(value)}" for key, value in settings.items())
+    return Change(words, with_settings(config, settings))
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the config with other values by key, and with what follows from them."""
+    makers = {"strategy": with_stage, "precision": _with_precision, "world_size": with_world}
+    for key, value in settings.items():
+        make = makers.get(key)
+        config = make(config, value) if make else _with_value(config, key, value)
+    return config
 
 
 def with_stage(config: Config, stage: str) -> Config:
@@ -58,40 +76,7 @@ def with_world(config: Config, world_size: int) -> Config:
     return config
 
 
-def with_batch(config: Config, micro: int, batch: int | None = None) -> Config:
-    """Return the config with another micro-batch and, where it is given, another global batch."""
-    config = deepcopy(config)
-    config.data.micro_batch_size = micro
-    config.data.global_batch_size = batch or config.data.global_batch_size
-    return config
-
-
-def with_length(config: Config, seq_len: int) -> Config:
-    config = deepcopy(config)
-    config.data.seq_len = seq_len
-    return config
-
-
-def with_gpu(config: Config, gpu: str) -> Config:
-    config = deepcopy(config)
-    config.cluster.gpu = gpu
-    return config
-
-
-def longest_sequence(model: BuiltModel) -> int | None:
-    """Return the most positions that the model's config names."""
-    return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
-
-
-def with_recomputation(config: Config, recomputes: bool) -> Config:
-    config = deepcopy(config)
-    config.train.activation_checkpointing = recomputes
-    if not recomputes:
-        config.train.recompute_every, config.train.recompute_except = None, []
-    return config
-
-
-def with_precision(config: Config, name: str) -> Config:
+def _with_precision(config: Config, name: str) -> Config:
     config = deepcopy(config)
     config.precision = PrecisionConfig(name, *PRECISIONS[name])
     strategy = config.strategy
@@ -101,69 +86,69 @@ def with_precision(config: Config, name: str) -> Config:
     return config
 
 
-def with_setting(config: Config, key: str, value: object) -> Config:
-    """Return the config with another value of one of the strategy's settings."""
+def _with_value(config: Config, key: str, value: object) -> Config:
     config = deepcopy(config)
-    strategy = config.strategy
-    setattr(strategy, key, value)
-    if not LAYOUTS[strategy.implementation].has_owners:
-        strategy.owners = None
-    if not strategy.overlap:
-        strategy.prefetch = None
+    group, _, name = key.partition(".")
+    setattr(getattr(config, group), name, value)
+    if key == RECOMPUTES and not value:
+        config.train.recompute_every, config.train.recompute_except = None, []
+    if group != "strategy":
+        return config
+    if not LAYOUTS[config.strategy.implementation].has_owners:
+        config.strategy.owners = None
+    if not config.strategy.overlap:
+        config.strategy.prefetch = None
     return resolve(config)
+
+
+def longest_sequence(model: BuiltModel) -> int | None:
+    """Return the most positions that the model's config names."""
+    return getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
 
 
 def states_and_traffic(config: Config) -> Iterator[Change]:
     """Yield every other value of a setting of the strategy."""
     strategy = config.strategy
-    for stage in STAGES:
-        if stage != strategy.name:
-            yield Change(f"strategy={stage}", with_stage(config, stage))
-    ranks = 2 * config.world_size
-    yield Change(f"world_size={ranks}", with_world(config, ranks))
-    if strategy.implementation not in LAYOUTS:
-        return
     gathers = strategy.parameters.placement == "shard"
-    settings = {
-        "unit": ("model", "block", "module"),
-        "keep": ("none", "last", "all") if gathers else (),
-        "prefetch": (0, 1, 2) if gathers and strategy.overlap else (),
-        "bucket_mb": (1, 25, 100),
-        "overlap": (True, False),
-        "reduce_each": ("microbatch", "step"),
-        "implementation": tuple(LAYOUTS),
+    settings: dict[str, tuple[object, ...]] = {
+        "strategy": tuple(stage for stage in STAGES if stage != strategy.name),
+        "world_size": (2 * config.world_size,),
     }
+    if strategy.implementation in LAYOUTS:
+        settings |= {
+            "strategy.unit": ("model", "block", "module"),
+            "strategy.keep": ("none", "last", "all") if gathers else (),
+            "strategy.prefetch": (0, 1, 2) if gathers and strategy.overlap else (),
+            "strategy.bucket_mb": (1, 25, 100),
+            "strategy.overlap": (True, False),
+            "strategy.reduce_each": ("microbatch", "step"),
+            "strategy.implementation": tuple(LAYOUTS),
+        }
     for key, values in settings.items():
-        for value in values:
-            if value != getattr(strategy, key):
-                yield Change(f"strategy.{key}={_word(value)}", with_setting(config, key, value))
+        now = getattr(strategy, key.removeprefix("strategy."), None)
+        yield from (change(config, {key: value}) for value in values if value != now)
 
 
 def activations_and_products(config: Config) -> Iterator[Change]:
     """Yield the changes that closed forms do not see."""
-    recomputes = not config.train.activation_checkpointing
-    yield Change(recomputation(recomputes), with_recomputation(config, recomputes))
+    yield change(config, {RECOMPUTES: not config.train.activation_checkpointing})
     micro, each = config.data.micro_batch_size, config.data.global_batch_size // config.world_size
     for samples in (micro // 2, 2 * micro):
         if samples and each % samples == 0:
-            yield Change(f"data.micro_batch_size={samples}", with_batch(config, samples))
+            yield change(config, {MICRO: samples})
     for name in PRECISIONS:
         if name != config.precision.name:
-            yield Change(f"precision={name}", with_precision(config, name))
+            yield change(config, {"precision": name})
 
 
-def recomputation(recomputes: bool) -> str:
-    return f"train.activation_checkpointing={_word(recomputes)}"
-
-
-def complete_words(change: Change, config: Config, device: str, named: Collection[str] = ()) -> str:
+def complete_words(made: Change, config: Config, device: str, named: Collection[str] = ()) -> str:
     """Return the words of a change of `config` with all that a command line needs beside them.
 
     These take back settings that have no meaning any more, name the batch if it has changed, and name the device where
     cluster.device=auto may mean another one for more ranks. `named` are the keys that the line sets: one that repeats a
     default is not seen otherwise.
     """
-    words, changed = change
+    words, changed = made
     before, after = (_with_open_settings(each).strategy for each in (config, changed))
     needed = [
         f"strategy.{key}=null"
@@ -174,8 +159,8 @@ def complete_words(change: Change, config: Config, device: str, named: Collectio
         and f"strategy.{key}=" not in words
     ]
     batch = changed.data.global_batch_size
-    if batch != config.data.global_batch_size and "data.global_batch_size=" not in words:
-        needed.append(f"data.global_batch_size={batch}")
+    if batch != config.data.global_batch_size and f"{BATCH}=" not in words:
+        needed.append(f"{BATCH}={batch}")
     more_ranks = changed.world_size != config.world_size
     if more_ranks and config.cluster.device == "auto" and device == "cpu":
         needed.append("cluster.device=cpu")

@@ -17,9 +17,9 @@ step before gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 from zeroexp.comm.facts import TRANSPORTS, Facts
@@ -94,11 +94,12 @@ class StatesForm:
     """What rests on each rank of any engine, from what a subclass says of its elements, gradients and buffers.
 
     at_rest: which dtype of the precision a parameter has. of_states: that of the optimizer's moments, and of master
-    weights where it differs.
+    weights where it differs, or where `copies_weights`.
     """
 
     world_size: int
     replicas = 1  # groups of ranks that hold all states each
+    copies_weights = False
     precision: PrecisionForm
     optimizer: OptimizerForm
     accumulation: int
@@ -113,7 +114,7 @@ class StatesForm:
         """Return what `rank` holds of all parameters."""
         raise NotImplementedError
 
-    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
         raise NotImplementedError
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
@@ -125,13 +126,13 @@ class StatesForm:
         This assumes that every trainable parameter has got a gradient.
         """
         assert moment in MOMENTS, moment
-        held, itemsize = self.held_elements(rank), self._itemsize(self.of_states)
+        held, itemsize = self.held_elements(rank), ITEMSIZE[getattr(self.precision, self.of_states)]
         between = moment == "after_forward" and self.accumulation > 1
         has_gradients = between or moment in ("after_backward", "after_step")
-        has_master = itemsize != self.parameter_itemsize
+        has_master = self.copies_weights or itemsize != self.parameter_itemsize
         return {
             "parameters": self.parameter_itemsize * held.resting,
-            "gradients": self._gradient_bytes(moment, held.owned) if has_gradients else 0,
+            "gradients": self._gradient_bytes(moment, rank) if has_gradients else 0,
             "optimizer": self.optimizer.num_bytes(held, itemsize),
             "master": itemsize * held.owned if has_master else 0,
             "buffers": self._buffer_bytes(moment, rank),
@@ -144,10 +145,21 @@ class StatesForm:
     @property
     def parameter_itemsize(self) -> int:
         """Bytes of one element of a parameter at rest."""
-        return self._itemsize(self.at_rest)
+        return ITEMSIZE[getattr(self.precision, self.at_rest)]
 
-    def _itemsize(self, of: str) -> int:
-        return ITEMSIZE[getattr(self.precision, of)]
+    @property
+    def group_size(self) -> int:
+        """Ranks that shard among themselves."""
+        return self.world_size // self.replicas
+
+    @property
+    def _compute(self) -> int:
+        """Bytes of one element in the dtype of computation."""
+        return ITEMSIZE[self.precision.compute]
+
+    @property
+    def _reduce(self) -> int:
+        return ITEMSIZE[self.precision.reduce]
 
 
 class UnitsOfOneShape(NamedTuple):
@@ -186,22 +198,20 @@ class ShardedForm(StatesForm):
     def traffic(self, rank: int) -> Traffic:
         traffic = Traffic()
         place = rank % self.group_size
-        compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         for chunks, num_units, num_gathers, buckets in self.units_by_shape:
-            gathered = self._gather_bytes(chunks, place, compute) if num_gathers else 0
+            gathered = self._gather_bytes(chunks, place) if num_gathers else 0
             _add(traffic, "gather", num_units * num_gathers, gathered)
             if not trainable(chunks):
                 continue
             for bucket in buckets:
-                num_bytes = self._reduction_bytes(
-                    [part.chunk for part in bucket.slices], place, reduce
-                )
+                chunks_of_bucket = [part.chunk for part in bucket.slices]
+                num_bytes = self._reduction_bytes(chunks_of_bucket, place)
                 _add(traffic, "reduce", num_units * self._num_reductions, num_bytes)
                 if self.replicas > 1:
                     num_sums = num_units * self._num_sums_between
-                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, rank, reduce))
+                    _add(traffic, "replicas", num_sums, self._sum_bytes(bucket, rank))
             if self.stage.publish is Move.ALL_GATHER:
-                published = self._gather_bytes(trainable(chunks), place, compute)
+                published = self._gather_bytes(trainable(chunks), place)
                 _add(traffic, "publish", num_units, published)
         if self.world_size > 1:
             compared = self.schedule.facts.is_collective
@@ -213,12 +223,12 @@ class ShardedForm(StatesForm):
             _add(traffic, "norm", 1, 2 * num_bytes * (self.world_size - 1) // self.world_size)
         return traffic
 
-    def _gather_bytes(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> int:
+    def _gather_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in an all-gather: its part, to every peer."""
-        _, own = self._moved_numel(chunks, place, itemsize)
-        return (self.group_size - 1) * own * itemsize
+        _, own = self._moved_numel(chunks, place, self._compute)
+        return (self.group_size - 1) * own * self._compute
 
-    def _reduction_bytes(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> int:
+    def _reduction_bytes(self, chunks: Sequence[Chunk], place: int) -> int:
         """Return the bytes a rank sends in a reduction.
 
         Each peer gets the terms that it sums; in an all-reduce it also gets this rank's sums.
@@ -226,17 +236,17 @@ class ShardedForm(StatesForm):
         if self.reduction is Move.ALL_REDUCE and self.schedule.facts.is_collective:
             # In the backend's ring every rank sends as much.
             total = self._all_reduced_numel(chunks)
-            return 2 * total * itemsize * (self.group_size - 1) // self.group_size
-        total, own = self._moved_numel(chunks, place, itemsize)
+            return 2 * total * self._reduce * (self.group_size - 1) // self.group_size
+        total, own = self._moved_numel(chunks, place, self._reduce)
         handed_out = (self.group_size - 1) * own if self.reduction is Move.ALL_REDUCE else 0
-        return (total - own + handed_out) * itemsize
+        return (total - own + handed_out) * self._reduce
 
     def _all_reduced_numel(self, chunks: Sequence[Chunk]) -> int:
         """Return the elements of the backend's all-reduce: padded where replicas sum between its two halves."""
         numel, size = sum(chunk.unpadded_numel for chunk in chunks), self.group_size
         return numel if self.replicas == 1 else -(-numel // size) * size
 
-    def _sum_bytes(self, bucket: Bucket, rank: int, itemsize: int) -> int:
+    def _sum_bytes(self, bucket: Bucket, rank: int) -> int:
         """Return the bytes a rank sends to sum between replicas what it has summed of this bucket."""
         replica, place = divmod(rank, self.group_size)
         chunk = sums_of(bucket, place, self.replicas)
@@ -245,9 +255,9 @@ class ShardedForm(StatesForm):
             numel = chunk.unpadded_numel
             if self.reduction is Move.ALL_REDUCE:
                 numel = self._all_reduced_numel([p.chunk for p in bucket.slices]) // self.group_size
-            return 2 * numel * itemsize * peers // self.replicas
+            return 2 * numel * self._reduce * peers // self.replicas
         own = chunk.real_numel(replica)
-        return (chunk.unpadded_numel - own + peers * own) * itemsize
+        return (chunk.unpadded_numel - own + peers * own) * self._reduce
 
     def _moved_numel(self, chunks: Sequence[Chunk], place: int, itemsize: int) -> tuple[int, int]:
         """Return the elements of a move of these chunks, and of a rank's part; only the backend sends padding."""
@@ -263,11 +273,6 @@ class ShardedForm(StatesForm):
     def reduction(self) -> Move:
         """The move that takes partial gradients to where the optimizer needs them."""
         return self.stage.reduce if self.stage.reduce is not Move.NOTHING else self.stage.hand_over
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that shard among themselves."""
-        return self.world_size // self.replicas
 
     @property
     def _num_reductions(self) -> int:
@@ -302,9 +307,9 @@ class ShardedForm(StatesForm):
         for unit, num_gathers in zip(self.units, self._num_gathers, strict=True):
             key = num_gathers, tuple(_cut_without_names(chunk) for chunk in unit)
             same.setdefault(key, []).append(unit)
-        reduce, most = ITEMSIZE[self.precision.reduce], self.schedule.bucket_bytes
+        most = self.schedule.bucket_bytes
         return [
-            UnitsOfOneShape(u[0], len(u), num, cut_in_buckets(trainable(u[0]), reduce, most))
+            UnitsOfOneShape(u[0], len(u), num, cut_in_buckets(trainable(u[0]), self._reduce, most))
             for (num, _), u in same.items()
         ]
 
@@ -320,18 +325,20 @@ class ShardedForm(StatesForm):
         return self.schedule.accumulation
 
     def held_elements(self, rank: int) -> HeldElements:
-        place = rank % self.group_size
-        if place not in self._held_by_place:
-            parts = [(self._held_of_chunk(chunk, place), num) for chunk, num in self._chunks]
-            sums = (
-                sum(num * part[i] for part, num in parts) for i in range(len(HeldElements._fields))
-            )
-            self._held_by_place[place] = HeldElements(*sums)
-        return self._held_by_place[place]
+        return self._held_at(rank % self.group_size)
 
     @cached_property
-    def _held_by_place(self) -> dict[int, HeldElements]:
-        return {}
+    def _held_at(self) -> Callable[[int], HeldElements]:
+        """What the rank at a place holds, summed once."""
+
+        def held_at(place: int) -> HeldElements:
+            parts = [
+                [num * elements for elements in self._held_of_chunk(chunk, place)]
+                for chunk, num in self._chunks
+            ]
+            return HeldElements(*map(sum, zip(*parts, strict=True)))
+
+        return cache(held_at)
 
     def equivalence_key(self, rank: int) -> Hashable:
         facts, place = self.schedule.facts, rank % self.group_size
@@ -362,50 +369,45 @@ class ShardedForm(StatesForm):
             num * chunk.unpadded_numel for chunk, num in self._chunks if chunk.kind != FROZEN
         )
 
-    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
-        compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
         if moment == "after_forward" and self.schedule.reduce_each == "step":
             # Autograd adds them up in the wider dtype.
-            return self._num_trainable * max(compute, reduce)
+            return self._num_trainable * max(self._compute, self._reduce)
         sharded = self.stage.gradients is Placement.SHARD
         # The sum of what rests partial lies in the whole.
-        return reduce * (owned_numel if sharded else self._num_trainable)
+        return self._reduce * (self.held_elements(rank).owned if sharded else self._num_trainable)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
         """Return the bytes of units that are kept gathered, and of memory shared with peers."""
         gathers = self.stage.gather is Move.ALL_GATHER
         kept = self._kept_bytes if gathers and moment == "after_forward" else 0
-        return kept + self._staging_bytes(rank)
+        shares = self.schedule.facts.shares_memory and self.world_size > 1
+        return kept + (self._staging_bytes(rank) if shares else 0)
 
     @cached_property
     def _kept_bytes(self) -> int:
         """Bytes of the units that stay gathered between forward and backward."""
-        itemsize = ITEMSIZE[self.precision.compute]
         return sum(
-            aligned(chunk.padded_numel * itemsize)
+            aligned(chunk.padded_numel * self._compute)
             for index, unit in enumerate(self.units)
             if self.is_kept(index)
             for chunk in unit
         )
 
-    def _staging_bytes(self, rank: int) -> int:
-        if not self.schedule.facts.shares_memory or self.world_size == 1:
-            return 0
-        if rank not in self._staging_bytes_by_rank:
+    @cached_property
+    def _staging_bytes(self) -> Callable[[int], int]:
+        """Bytes of the memory that a rank shares with peers, counted once."""
+
+        def staging_bytes(rank: int) -> int:
             units = [trainable(alike.chunks) for alike in self.units_by_shape]
-            schedule, itemsize = self.schedule, ITEMSIZE[self.precision.reduce]
+            itemsize, most = self._reduce, self.schedule.bucket_bytes
             replica, place = divmod(rank, self.group_size)
-            most = schedule.bucket_bytes
             slot = slot_bytes(units, self.stage, place, itemsize, most)
             if self.replicas > 1:
-                ranks = place, replica
-                slot += slot_bytes_of_sums(units, ranks, self.replicas, itemsize, most)
-            self._staging_bytes_by_rank[rank] = num_slots(schedule.transport) * slot
-        return self._staging_bytes_by_rank[rank]
+                slot += slot_bytes_of_sums(units, (place, replica), self.replicas, itemsize, most)
+            return num_slots(self.schedule.transport) * slot
 
-    @cached_property
-    def _staging_bytes_by_rank(self) -> dict[int, int]:
-        return {}
+        return cache(staging_bytes)
 
 
 def trainable(unit: Unit) -> Unit:

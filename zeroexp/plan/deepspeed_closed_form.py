@@ -18,16 +18,11 @@ from torch import nn
 
 from zeroexp.config.deepspeed_settings import SETTINGS, bucket_numel
 from zeroexp.config.keys import Config, UndefinedCombination
-from zeroexp.config.optimizer import OPTIMIZERS, parameter_groups
+from zeroexp.config.optimizer import parameter_groups
 from zeroexp.measure.record import Traffic
 from zeroexp.models.module import BuiltModel
-from zeroexp.plan.closed_forms import (
-    ITEMSIZE,
-    HeldElements,
-    OptimizerForm,
-    PrecisionForm,
-    StatesForm,
-)
+from zeroexp.plan.closed_forms import HeldElements, OptimizerForm, PrecisionForm, StatesForm
+from zeroexp.plan.form_of_config import of_any_engine
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class DeepSpeedForm(StatesForm):
     accumulation: int
     precision: PrecisionForm
     optimizer: OptimizerForm
-    at_rest, of_states = "compute", "master"
+    at_rest, of_states, copies_weights = "compute", "master", True
 
     def traffic(self, rank: int) -> Traffic:
         peers = self.world_size - 1
@@ -75,20 +70,10 @@ class DeepSpeedForm(StatesForm):
             padding = sum(self._flat) - self._num_trained
         return HeldElements(resting, padding, self._owned, len(self.groups))
 
-    def held_bytes(self, moment: str, rank: int) -> dict[str, int]:
-        held, itemsize = self.held_elements(rank), ITEMSIZE[self.precision.master]
-        return {
-            "parameters": self._compute * held.resting,
-            "gradients": self._bytes_of_gradients(moment, rank),
-            "optimizer": self.optimizer.num_bytes(held, itemsize),
-            "master": itemsize * held.owned,
-            "buffers": self._buffer_bytes(moment, rank),
-        }
-
     def equivalence_key(self, rank: int) -> Hashable:
         return self._overlapping(rank) if self.stage < 3 else None
 
-    def _bytes_of_gradients(self, moment: str, rank: int) -> int:
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
         if not self._has_gradients(moment):
             return 0
         if self._keeps_all:
@@ -151,14 +136,6 @@ class DeepSpeedForm(StatesForm):
     def _num_trained(self) -> int:
         return sum(map(sum, self.groups))
 
-    @property
-    def _compute(self) -> int:
-        return ITEMSIZE[self.precision.compute]
-
-    @property
-    def _reduce(self) -> int:
-        return ITEMSIZE[self.precision.reduce]
-
     def _part(self, size: int) -> int:
         return -(-size // self.world_size)
 
@@ -170,24 +147,20 @@ def form_of_deepspeed(config: Config, model: BuiltModel) -> DeepSpeedForm:
         where = f"strategy.settings.{key}={settings[key]}"
         problem = "DeepSpeed decides as it goes what stays gathered, so that no plan can tell"
         raise UndefinedCombination(f"{where}: {problem}; run it instead")
-    mode, data, chosen = config.precision, config.data, config.optimizer
     groups = [
-        list(group["params"]) for group in parameter_groups(model.module, chosen, model.blocks)
+        list(group["params"])
+        for group in parameter_groups(model.module, config.optimizer, model.blocks)
     ]
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     sizes = [[p.numel() for p in group] for group in groups]
-    kind = OPTIMIZERS[chosen.name]
     return DeepSpeedForm(
         stage=int(config.strategy.name.removeprefix("zero")),
         groups=sizes,
         frozen=[p.numel() for p in frozen],
         gathers=_gathers(config, model, [p for group in (*groups, frozen) for p in group]),
-        world_size=config.world_size,
         bucket=bucket_numel(settings, sum(map(sum, sizes))),
         overlaps=settings["overlap_comm"],
-        accumulation=data.global_batch_size // (data.micro_batch_size * config.world_size),
-        precision=PrecisionForm(mode.compute, mode.reduce, mode.master),
-        optimizer=OptimizerForm(kind.num_moments(chosen), kind.bytes_per_tensor),
+        **of_any_engine(config),
     )
 
 

@@ -7,7 +7,7 @@ milliseconds, and settings that change nothing else are among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from textwrap import wrap
 from typing import NamedTuple
@@ -42,25 +42,77 @@ def explain(plans: Plans) -> str:
         )
     planned = plans.planned[0] if plans.rehearses else with_rehearsal(plans.planned[0])
     outcome = planned.outcome
-    levers = sorted(_levers(planned, plans), key=lambda lever: lever.num_bytes)
-    kinds = {kind: spread.fullest for kind, spread in outcome.by_kind.items() if spread.fullest}
-    lines = [
-        *wrapped(
-            f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured."
-        ),
-        "",
-        *wrapped(
-            f"The fullest rank holds {mib(outcome.total.fullest)} MiB of model states at once; of each kind at most:"
-        ),
-        *[f"{mib(num_bytes):>14}  {kind}" for kind, num_bytes in kinds.items()],
-        "",
-        *_rehearsed_lines(outcome),
-        "",
-        *_unit_lines(planned),
-        "",
-        *_lever_lines(levers, outcome, rehearses=plans.rehearses),
+    head = f"{outcome.name}, model {outcome.model}, {outcome.place} ranks. Planned, not measured."
+    parts = [
+        wrapped(head),
+        _state_lines(outcome),
+        _rehearsed_lines(outcome),
+        _unit_lines(planned),
+        _lever_lines(planned, plans),
     ]
-    return "\n".join(lines)
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _amounts(named: Iterable[tuple[float, str]]) -> list[str]:
+    return [f"{mib(num_bytes):>14}  {name}" for num_bytes, name in named]
+
+
+def _state_lines(outcome: Outcome) -> list[str]:
+    most = f"The fullest rank holds {mib(outcome.total.fullest)} MiB of model states at once"
+    kinds = [(each.fullest, kind) for kind, each in outcome.by_kind.items() if each.fullest]
+    return [*wrapped(f"{most}; of each kind at most:"), *_amounts(kinds)]
+
+
+def _rehearsed_lines(outcome: Outcome) -> list[str]:
+    """Return what is held at the peak, by kind, and its largest storages; or why there is no peak."""
+    if outcome.rehearsed is None:
+        return wrapped(f"Its peak is not rehearsed: {outcome.not_rehearsed}.")
+    peak = outcome.rehearsed.fullest
+    head = f"Rehearsed, with activations: rank {peak.rank} holds {mib(peak.num_bytes)} MiB at most, in {peak.phase}:"
+    largest = [(size, f"{kind}, {made}") for size, kind, made in peak.largest[:NUM_LARGEST]]
+    return [
+        *wrapped(head),
+        *_amounts((num_bytes, kind) for kind, num_bytes in peak.by_kind.items()),
+        *["", "The largest storages there, and the operation that made each:"],
+        *_amounts(largest),
+    ]
+
+
+def _unit_lines(planned: PlannedPoint) -> list[str]:
+    """Return a line for each unit of another size, and the largest tensors."""
+    config, model = planned.config, planned.model
+    itemsize = ITEMSIZE[config.strategy.parameters.dtype]
+    alike: dict[int, list[str]] = {}
+    for group in group_parameters(model.module, model.blocks, config.strategy.unit or "block"):
+        num_bytes = itemsize * sum(p.numel() for p in group.parameters.values())
+        alike.setdefault(num_bytes, []).append(group.name or "(root)")
+    tensors = ((p.numel() * itemsize, name) for name, p in model.module.named_parameters())
+    return [
+        "Units, whole, in MiB:",
+        *_amounts(
+            (size, names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else ""))
+            for size, names in alike.items()
+        ),
+        *["", "Largest tensors, whole, in MiB:"],
+        *_amounts(sorted(tensors, key=lambda each: -each[0])[:NUM_LARGEST]),
+    ]
+
+
+def _lever_lines(planned: PlannedPoint, plans: Plans) -> list[str]:
+    outcome = planned.outcome
+    held = "peak" if plans.rehearses and outcome.rehearsed else "states"
+    lines = [
+        "What each lever would change, in MiB of the fullest rank, and ms of a step:",
+        *wrapped(_basis(outcome, plans.rehearses)),
+        *["", f"{held:>12} {'sent/step':>12} {'ms':>10}  lever"],
+    ]
+    for lever in sorted(_levers(planned, plans), key=lambda lever: lever.num_bytes):
+        ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+z,.1f}"
+        cells = mib(lever.num_bytes, "+"), mib(lever.sent_bytes, "+"), ms
+        if any(cell.strip("+-0.,") for cell in cells):
+            line = "{:>12} {:>12} {:>10}  {}".format(*cells, lever.words)
+            lines += wrap(line, WIDTH, subsequent_indent=" " * 39, break_on_hyphens=False)
+    return lines
 
 
 def _levers(now: PlannedPoint, plans: Plans) -> Iterator[Lever]:
@@ -78,61 +130,6 @@ def _levers(now: PlannedPoint, plans: Plans) -> Iterator[Lever]:
             held = then.fullest.num_bytes - peak_now.fullest.num_bytes
             seconds = then.step_seconds[1] - peak_now.step_seconds[1]
             yield Lever(words, held, sent, seconds)
-
-
-def _rehearsed_lines(outcome: Outcome) -> list[str]:
-    """Return what is held at the peak, by kind, and its largest storages; or why there is no peak."""
-    if outcome.rehearsed is None:
-        return wrapped(f"Its peak is not rehearsed: {outcome.not_rehearsed}.")
-    peak = outcome.rehearsed.fullest
-    head = f"Rehearsed, with activations: rank {peak.rank} holds {mib(peak.num_bytes)} MiB at most, in {peak.phase}:"
-    return [
-        *wrapped(head),
-        *[f"{mib(num_bytes):>14}  {kind}" for kind, num_bytes in peak.by_kind.items()],
-        "",
-        "The largest storages there, and the operation that made each:",
-        *[f"{mib(size):>14}  {kind}, {made}" for size, kind, made in peak.largest[:NUM_LARGEST]],
-    ]
-
-
-def _unit_lines(planned: PlannedPoint) -> list[str]:
-    """Return a line for each unit of another size, and the largest tensors."""
-    config, model = planned.config, planned.model
-    itemsize = ITEMSIZE[config.strategy.parameters.dtype]
-    alike: dict[int, list[str]] = {}
-    for group in group_parameters(model.module, model.blocks, config.strategy.unit or "block"):
-        numel = sum(p.numel() for p in group.parameters.values())
-        alike.setdefault(numel, []).append(group.name or "(root)")
-    tensors = sorted(model.module.named_parameters(), key=lambda each: -each[1].numel())
-    return [
-        "Units, whole, in MiB:",
-        *[
-            f"{mib(numel * itemsize):>14}  {names[0]}"
-            + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
-            for numel, names in alike.items()
-        ],
-        "",
-        "Largest tensors, whole, in MiB:",
-        *[f"{mib(p.numel() * itemsize):>14}  {name}" for name, p in tensors[:NUM_LARGEST]],
-    ]
-
-
-def _lever_lines(levers: list[Lever], outcome: Outcome, *, rehearses: bool) -> list[str]:
-    basis = _basis(outcome, rehearses)
-    held = "peak" if rehearses and outcome.rehearsed else "states"
-    lines = [
-        "What each lever would change, in MiB of the fullest rank, and ms of a step:",
-        *wrapped(basis),
-        "",
-        f"{held:>12} {'sent/step':>12} {'ms':>10}  lever",
-    ]
-    for lever in levers:
-        ms = "-" if lever.seconds is None else f"{1e3 * lever.seconds:+z,.1f}"
-        cells = mib(lever.num_bytes, "+"), mib(lever.sent_bytes, "+"), ms
-        if any(cell.strip("+-0.,") for cell in cells):
-            line = "{:>12} {:>12} {:>10}  {}".format(*cells, lever.words)
-            lines += wrap(line, WIDTH, subsequent_indent=" " * 39, break_on_hyphens=False)
-    return lines
 
 
 def _basis(outcome: Outcome, rehearses: bool) -> str:

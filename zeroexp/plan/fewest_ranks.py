@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.plan.changes import longest_sequence, with_batch, with_length
+from zeroexp.plan.changes import MICRO, SEQ_LEN, longest_sequence, with_settings
+from zeroexp.plan.composed_points import BATCH
 from zeroexp.plan.outcome import PlannedPoint, plan_point
 from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import settings_of, skipped_sentences
-from zeroexp.plan.search import first_that_fits, more_ranks, most_ranks
+from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
 from zeroexp.plan.text_table import GIB, Column, amount, lines_of, unit_of, wrapped
 
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
@@ -56,9 +57,7 @@ def fit_lines(plans: Plans) -> str:
         Column("model", lambda row: row.point.outcome.model, left=True),
         Column("strategy", lambda row: row.point.outcome.strategy, left=True),
         Column("layout", lambda row: row.point.outcome.implementation, left=True),
-        Column(
-            "ranks", lambda row: str(row.world_size or f"not up to {most_ranks(row.point.device)}")
-        ),
+        Column("ranks", _ranks),
         Column("peak", lambda row: if_fits(row, row.num_bytes)),
         Column("left", lambda row: if_fits(row, row.limit - row.num_bytes)),
         Column("batch", lambda row: str(row.samples or "-")),
@@ -100,6 +99,10 @@ def _fit(point: PlannedPoint) -> Fit:
     return none
 
 
+def _ranks(row: Fit) -> str:
+    return str(row.world_size or f"not up to {MOST_RANKS[row.point.device]}")
+
+
 def _peak(config: Config, of: PlannedPoint) -> int:
     """Return the most bytes that a rank may hold in a step. Raises ConfigError for what can not be rehearsed."""
     return rehearse_point(plan_point(config, of.model, of.device)).fullest.num_bytes
@@ -109,10 +112,11 @@ def _most_work(config: Config, of: PlannedPoint, limit: int) -> tuple[int | None
     """Return the largest micro-batch, alone in a step, and the longest sequence that fit."""
 
     def of_samples(samples: int) -> int:
-        return _peak(with_batch(config, samples, samples * config.world_size), of)
+        batch = {MICRO: samples, BATCH: samples * config.world_size}
+        return _peak(with_settings(config, batch), of)
 
     def of_tokens(tokens: int) -> int:
-        return _peak(with_length(config, tokens), of)
+        return _peak(with_settings(config, {SEQ_LEN: tokens}), of)
 
     step = min(TOKENS, config.data.seq_len)
     longest = longest_sequence(of.model) or MOST_TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -112,12 +113,9 @@ def _ddp_form(config: Config, model: BuiltModel) -> DdpForm:
     return DdpForm(
         groups=[_shapes(group["params"], group.get("kind")) for group in groups],
         frozen=_shapes(frozen),
-        world_size=config.world_size,
         shards_optimizer=config.strategy.name == "zero1",
         gradient_as_bucket_view=bool(config.strategy.gradient_as_bucket_view),
-        accumulation=_accumulation(config),
-        precision=_precision(config),
-        optimizer=_optimizer(config),
+        **of_any_engine(config),
     )
 
 
@@ -125,12 +123,9 @@ def _fsdp_form(config: Config, model: BuiltModel) -> FsdpForm:
     groups = group_parameters(model.module, model.blocks, "block")
     return FsdpForm(
         units=[_shapes(group.parameters.values()) for group in groups],
-        world_size=config.world_size,
         reshards=config.strategy.name == "zero3",
         replicas=config.strategy.replicas or 1,
-        accumulation=_accumulation(config),
-        precision=_precision(config),
-        optimizer=_optimizer(config),
+        **of_any_engine(config),
     )
 
 
@@ -141,9 +136,15 @@ def _shapes(parameters: Iterable[nn.Parameter], kind: str | None = None) -> list
     ]
 
 
-def _precision(config: Config) -> PrecisionForm:
+def of_any_engine(config: Config) -> dict[str, Any]:
+    """Return what the form of every native engine is told of its ranks, precision and optimizer."""
     mode = config.precision
-    return PrecisionForm(mode.compute, mode.reduce, mode.master)
+    return {
+        "world_size": config.world_size,
+        "accumulation": _accumulation(config),
+        "precision": PrecisionForm(mode.compute, mode.reduce, mode.master),
+        "optimizer": _optimizer(config),
+    }
 
 
 def _optimizer(config: Config) -> OptimizerForm:

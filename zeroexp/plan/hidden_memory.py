@@ -45,21 +45,6 @@ SUM_BYTES = 4  # of one element of a product, while it is summed
 WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
 
-class GlooCopies(LocalOperations):
-    """Lets `storages`, the mode outside of this one, see the copies."""
-
-    def __init__(self, storages: Storages) -> None:
-        super().__init__()
-        self._storages = storages
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = func._schema.name
-        if name in COPIED:
-            copy = torch.empty_like(args[COPIED[name]])
-            self._storages.assign_kind(MESSAGES, [copy])
-        return func(*args, **kwargs)
-
-
 def product_scratch_bytes() -> int:
     """Return what a bf16 product allocates for each element of its result, by this CPU's instructions.
 
@@ -73,16 +58,23 @@ def product_scratch_bytes() -> int:
     return SUM_BYTES if by_onednn and not rounds else 0
 
 
-class KernelScratch(LocalOperations):
-    """Lets `Storages`, the mode outside of this one, see what a kernel allocates beside its results."""
+class HostMemory(LocalOperations):
+    """Lets `storages`, the mode outside of this one, see what gloo copies and what kernels allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self, storages: Storages) -> None:
         super().__init__()
+        self._storages = storages
         self._product_bytes = product_scratch_bytes()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        if name in COPIED:
+            copy = torch.empty_like(
+                args[COPIED[name]]
+            )  # it lives until the collective has been issued
+            self._storages.assign_kind(MESSAGES, [copy])
         result = func(*args, **kwargs)
-        if num_bytes := self._scratch_bytes(func._schema.name, args, kwargs, result):
+        if num_bytes := self._scratch_bytes(name, args, kwargs, result):
             torch.empty(num_bytes, dtype=torch.uint8)  # it dies at once, beside the results
         return result
 

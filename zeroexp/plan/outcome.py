@@ -66,9 +66,7 @@ class Outcome:
     sent_inside: float  # the mean over ranks of what stays inside a node
     sent_between: float
     label: str | None = None  # what the engine is, where its name tells less
-    memory_gib: float | None = (
-        None  # cluster.device_memory_gib, or cluster.gpu's, less cluster.reserved_gib
-    )
+    memory_gib: float | None = None  # of a device, less cluster.reserved_gib
     rehearsed: RehearsedPeaks | None = None  # where that was asked for
     not_rehearsed: str | None = None  # why it was not, where it was asked for
     remedies: list[str] = field(default_factory=list[str])  # changes after which it would fit
@@ -148,6 +146,7 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
     busiest = max(ranks, key=lambda rank: sum(rank.sent.values()))
     sent = spread([sum(rank.sent.values()) for rank in ranks])
     inside = _sent_inside(form, machines, ranks)
+    held = [rank.held_elements for rank in ranks]
     return Outcome(
         name=name,
         strategy=config.strategy.name,
@@ -157,10 +156,8 @@ def _outcome_of(name: str, config: Config, form: ClosedForm, machines: Machines)
         place=str(machines),
         by_kind={kind: spread([rank.by_kind[kind] for rank in ranks]) for kind in KINDS},
         total=spread([rank.total_bytes for rank in ranks]),
-        owned=spread([rank.held_elements.owned for rank in ranks]),
-        padding_bytes=spread(
-            [rank.held_elements.padding * form.parameter_itemsize for rank in ranks]
-        ),
+        owned=spread([elements.owned for elements in held]),
+        padding_bytes=spread([each.padding * form.parameter_itemsize for each in held]),
         sent=sent,
         sent_by_kind=busiest.sent,
         sent_inside=inside,

@@ -46,7 +46,7 @@ from zeroexp.measure.instruments import Instruments
 from zeroexp.measure.record import KINDS, StepRecord, Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import allow_fake_tensors, build_model, materialize
-from zeroexp.plan.hidden_memory import GlooCopies, GradientSums, KernelScratch
+from zeroexp.plan.hidden_memory import GradientSums, HostMemory
 from zeroexp.plan.speed import Speed
 from zeroexp.plan.stand_ins import NoData, absent_neighbours, buckets_in_python
 from zeroexp.plan.storages import Peak, Storages
@@ -192,11 +192,7 @@ def _on_host(storages: Storages, ranks_per_host: int | None) -> Generator[None]:
     if ranks_per_host is None:
         yield
         return
-    with (
-        GlooCopies(storages),
-        KernelScratch(),
-        absent_neighbours(storages, ranks_per_host),
-    ):
+    with HostMemory(storages), absent_neighbours(storages, ranks_per_host):
         yield
 
 

@@ -10,17 +10,17 @@ Closed forms come first everywhere: what does not fit by its model states alone 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from zeroexp.check import check
 from zeroexp.check.try_strategy import check_strategy
 from zeroexp.config.keys import Config, ConfigError
-from zeroexp.plan.changes import Change, complete_words, with_stage, with_world
+from zeroexp.plan.changes import Change, change, complete_words
 from zeroexp.plan.outcome import PlannedPoint, RehearsedPeaks, plan_point
 
 LATER = ("zero1", "zero2", "zero3")
-MOST_RANKS, MOST_CPU_RANKS = 4096, 64  # CPU ranks share a host, where each pair counts apart
+MOST_RANKS = {"cuda": 4096, "cpu": 64}  # CPU ranks share a host, where each pair counts apart
 
 
 class Candidate(NamedTuple):
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
         return self.planned.outcome.rehearsed
 
     @property
-    def fits(self) -> bool:
+    def may_fit(self) -> bool:
         return self.planned.outcome.fits is not False
 
     @property
@@ -74,14 +74,14 @@ def planned_changes(
     changes: Iterable[Change], of: PlannedPoint, named: Collection[str] = ()
 ) -> Iterator[Candidate]:
     """Plan those changes of a point that are defined; `named` are the keys that its line sets."""
-    for change in changes:
+    for made in changes:
         try:
-            check(change.config, on_paper=True)
-            check_strategy(change.config)
-            planned = plan_point(change.config, of.model, of.device)
+            check(made.config, on_paper=True)
+            check_strategy(made.config)
+            planned = plan_point(made.config, of.model, of.device)
         except ConfigError:
             continue
-        yield Candidate(complete_words(change, of.config, of.device, named), planned)
+        yield Candidate(complete_words(made, of.config, of.device, named), planned)
 
 
 def first_that_fits(
@@ -96,25 +96,22 @@ def remedies(planned: PlannedPoint, named: Collection[str] = ()) -> list[str]:
     """Return the words after which model states fit: the earliest stage, and the fewest ranks (doubled each time)."""
     config, now = planned.config, planned.config.strategy.name
     later = LATER[LATER.index(now) + 1 if now in LATER else 0 :]
-    stages = [Change(f"strategy={stage}", with_stage(config, stage)) for stage in later]
+    stages = (change(config, {"strategy": stage}) for stage in later)
     answers = [first_that_fits(stages, planned, named)]
     for stage in dict.fromkeys((now, "zero3")):
-        words = "" if stage == now else f"strategy={stage} "
-        ranks = more_ranks(with_stage(config, stage), planned.device, words, config.world_size)
+        settings = {} if stage == now else {"strategy": stage}
+        ranks = more_ranks(config, planned.device, settings, above=config.world_size)
         if more := first_that_fits(ranks, planned, named):
             answers.append(more)
             break
     return [each.words for each in answers if each]
 
 
-def most_ranks(device: str) -> int:
-    """Return the largest world size that is tried."""
-    return MOST_RANKS if device == "cuda" else MOST_CPU_RANKS
-
-
-def more_ranks(config: Config, device: str, words: str = "", above: int = 0) -> Iterator[Change]:
-    """Yield the config at twice as many ranks each time, `above` so many or from one on, up to `most_ranks`."""
+def more_ranks(
+    config: Config, device: str, settings: Mapping[str, Any] | None = None, *, above: int = 0
+) -> Iterator[Change]:
+    """Yield the config with these settings at twice as many ranks each time, `above` so many or from one on."""
     size = 2 * above or 1
-    while size <= most_ranks(device):
-        yield Change(f"{words}world_size={size}", with_world(config, size))
+    while size <= MOST_RANKS[device]:
+        yield change(config, {**(settings or {}), "world_size": size})
         size *= 2

@@ -18,13 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from zeroexp.measure.record import Traffic
-from zeroexp.plan.closed_forms import (
-    ITEMSIZE,
-    HeldElements,
-    OptimizerForm,
-    PrecisionForm,
-    StatesForm,
-)
+from zeroexp.plan.closed_forms import HeldElements, OptimizerForm, PrecisionForm, StatesForm
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
 
@@ -37,6 +31,15 @@ class ParameterShape(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def shard_numel(self, num_ranks: int) -> int:
+        """Return the elements of one rank's rows, padding included."""
+        return -(-(self.shape or (1,))[0] // num_ranks) * prod(self.shape[1:])
+
+    def real_numel(self, rank: int, num_ranks: int) -> int:
+        """Return the real elements of `rank`; by torch.chunk's rule the last ranks may have fewer, or none."""
+        shard = self.shard_numel(num_ranks)
+        return max(0, min(self.numel, (rank + 1) * shard) - rank * shard)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class DdpForm(StatesForm):
                 load[rank] += parameter.numel
         return owned
 
-    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self._whole_bytes
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
@@ -121,39 +124,33 @@ class FsdpForm(StatesForm):
     def traffic(self, rank: int) -> Traffic:
         if self.world_size == 1:
             return Traffic()
-        compute, reduce = ITEMSIZE[self.precision.compute], ITEMSIZE[self.precision.reduce]
         uses = (self.accumulation, 2 * self.accumulation) if self.reshards else (1, 1)
         used = [(unit, uses[index > 0]) for index, unit in enumerate(self.units) if unit]
         peers, reductions = self.group_size - 1, self.accumulation
         sent = {
-            "gather": peers * compute * sum(num * self._shard(unit) for unit, num in used),
-            "reduce": peers * reduce * reductions * self._shard(self._all),
+            "gather": peers * self._compute * sum(num * self._shard(unit) for unit, num in used),
+            "reduce": peers * self._reduce * reductions * self._shard(self._all),
         }
         calls = {"gather": sum(num for _, num in used), "reduce": reductions * len(used)}
         if self.replicas > 1:  # an all-reduce of what each reduction left
             others = self.replicas - 1
             numel = reductions * self._shard(self._all)
-            sent["replicas"] = 2 * reduce * numel * others // self.replicas
+            sent["replicas"] = 2 * self._reduce * numel * others // self.replicas
             calls["replicas"] = calls["reduce"]
         return Traffic(bytes_by_kind=sent, calls_by_kind=calls)
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that shard among themselves."""
-        return self.world_size // self.replicas
 
     def held_elements(self, rank: int) -> HeldElements:
         """Return what `rank` holds: shards that are padded alike on all ranks, and moments of its real rows."""
         place = rank % self.group_size
         real = own = 0
         for parameter, num in self._different.items():
-            numel = num * _rows(parameter, place, self.group_size) * _rest(parameter)
+            numel = num * parameter.real_numel(place, self.group_size)
             real += numel
             own += numel if parameter.trainable else 0
         resting = self._shard(self._all)
         return HeldElements(resting, resting - real, own, sum(p.trainable for p in self._all))
 
-    def _gradient_bytes(self, moment: str, owned_numel: int) -> int:
+    def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self.parameter_itemsize * self._shard(p for p in self._all if p.trainable)
 
     def _buffer_bytes(self, moment: str, rank: int) -> int:
@@ -161,7 +158,7 @@ class FsdpForm(StatesForm):
         if moment != "after_forward":
             return 0
         gathered = self.units[0] if self.reshards else self._all
-        return self.group_size * self._shard(gathered) * ITEMSIZE[self.precision.compute]
+        return self.group_size * self._shard(gathered) * self._compute
 
     @cached_property
     def _all(self) -> list[ParameterShape]:
@@ -173,18 +170,4 @@ class FsdpForm(StatesForm):
 
     def _shard(self, unit: Iterable[ParameterShape]) -> int:
         """Return the elements of one rank's shard, padding included."""
-        return sum(-(-_length(p) // self.group_size) * _rest(p) for p in unit)
-
-
-def _length(parameter: ParameterShape) -> int:
-    return parameter.shape[0] if parameter.shape else 1
-
-
-def _rest(parameter: ParameterShape) -> int:
-    return prod(parameter.shape[1:])
-
-
-def _rows(parameter: ParameterShape, rank: int, world_size: int) -> int:
-    """Return the real rows of `rank`; by torch.chunk's rule the last ranks may have fewer, or none."""
-    rows, most = _length(parameter), -(-_length(parameter) // world_size)
-    return max(0, min(rows, (rank + 1) * most) - rank * most)
+        return sum(p.shard_numel(self.group_size) for p in unit)

@@ -38,7 +38,6 @@ from zeroexp.tracking.run import Run
 ONCE = "Step times are of one run each; repeats=5 would tell which differences are real."
 MOST_DOUBTS = 3  # points in doubt that are all named
 MOST_CHANGES = 3  # exact numbers of one point that are listed; the rest are counted
-BELOW = 0.98  # of the least time that is possible: what lies further below is noise
 # Sums of these transports, or of their GPU, may change order from run to run.
 INEXACT = ("nccl", "native")
 # The choice of a strategy is what is compared, with all that follows from its name.
@@ -128,7 +127,6 @@ class Judged:
 
     point: Point
     comparison: Comparison | None  # None for the reference, and where a round of both is missing
-    impossible: str | None = None  # why its time is noise
     changes: tuple[str, ...] = ()  # exact numbers that changed, in words
 
     @property
@@ -152,52 +150,15 @@ def judge_points(
     chosen = _named(timed, reference) if reference else next(iter(timed), None)
     if chosen is None:
         return None, []
-    alone = _fastest_alone(timed)
-    others = [
-        compare_step_times(
-            point.seconds_by_round,
-            chosen.seconds_by_round,
-            num_comparisons=max(1, len(timed) - 1),
-        )
-        if point is not chosen
-        else None
-        for point in timed
-    ]
-    return chosen, [
-        Judged(point, comparison, why_impossible(point, alone.get(_work(point))))
-        for point, comparison in zip(timed, others, strict=True)
-    ]
+    mine, number = chosen.seconds_by_round, max(1, len(timed) - 1)
 
+    def judge(point: Point) -> Judged:
+        if point is chosen:
+            return Judged(point, None)
+        times = compare_step_times(point.seconds_by_round, mine, num_comparisons=number)
+        return Judged(point, times)
 
-def why_impossible(point: Point, alone: float | None) -> str | None:
-    """Say why the point's time is below what N ranks could reach without a byte of communication, or None.
-
-    alone: the step seconds of the fastest point of one rank on the same model and batch; None if there is none.
-    The bound is an Nth of it: whatever engine, a step needs that much compute. Caches that a smaller piece fits into
-    may beat it by a little.
-    """
-    ranks, seconds = point.run.world_size, point.step_seconds
-    if ranks == 1 or not alone or not seconds or seconds >= BELOW * alone / ranks:
-        return None
-    return (
-        f"{point.name} took {1e3 * seconds:,.1f} ms, less than {ranks} ranks need without any communication "
-        f"({1e3 * alone / ranks:,.1f} ms, from one rank): that is noise"
-    )
-
-
-def _fastest_alone(points: Sequence[Point]) -> dict[frozenset[str], float]:
-    """Return the least step seconds of one rank, by what it computes."""
-    alone: dict[frozenset[str], float] = {}
-    for point in points:
-        if point.run.world_size == 1 and (seconds := point.step_seconds):
-            work = _work(point)
-            alone[work] = min(seconds, alone.get(work, math.inf))
-    return alone
-
-
-def _work(point: Point) -> frozenset[str]:
-    """Return the settings of a step, whoever computes it: model, data, batch."""
-    return frozenset(settings_of(point.run, "strategy.", "world_size", "cluster."))
+    return chosen, [judge(point) for point in timed]
 
 
 def _named(points: Sequence[Point], name: str) -> Point:
@@ -345,7 +306,7 @@ def _differing_facts(points: Sequence[Point]) -> dict[str, dict[str, list[str]]]
 class Conclusions:
     reference: Point | None
     judged: list[Judged]
-    doubts: list[str]  # times that are in doubt or impossible
+    doubts: list[str]  # times that are in doubt
     broken: list[str]  # exact numbers that vary, and facts that a study wants equal and that differ
     qualities: list[Quality]  # of each point over seeds; empty where none has several
 
@@ -376,15 +337,11 @@ class Conclusions:
 def conclude(points: Sequence[Point], reference: str | None = None) -> Conclusions:
     """Raises ConfigError if no point has the reference's name."""
     chosen, judged = judge_points(points, reference)
-    doubts = [
-        *_doubtful_times(points),
-        *(one.impossible for one in judged if one.impossible),
-    ]
     broken = [line for point in points for line in lines_of_varied_numbers(point)]
     studies = [json.loads(point.run.config.get("study.must_equal", "[]")) for point in points]
     must_equal = dict.fromkeys(word for words in studies for word in words)
     broken += [f"study.must_equal: {x}" for x in lines_of_unequal_facts(points, must_equal)]
-    return Conclusions(chosen, judged, doubts, broken, _qualities(points, chosen))
+    return Conclusions(chosen, judged, _doubtful_times(points), broken, _qualities(points, chosen))
 
 
 def _qualities(points: Sequence[Point], reference: Point | None) -> list[Quality]:
