@@ -110,6 +110,13 @@ WRONG = {
     "cluster.gpu=H300": ("cluster.gpu=H300:", "H200"),
     "cluster.network=ether": ("cluster.network=ether:", "nvlink-ethernet"),
     "cluster.gpu=H100 cluster.device=cpu": ("cluster.gpu=H100: no effect", "cluster.device=cuda"),
+    "world_size=4 strategy=ddp strategy.replicas=2": ("strategy.replicas=2:", "every rank is a"),
+    "world_size=4 strategy=zero3 strategy.replicas=3": ("strategy.replicas=3:", "use 1, 2"),
+    "world_size=4 strategy=zero3 strategy.replicas=4": ("strategy.replicas=4:", "this is ddp"),
+    "world_size=4 strategy=zero1 strategy.replicas=2 strategy.implementation=torch": (
+        "strategy.replicas=2:",
+        "over all ranks",
+    ),
     "--fast": ("--fast:", "use one of --json"),
     "--json --csv": ("--json --csv:", "leave out all but one"),
     "--advise --csv": ("--advise --csv:", "leave out all but one"),

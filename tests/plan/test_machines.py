@@ -30,6 +30,19 @@ def test_messages_of_cpus_go_to_every_peer_and_those_of_gpus_round_a_ring(nodes,
         assert share == float(Fraction(sum(messages), len(messages))), device
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "apart", "device", "share"),
+    [
+        (2, 1, "cuda", 1.0),  # a group is a node
+        (4, 2, "cuda", 0.0),  # the holders of a piece, one on each node
+        (4, 1, "cuda", 0.5),  # a group of two nodes
+        (4, 1, "cpu", 1 / 3),
+    ],
+)
+def test_what_of_a_group_lies_on_one_node(num_ranks, apart, device, share):
+    assert Machines(device, JobShape(4, 2)).share_inside_node(num_ranks, apart) == share
+
+
 def test_transports_and_words():
     one, two, apart = JobShape(1, 8), JobShape(2, 4), JobShape(8, 1)
     transports = [Machines("cpu", shape).transport for shape in (one, two, apart)]

@@ -7,13 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zeroexp.measure.record import CAUSES, KINDS, Peak, RunSummary
 from zeroexp.report.columns import MIB
 from zeroexp.report.measured_points import MOMENT, Point
-from zeroexp.report.page.chart import (
-    INK,
-    Chart,
-    Trace,
-    row_chart,
-    row_marks,
-)
+from zeroexp.report.page.chart import INK, Chart, Trace, row_chart, row_marks, scaled
 from zeroexp.report.palette import CAUSE_COLOURS, KIND_COLOURS, KIND_NAMES, RED, part_colour
 from zeroexp.report.theory import table_bytes, table_traffic
 from zeroexp.tracking.run import Run
@@ -24,7 +18,7 @@ from zeroexp.tracking.run import Run
 def memory_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: point.summary for point in points if point.summary}
     peaks = {row: s.memory.peak.fullest / MIB for row, s in done.items() if s.memory.peak}
-    held = {point.name: _mebibytes(point.held_bytes) for point in points if point.summary}
+    held = {point.name: point.held_bytes for point in points if point.summary}
     return row_chart(
         "memory",
         "Memory by kind",
@@ -33,7 +27,8 @@ def memory_chart(points: Sequence[Point]) -> Chart:
         "allocated at once in any step, activations included.",
         axis="MiB of the fullest rank",
         numbers={
-            row: {KIND_NAMES[k]: mib for k, mib in kinds.items()} for row, kinds in held.items()
+            row: {KIND_NAMES[kind]: number / MIB for kind, number in kinds.items()}
+            for row, kinds in held.items()
         },
         colours={KIND_NAMES[kind]: KIND_COLOURS[kind] for kind in KINDS},
         marks=[
@@ -64,10 +59,6 @@ def _closed_forms(
     return [mark for mark in marks if mark["x"]]
 
 
-def _mebibytes(bytes_by_part: Mapping[str, float]) -> dict[str, float]:
-    return {part: number / MIB for part, number in bytes_by_part.items()}
-
-
 # ---- bytes allocated at the moment at which the fullest rank held most, by cause
 
 
@@ -83,7 +74,7 @@ def causes_chart(points: Sequence[Point]) -> Chart:
         "Everything that the fullest rank had allocated at the moment of its peak, by what it is for, in a step that "
         f"was watched for it. {_where_peaks_come(peaks)}",
         axis="MiB of the fullest rank",
-        numbers={name: _mebibytes(peak.bytes_by_cause) for name, peak in peaks.items()},
+        numbers={name: scaled(peak.bytes_by_cause, 1 / MIB) for name, peak in peaks.items()},
         colours={cause: CAUSE_COLOURS[cause] for cause in CAUSES},
     )
 
@@ -118,7 +109,7 @@ MESSAGES = ("gather", "reduce", "replicas", "publish", "norm", "loss")
 
 def traffic_chart(points: Sequence[Point]) -> Chart:
     title = "Bytes sent in a step"
-    sent = {point.name: _mebibytes(point.sent_bytes) for point in points if point.summary}
+    sent = {point.name: scaled(point.sent_bytes, 1 / MIB) for point in points if point.summary}
     kinds = {kind for one in sent.values() for kind, number in one.items() if number}
     if not kinds:
         nothing = "No point counted what it sent: all ran with one rank, or over a backend that counts nothing."

@@ -101,6 +101,11 @@ def line_chart(
     return Chart(name, title, caption, list(data), {"hovermode": "closest", **layout}, height)
 
 
+def scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Return the numbers of a row's parts in the unit that its axis names."""
+    return {part: factor * number for part, number in parts.items()}
+
+
 def rows_axis(rows: Sequence[str]) -> dict[str, Any]:
     order = {"categoryorder": "array", "categoryarray": list(rows)}
     return {"autorange": "reversed", "automargin": True, "type": "category", **order}

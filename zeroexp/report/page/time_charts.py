@@ -19,6 +19,7 @@ from zeroexp.report.page.chart import (
     line_style,
     row_chart,
     row_marks,
+    scaled,
     scatter,
     whiskers,
 )
@@ -34,14 +35,15 @@ LONGEST = 1.8  # times the slowest median: a longer axis would leave bars too sh
 def step_time_chart(points: Sequence[Point]) -> Chart:
     done = {point.name: s for point in points if (s := point.pooled.summary)}
     medians = {row: 1e3 * summary.step_seconds_median for row, summary in done.items()}
-    lows, highs = dict(medians), dict(medians)
-    for point in points:
-        if point.name in done and (interval := step_time_interval(point)):
-            # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
-            lows[point.name] = min(1e3 * interval.low, medians[point.name])
-            highs[point.name] = max(1e3 * interval.high, medians[point.name])
+    intervals = [step_time_interval(point) for point in points if point.name in done]
+    # Over runs it is the interval of a mean, which may lie beside the median of many skewed runs.
+    ends = [
+        (min(1e3 * i.low, mid), max(1e3 * i.high, mid)) if i else (mid, mid)
+        for i, mid in zip(intervals, medians.values(), strict=True)
+    ]
+    lows, highs = [low for low, _ in ends], [high for _, high in ends]
     longest = LONGEST * max(medians.values(), default=1.0)
-    reach = min(longest, 1.04 * max(highs.values(), default=1.0))
+    reach = min(longest, 1.04 * max(highs, default=1.0))
     caption = (
         "Medians of rank 0 over the measured steps. Backward includes whatever communication runs beside it or is "
         "waited for in it; what follows is clipping, the optimizer, and what publishes its weights. The line is the "
@@ -49,22 +51,18 @@ def step_time_chart(points: Sequence[Point]) -> Chart:
     )
     if reach == longest:
         caption += f" {GOES_ON}"
-    ends = whiskers([*medians.values()], [*lows.values()], [*highs.values()])
-    marks = [row_marks("whole step", medians, "line-ns-open", INK, error_x=ends)]
+    drawn = whiskers([*medians.values()], lows, highs)
+    marks = [row_marks("whole step", medians, "line-ns-open", INK, error_x=drawn)]
     phases = dict.fromkeys(phase for s in done.values() for phase in s.phase_seconds_median)
     return row_chart(
         "times",
         "Time of a step",
         caption,
         axis=axis_of("ms per step", rangemode="tozero", range=[0, reach]),
-        numbers={row: _milliseconds(s.phase_seconds_median) for row, s in done.items()},
+        numbers={row: scaled(s.phase_seconds_median, 1e3) for row, s in done.items()},
         colours={phase: part_colour(phase, index) for index, phase in enumerate(phases)},
         marks=marks,
     )
-
-
-def _milliseconds(seconds_by_part: Mapping[str, float]) -> dict[str, float]:
-    return {part: 1e3 * seconds for part, seconds in seconds_by_part.items()}
 
 
 # ---- how much of a step computes and how much waits for bytes, by verb of the engine
@@ -76,18 +74,14 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
     if not done:
         return Chart("exposed", title, "No run tells its time by verb; runs of this version do.")
     waits = {row: _exposed_seconds(ranks) for row, ranks in done.items()}
-    verbs = dict.fromkeys(
-        verb for one in waits.values() for verb, seconds in one.items() if seconds > 0
-    )
-    colours = {"all else": GREY}
-    for index, verb in enumerate(verbs, start=1):
-        colours[f"{verb}, exposed"] = part_colour(verb, index)
+    verbs = dict.fromkeys(verb for one in waits.values() for verb in one if one[verb] > 0)
+    exposed = {f"{verb}, exposed": part_colour(verb, n) for n, verb in enumerate(verbs, start=1)}
     numbers: dict[str, dict[str, float]] = {}
     hidden: dict[str, float | None] = {}
     for row, ranks in done.items():
         rest = fmean(rank.step_seconds for rank in ranks) - sum(waits[row].values())
-        exposed = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
-        numbers[row] = _milliseconds({"all else": rest, **exposed})
+        parts = {f"{verb}, exposed": seconds for verb, seconds in waits[row].items()}
+        numbers[row] = scaled({"all else": rest, **parts}, 1e3)
         overlapped = (sum(verb.overlapped for verb in rank.verbs.values()) for rank in ranks)
         hidden[row] = 1e3 * fmean(overlapped)
     circles = row_marks("overlapped with compute", hidden, "circle", "#fff")
@@ -105,7 +99,7 @@ def exposed_chart(points: Sequence[Point]) -> Chart:
         f"{caption} {_longest_wait(done)}".rstrip(),
         axis="ms per step",
         numbers=numbers,
-        colours=colours,
+        colours={"all else": GREY, **exposed},
         marks=[circles],
     )
 
@@ -190,10 +184,8 @@ def _verdict_marks(compared: Mapping[str, Comparison], verdict: Verdict) -> Trac
     symbol, colour = LOOKS[verdict]
     mine = {name: c for name, c in compared.items() if c.verdict is verdict}
     ratios = {name: c.ratio for name, c in mine.items()}
-    lows, highs = (
-        [c.low or c.ratio for c in mine.values()],
-        [c.high or c.ratio for c in mine.values()],
-    )
+    lows = [c.low or c.ratio for c in mine.values()]
+    highs = [c.high or c.ratio for c in mine.values()]
     marker = {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 1.5}}
     words = {
         "text": [c.verdict_with_numbers for c in mine.values()],
