@@ -9,6 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tests.strangers.lab import BY_STAGE, EVERY_WAY, Lab, Setting, scenario, sgd, variants
 from tests.strangers.models import Block, Net
@@ -172,6 +180,38 @@ def a_model_that_is_sharded_by_fsdp(lab: Lab) -> None:
     model = Net()
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (lab.num_ranks,)))
     lab.wrap(model)
+
+
+TENSOR_PARALLEL: dict[str, dict[str, ParallelStyle]] = {
+    "columns_and_rows": {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()},
+    "head": {"head": ColwiseParallel(output_layouts=Replicate())},
+    "sequence": {"layers.*.norm": SequenceParallel()},
+}
+
+
+@variants(
+    [*TENSOR_PARALLEL], TWO, refused=r"parameter \S+ is a DTensor.*parallelize_module", oracle=False
+)
+def a_model_that_is_tensor_parallel(lab: Lab, kind: str) -> None:
+    """It is refused: its ranks hold other pieces, which are no replicas that the engine could shard."""
+    model = Net()
+    parallelize_module(model, init_device_mesh("cpu", (lab.num_ranks,)), TENSOR_PARALLEL[kind])
+    lab.wrap(model)
+
+
+@built(refused=r"buffer offset is a DTensor.*plain tensors")
+def a_model_with_a_distributed_buffer(lab: Lab) -> None:
+    model, mesh = Net(), init_device_mesh("cpu", (lab.num_ranks,))
+    model.register_buffer("offset", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    lab.wrap(model)
+
+
+@built(refused=r"parameter \S+ was replaced or removed after the engine was built|is freed")
+def a_model_that_becomes_tensor_parallel_later(lab: Lab) -> None:
+    t = lab.wrap(Net())
+    mesh = init_device_mesh("cpu", (lab.num_ranks,))
+    parallelize_module(t.model, mesh, TENSOR_PARALLEL["columns_and_rows"])
+    lab.train(t)
 
 
 DIFFERENT: dict[str, Callable[[int], Net]] = {

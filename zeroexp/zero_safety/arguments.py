@@ -54,11 +54,16 @@ def refuse_arguments(
             raise ValueError(
                 f"parameter {name} belongs to another engine: build the model again for this one"
             )
-        if is_traceable_wrapper_subclass(parameter):
-            raise ValueError(
-                f"parameter {name} is a {type(parameter).__name__}: an engine holds plain tensors and shards them "
-                "itself, so build the model without fully_shard, parallelize_module or quantized weights"
-            )
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):
+                raise ValueError(
+                    f"{kind} {name} is a {type(tensor).__name__}: an engine holds plain tensors and shards them "
+                    "itself, so build the model without fully_shard, parallelize_module or quantized weights"
+                )
     _refuse_overlaps(module)
     for name, parameter in module.named_parameters():
         if parameter.dtype not in TRAINED_DTYPES:
