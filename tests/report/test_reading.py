@@ -13,6 +13,7 @@ from tests.run_folders import write_run
 from tests.traces import write_trace
 from zeroexp.config.keys import ConfigError
 from zeroexp.report import page
+from zeroexp.report.__main__ import main
 from zeroexp.report.columns import all_columns
 from zeroexp.report.exports import rows_of
 from zeroexp.report.measured_points import points_of
@@ -49,6 +50,46 @@ def test_a_torn_file_costs_its_run_and_one_line(
     runs, (line,) = read_runs([tmp_path])
     assert [run.folder for run in runs] == [whole]
     assert line.startswith(f"{torn}: left out") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("summary.json", {"final_loss": "low"}, "summary.json: run.final_loss is 'low'"),
+        ("summary.json", {"memory.by_kind": []}, "summary.json: run.memory.by_kind is []"),
+        ("summary.json", {"times": [{"rank": None}]}, "summary.json: run.times.0.rank is None"),
+        (
+            "summary.json",
+            {"memory.by_kind.buffers.per_rank": [1.0]},
+            "summary.json: not of 2 ranks",
+        ),
+        ("summary.json", {"step_seconds_median": 0}, "step_seconds_median is 0"),
+        ("state.json", {"reason": ["why"]}, "state.json or load.json: run.reason is ['why']"),
+        ("state.json", {"done_at": {}}, "run.times.done_at is {}"),
+        ("state.json", {"done_at": 1e300}, "left out"),
+        ("load.json", {"other_cores": "two"}, "run.other_cores is 'two'"),
+        ("environment.json", {"machine.num_cpus": -1}, "machine.num_cpus is -1"),
+    ],
+)
+def test_whole_json_of_wrong_types_costs_its_run_and_one_line_that_names_the_file(
+    name: str, values: dict[str, object], told: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    other, odd = write_run(tmp_path / "other"), write_run(tmp_path / "odd")
+    (odd / "load.json").write_text('{"other_cores": 0.1}')
+    change(odd / name, values)
+    csv = tmp_path / "out.csv"
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path), "--csv", str(csv)])
+    assert main() == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"zeroexp: {odd}: left out, its files cannot be read") and told in line
+    assert line.endswith("; restore or remove them")
+    assert [row.partition(",")[0] for row in csv.read_text().splitlines()[1:]] == [other.name]
+
+
+def test_a_step_of_wrong_types_costs_the_curve_alone(folder: Path) -> None:
+    edit(folder / "records.jsonl", '"grad_norm": ', '"grad_norm": [], "was": ')
+    (run,), problems = read_runs([folder])
+    assert problems == [f"{folder}: records.jsonl is torn and left out"] and run.summary
 
 
 def test_torn_records_cost_the_curve_and_one_line(folder: Path) -> None:

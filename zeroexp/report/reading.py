@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from yaml import YAMLError
 
 from zeroexp.config.keys import ConfigError
-from zeroexp.measure.formats import NewerFormat
-from zeroexp.measure.record import StepRecord
+from zeroexp.measure.formats import NewerFormat, from_json
+from zeroexp.measure.record import KINDS, RunSummary, StepRecord
 from zeroexp.report.theory import table_bytes, table_traffic
-from zeroexp.tracking.files import RECORDS, read_records
+from zeroexp.tracking.files import RECORDS, SUMMARY, read_records
 from zeroexp.tracking.run import Run, read_run
 
 MUST_EQUAL = "study.must_equal"
@@ -42,17 +44,9 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 def records_of(run: Run) -> list[StepRecord]:
     """Return the run's steps; an unreadable file reads as no step, since its summary may still be whole."""
     try:
-        return _records(run.folder)
+        return read_records(run.folder)
     except UNREADABLE:
         return []
-
-
-def _records(folder: Path) -> list[StepRecord]:
-    records = read_records(folder)
-    for record in records:
-        if not isinstance(record.loss + record.step_seconds, int | float):
-            raise TypeError(f"step {record.step} in {RECORDS} has no numbers")
-    return records
 
 
 def _read_folder(folder: Path) -> tuple[list[Run], list[str]]:
@@ -75,7 +69,7 @@ def _files_left_out(run: Run) -> list[str]:
     if run.summary and not (run.folder / RECORDS).exists():
         return [f"{run.folder}: {RECORDS} is missing, so that it has no curve"]
     try:
-        _records(run.folder)
+        read_records(run.folder)
     except NewerFormat as error:
         return [f"{run.folder}: {error}"]
     except UNREADABLE:
@@ -84,14 +78,33 @@ def _files_left_out(run: Run) -> list[str]:
 
 
 def _checked(run: Run) -> Run:
-    """Return the run, after a look at what a report asks of it."""
-    _ = run.label, run.world_size, run.config["model.name"], int(run.environment.get("repeat", 0))
+    """Return the run, after a look at what a report asks of it: whole files may hold what no run writes."""
+    from_json(Run, {**vars(run), "summary": None}, "state.json or load.json: run")
+    _ = [datetime.fromtimestamp(at) for at in run.times.values()]
+    for name in ("repeat", "machine.num_cpus"):
+        if not float(run.environment.get(name, 0)) >= 0:
+            raise ValueError(f"environment.json: {name} is {run.environment[name]}")
+    _ = run.label, run.world_size, run.config["model.name"]
     _ = table_bytes(run), table_traffic(run), list(json.loads(run.config.get(MUST_EQUAL, "[]")))
+    if run.summary:
+        _check_summary(run.world_size, run.summary)
     return run
+
+
+def _check_summary(num_ranks: int, summary: RunSummary) -> None:
+    """Raise ValueError for ranks that the run had not, and for seconds that are none."""
+    memory = summary.memory
+    sizes = {len(memory.by_kind[kind].per_rank) for kind in KINDS}
+    if {*sizes, summary.world_size} != {num_ranks}:
+        raise ValueError(f"{SUMMARY}: not of {num_ranks} ranks")
+    for name in ("step_seconds_median", "step_seconds_p95", "tokens_per_second"):
+        if not 0 < getattr(summary, name) < math.inf:
+            raise ValueError(f"{SUMMARY}: {name} is {getattr(summary, name)}")
 
 
 def _why_left_out(folder: Path, error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0] or "empty"
     if isinstance(error, LookupError):
         reason = f"{reason} is missing"
-    return f"{folder}: left out, its files cannot be read ({type(error).__name__}: {reason[:120]})"
+    why = f"its files cannot be read ({type(error).__name__}: {reason[:120]})"
+    return f"{folder}: left out, {why}; restore or remove them"

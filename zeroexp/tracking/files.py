@@ -177,7 +177,7 @@ def read_summary(folder: Path) -> RunSummary | None:
     if content is None:
         return None
     refuse_newer_format(content, SUMMARY)
-    return from_json(RunSummary, content)
+    return from_json(RunSummary, content, f"{SUMMARY}: run")
 
 
 def working_folder_of(folder: Path) -> Path | None:
@@ -189,4 +189,4 @@ def working_folder_of(folder: Path) -> Path | None:
 def step_record(row: dict[str, Any]) -> StepRecord:
     """Make a StepRecord from one parsed line of records.jsonl. Raises NewerFormat for one of a later version."""
     refuse_newer_format(row, RECORDS)
-    return from_json(StepRecord, row)
+    return from_json(StepRecord, row, f"{RECORDS}: step")
