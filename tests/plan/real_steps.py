@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.composing import composed
 from zeroexp.checkpoint.save import Saver
@@ -19,8 +20,9 @@ from zeroexp.comm.collectives import held_shared_bytes
 from zeroexp.config.keys import Config
 from zeroexp.data import Microbatch
 from zeroexp.engines.build import build_strategy
+from zeroexp.interface.strategy import Strategy
 from zeroexp.measure.instruments import Instruments
-from zeroexp.measure.memory import AllocationMeter, count_cpu_allocations
+from zeroexp.measure.memory import AllocationMeter, bytes_by_kind, count_cpu_allocations
 from zeroexp.measure.record import Traffic
 from zeroexp.models.checkpointing import checkpoint_as_configured
 from zeroexp.models.module import build_model
@@ -93,6 +95,35 @@ def real_steps(world: World, config: Config, run: Path | None = None) -> Steps:
         saver.close()
     undisturbed, held = records[UNDISTURBED_STEP], records[-1].memory_bytes or {}
     return Steps(world.rank, held, undisturbed.traffic, (undisturbed.peak_bytes or before) - before)
+
+
+def one_step(
+    strategy: Strategy,
+    ids: Tensor,
+    accumulation: int,
+    held: dict | None = None,
+    *,
+    drain: bool = False,
+) -> None:
+    """Do one optimizer step; with `held`, the bytes of each moment are left there."""
+
+    def read(moment: str) -> None:
+        if held is not None:
+            held[moment] = bytes_by_kind(strategy.model_states())
+
+    for index in range(accumulation):
+        last = index == accumulation - 1
+        with strategy.microbatch(last=last):
+            outputs = strategy.model(ids)
+            loss = getattr(outputs, "logits", outputs).float().sum()
+            if last:
+                read("after_forward")
+            strategy.backward(loss)
+    read("after_backward")
+    strategy.step(drain=drain)
+    read("after_step")
+    strategy.zero_grad()
+    read("at_rest")
 
 
 def _allocated() -> int:

@@ -8,15 +8,12 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroexp.calibrate import __main__ as command
 from zeroexp.calibrate import rates
 from zeroexp.calibrate.factors import fit_factors
 from zeroexp.calibrate.practice import PHASES, POINTS, Point, measured, rehearsed_phases
 from zeroexp.plan.speed import Speed, this_machine
-from zeroexp.plan.timing import Timeline
 
 SPEED = Speed(
     label="made up",
@@ -46,44 +43,6 @@ def test_a_relative_error_counts_alike_in_long_and_short_phases():
     assert fit_factors([({"a": 1000.0}, 1000.0), ({"a": 1.0}, 2.0)])["a"] == pytest.approx(
         1.2, abs=0.01
     )
-
-
-def test_a_calibrated_operation_takes_its_launch_its_bytes_and_its_products():
-    factors = {"launches: forward": 2.0, "products: bytes": 3.0, "products: products": 0.5}
-    timeline = Timeline(replace(SPEED, factors=factors))
-    with FakeTensorMode(), timeline:
-        left = torch.empty(100, 100)
-        timeline.enter("forward")
-        left @ left
-    seconds = timeline.phases["forward"]
-    # Three matrices of 40,000 bytes, and 2 x 100^3 operations.
-    assert seconds.spent == pytest.approx(
-        {"launches: forward": 1e-5, "products: bytes": 1.2e-4, "products: products": 2e-3}
-    )
-    assert seconds.compute == pytest.approx(2e-5 + 3.6e-4 + 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "rate"), [(1, 1e9), (64, 1e9), (128, 2e9), (256, 4e9), (512, 4e9)]
-)
-def test_a_product_takes_the_rate_of_its_smallest_dimension_with_its_operands_in_memory(rows, rate):
-    rates = {"float32": {64: 1e9, 256: 4e9}}
-    speed = replace(SPEED, product_rates=rates, products_read_memory=True)
-    timeline = Timeline(speed)
-    with FakeTensorMode(), timeline:
-        for shapes in [(rows, 600, 700), (600, rows, 700), (600, 700, rows)]:
-            left, right = torch.empty(shapes[:2]), torch.empty(shapes[1:])
-            timeline.enter(str(shapes))
-            left @ right
-            timeline.enter("")
-    for phase, seconds in timeline.phases.items():
-        if phase:
-            assert seconds.spent == pytest.approx(
-                {
-                    f"launches: {phase}": 1e-5,
-                    "products: products": 2 * 600 * 700 * rows / rate,
-                }
-            )
 
 
 def test_every_point_trains_and_names_what_it_spends():

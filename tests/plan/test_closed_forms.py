@@ -17,16 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 from tests.composing import composed
+from tests.plan.real_steps import one_step
 from zeroexp.cut.stage import STAGES
 from zeroexp.engines.sharded import Sharded
-from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS, Traffic
-from zeroexp.plan.closed_forms import (
-    OptimizerForm,
-    PrecisionForm,
-    ScheduleForm,
-    ShardedForm,
-)
+from zeroexp.plan.closed_forms import OptimizerForm, PrecisionForm, ScheduleForm, ShardedForm
 from zeroexp.plan.form_of_config import build_on_meta
 from zeroexp.plan.form_of_config import form_of as form_of_config
 from zeroexp.plan.outcome import plan_point
@@ -116,25 +111,9 @@ def form_of(
 def run_step(
     strategy: Sharded, accumulation: int, held: dict | None = None, *, drain: bool = False
 ) -> Traffic:
-    """One optimizer step; with `held`, the bytes of each moment are left there, and nothing is gathered ahead."""
-
-    def read(moment: str) -> None:
-        if held is not None:
-            held[moment] = bytes_by_kind(strategy.model_states())
-
+    """One optimizer step; with `held`, nothing is gathered ahead."""
     ids = torch.zeros(1, 3, dtype=torch.long)
-    for index in range(accumulation):
-        last = index == accumulation - 1
-        with strategy.microbatch(last=last):
-            loss = strategy.model(ids).float().sum()
-            if last:
-                read("after_forward")
-            strategy.backward(loss)
-    read("after_backward")
-    strategy.step(drain=drain or held is not None)
-    read("after_step")
-    strategy.zero_grad()
-    read("at_rest")
+    one_step(strategy, ids, accumulation, held, drain=drain or held is not None)
     return strategy.wire.take_traffic()
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from zeroexp.config.keys import ConfigError
 from zeroexp.plan import __main__ as plan
 from zeroexp.plan.explain_plan import explain
 from zeroexp.plan.fewest_ranks import fit_lines
@@ -289,8 +288,3 @@ def test_every_lever_is_accepted_and_changes_what_it_says(settings, plans_of, mo
         then = numbers(" ".join([*kept, *changed]))
         told = tuple(float(number.replace(",", "")) for number in (states, sent))
         assert told == pytest.approx([t - n for t, n in zip(then, now, strict=True)], abs=0.051)
-
-
-def test_more_than_one_point_is_not_explained(plans_of):
-    with pytest.raises(ConfigError, match="one point, not 2"):
-        explain(plans_of("model=tiny world_size=1,2"))

@@ -60,8 +60,7 @@ def test_ranks_of_a_local_run_on_cpus_share_a_machine():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_gpus", "device"),
-    [((1, 2), 0, "cpu"), ((2, 4), 0, "cuda"), ((1,), 8, "cuda")],
+    ("sizes", "num_gpus", "device"), [((1, 2), 0, "cpu"), ((2, 4), 0, "cuda"), ((1,), 8, "cuda")]
 )
 def test_a_plan_is_for_gpus_where_no_run_is_possible_here(sizes, num_gpus, device):
     configs = [composed(f"world_size={size}") for size in sizes]

@@ -53,10 +53,7 @@ QUICK = [
 ALL = itertools.product((MLP, LLAMA), STAGES, LAYOUTS, ("model", "block", "module"))
 
 
-@pytest.mark.parametrize(
-    ("words", "stage", "layout", "unit"),
-    quick_or_slow(QUICK, [*ALL]),
-)
+@pytest.mark.parametrize(("words", "stage", "layout", "unit"), quick_or_slow(QUICK, [*ALL]))
 def test_states_and_traffic_are_those_of_the_closed_forms(words, stage, layout, unit):
     config = config_of(*words, *point(stage, layout, f"strategy.unit={unit}"))
     expected = form_of(config, build_on_meta(config), "native")

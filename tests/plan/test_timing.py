@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,13 +43,21 @@ SPEED = Speed(
 PRODUCT_SECONDS = 2 * 100**3 / 1e6  # two operations for each of 100^3 pairs: 2 s
 
 
+def seconds_of(speed: Speed, work: Callable[[Tensor], object]) -> Seconds:
+    """What this work on a matrix takes."""
+    timeline = Timeline(speed)
+    with FakeTensorMode():
+        left = torch.empty(100, 100)
+        with timeline:
+            timeline.enter("forward")
+            work(left)
+    return timeline.phases["forward"]
+
+
 def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
     """A move is issued, products run beside it, and it is waited for."""
-    timeline = Timeline(speed)
-    with FakeTensorMode(), timeline:
-        timeline.enter("forward")
-        left = torch.empty(100, 100)
-        before = timeline.phases["forward"].compute
+
+    def work(left: Tensor) -> None:
         with meter.issuing("gather", "unit") as move:
             move.num_bytes, move.in_flight = num_bytes, True
             pending = Pending([])
@@ -56,8 +65,8 @@ def walk(speed: Speed, num_products: int, num_bytes: int) -> Seconds:
         for _ in range(num_products):
             left @ left
         pending.wait()
-    seconds = timeline.phases["forward"]
-    return replace(seconds, compute=seconds.compute - before)
+
+    return seconds_of(speed, work)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +91,29 @@ def test_a_move_that_works_in_its_wait_is_exposed_whatever_runs_beside_it():
 def test_a_gpu_waits_only_for_what_its_host_has_not_launched_yet(launch_seconds, seconds):
     """A first product waits for its launch; a second one either for the first, or for its own launch."""
     speed = replace(SPEED, launch_seconds=launch_seconds, overlaps_launch=True)
-    timeline = Timeline(speed)
-    with FakeTensorMode():
-        left = torch.empty(100, 100)
-        with timeline:
-            timeline.enter("forward")
-            left @ left
-            left.t() @ left  # a view is launched as well, and occupies no device
-    found = timeline.phases["forward"]
+    # A view is launched as well, and occupies no device.
+    found = seconds_of(speed, lambda left: (left @ left, left.t() @ left))
     assert found.compute == pytest.approx(seconds, abs=1e-3)
+
+
+def test_a_calibrated_operation_takes_its_launch_its_bytes_and_its_products():
+    factors = {"launches: forward": 2.0, "products: bytes": 3.0, "products: products": 0.5}
+    found = seconds_of(
+        replace(SPEED, launch_seconds=1.0, factors=factors), lambda left: left @ left
+    )
+    # Three matrices of 40,000 bytes.
+    spent = dict(zip(factors, (1.0, 1.2e-4, PRODUCT_SECONDS), strict=True))
+    assert found.spent == pytest.approx(spent)
+    assert found.compute == pytest.approx(2.0 + 3.6e-4 + PRODUCT_SECONDS / 2)
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(1, 1e9), (64, 1e9), (128, 2e9), (512, 4e9)])
+def test_a_product_takes_the_rate_of_its_smallest_dimension_with_its_operands_in_memory(rows, rate):
+    rates = {"float32": {64: 1e9, 256: 4e9}}
+    speed = replace(SPEED, product_rates=rates, products_read_memory=True)
+    for shapes in [(rows, 600, 700), (600, rows, 700), (600, 700, rows)]:
+        spent = seconds_of(speed, lambda _, s=shapes: torch.empty(s[:2]) @ torch.empty(s[1:])).spent
+        assert spent == pytest.approx({"products: products": 2 * 600 * 700 * rows / rate})
 
 
 def test_what_fakes_alone_are_asked_costs_no_launch():
@@ -108,14 +131,12 @@ def test_what_fakes_alone_are_asked_costs_no_launch():
 
 
 def test_what_allocates_or_shows_memory_moves_no_bytes():
-    timeline = Timeline(replace(SPEED, launch_seconds=1.0))
-    with FakeTensorMode(), timeline:
-        timeline.enter("forward")
-        whole = torch.empty(100, 100)
+    def work(whole: Tensor) -> None:
         whole.new_empty(50).split([20, 30])
         whole.as_strided((10,), (1,)).unsqueeze(0)
         torch.nn.functional.linear(whole[None], whole.t())  # reshaped in C++
-    spent = timeline.phases["forward"].spent
+
+    spent = seconds_of(replace(SPEED, launch_seconds=1.0), work).spent
     assert {*spent} == {"launches: forward", "products: products", "products: bytes"}
 
 

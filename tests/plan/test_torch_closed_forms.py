@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from tests.composing import composed
+from tests.plan.real_steps import one_step
 from zeroexp.engines.build import build_strategy
-from zeroexp.measure.memory import bytes_by_kind
 from zeroexp.measure.record import MOMENTS
 from zeroexp.measure.traffic import sent_bytes
 from zeroexp.models.module import build_model
 from zeroexp.plan.form_of_config import build_on_meta, form_of
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.process.world import World, barrier
+
+IDS = torch.arange(8).view(1, 8)
 
 
 def config_of(strategy: str, world_size: int, accumulation: int, *words: str):
@@ -33,22 +35,6 @@ def config_of(strategy: str, world_size: int, accumulation: int, *words: str):
     )
 
 
-def run_step(strategy, accumulation: int, held: dict) -> None:
-    ids = torch.arange(8).view(1, 8)
-    for index in range(accumulation):
-        last = index == accumulation - 1
-        with strategy.microbatch(last=last):
-            loss = strategy.model(ids).logits.float().sum()
-            if last:
-                held["after_forward"] = bytes_by_kind(strategy.model_states())
-            strategy.backward(loss)
-    held["after_backward"] = bytes_by_kind(strategy.model_states())
-    strategy.step()
-    held["after_step"] = bytes_by_kind(strategy.model_states())
-    strategy.zero_grad()
-    held["at_rest"] = bytes_by_kind(strategy.model_states())
-
-
 def check_on_ranks(world: World, accumulation: int) -> None:
     points = [(stage, ()) for stage in ("ddp", "zero1", "zero2", "zero3")]
     if world.size == 4:
@@ -60,7 +46,7 @@ def check_on_ranks(world: World, accumulation: int) -> None:
         strategy = build_strategy(config, model, world)
         held: dict[str, dict[str, int]] = {}
         for _ in range(2):
-            run_step(strategy, accumulation, held)
+            one_step(strategy, IDS, accumulation, held)
         expected = {moment: form.held_bytes(moment, world.rank) for moment in MOMENTS}
         assert held == expected, stage
         barrier()
@@ -81,10 +67,10 @@ def check_wire(world: World, stage: str, words: tuple[str, ...]) -> None:
     model = build_model(config.model, seed=0, device=world.device)
     strategy = build_strategy(config, model, world)
     for _ in range(2):
-        run_step(strategy, 2, {})
+        one_step(strategy, IDS, 2)
     barrier()
     before = sent_bytes()
-    run_step(strategy, 2, {})
+    one_step(strategy, IDS, 2)
     barrier()
     sent = form.traffic(world.rank).bytes_by_kind
     doubled = sent["reduce"] if isinstance(form, FsdpForm) else 0

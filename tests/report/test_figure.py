@@ -9,7 +9,6 @@ import pytest
 
 from tests.report.made import points, repeats
 from tests.run_folders import write_run
-from zeroexp.config.keys import ConfigError
 from zeroexp.report.compare import conclude
 from zeroexp.report.figure import draw_figure, save_figure
 from zeroexp.report.measured_points import Point
@@ -80,15 +79,3 @@ def test_the_file_has_text_an_opaque_ground_and_the_same_bytes_each_time(
     assert {"zero3-n2", "parameters", "gradients", "optimizer state"} <= texts
     ground = next(element for element in root.iter() if element.tag.endswith("}path"))
     assert ground.get("style") == "fill: #ffffff"
-
-
-def test_what_can_not_be_drawn_is_one_line(sweep: list[Point], tmp_path: Path) -> None:
-    chart = chart_of("memory", sweep, conclude(sweep))
-    with pytest.raises(ConfigError, match=r"--figure a\.png: use a name that ends in \.svg or"):
-        save_figure(chart, Path("a.png"))
-    with pytest.raises(ConfigError, match=r"--figure .*/a\.svg: No such file or directory; use"):
-        save_figure(chart, tmp_path / "nowhere" / "a.svg")
-    with pytest.raises(ConfigError, match=r"--figure a\.svg: nothing to draw; No run tells its"):
-        save_figure(chart_of("causes", sweep, conclude(sweep)), Path("a.svg"))
-    with pytest.raises(ConfigError, match="--chart ranks: no such chart; use one of memory, "):
-        chart_of("ranks", sweep, conclude(sweep))

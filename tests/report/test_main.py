@@ -106,7 +106,12 @@ def test_a_torn_run_is_one_line_and_a_broken_claim_an_exit_code(outputs, report)
         (["--html=-"], "--html -: a page is a file; name one, as --html report.html"),
         (["--figure=m.svg", "outputs/older"], "--figure: it shows one sweep, not 2; name one"),
         (["--write=R.md", "outputs/older"], "--write: it shows one sweep, not 2; name one"),
+        (["--html=nowhere/x.html"], "--html nowhere/x.html: No such file or directory; use a file"),
+        (["--write=absent.md"], "--write absent.md: No such file or directory; use a page"),
+        (["--reference=c"], "--reference c: no such point with a time; use one of a, b"),
         (["--figure=m.png"], "--figure m.png: use a name that ends in .svg or .pdf"),
+        (["--figure=no/a.svg"], "--figure no/a.svg: No such file or directory; use a file"),
+        (["--figure=a.svg", "--chart=causes"], "--figure a.svg: nothing to draw; No run tells its"),
         (["--figure=m.svg", "--chart=x"], "--chart x: no such chart; use one of memory, causes, "),
         (["--columns=x", "--csv=c"], "--columns x: no such column; use some of point, strategy, "),
         (

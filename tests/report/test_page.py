@@ -13,7 +13,6 @@ import pytest
 
 from tests.report.made import change, points, repeats
 from tests.run_folders import PARAMETER_BYTES, write_run
-from zeroexp.config.keys import ConfigError
 from zeroexp.report import page
 from zeroexp.report.columns import MIB
 from zeroexp.report.page.chart import DEFAULTS
@@ -226,8 +225,3 @@ def test_a_page_is_made_of_whatever_is_known(tmp_path: Path) -> None:
     assert "not all came to their end: 1 failed" in text and ">status<" in text
     assert "failed: rank 0: ValueError: x" in text
     assert charts(text) == {}, "no empty axes"
-
-
-def test_a_page_that_cannot_be_written_is_one_line(sweep: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--html .*nowhere/x\.html: No such file"):
-        page.save(points(sweep), [], sweep / "nowhere/x.html")

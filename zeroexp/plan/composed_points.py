@@ -7,13 +7,7 @@ from functools import partial
 from typing import Any
 
 from zeroexp.check import check
-from zeroexp.check.sweep_points import (
-    Composed,
-    Point,
-    points_of,
-    require_defined,
-    require_points,
-)
+from zeroexp.check.sweep_points import Composed, Point, points_of, require_defined, require_points
 from zeroexp.config.keys import ConfigError
 
 on_paper = partial(check, on_paper=True)

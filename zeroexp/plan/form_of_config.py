@@ -18,12 +18,7 @@ from zeroexp.cut.layout import LAYOUTS, lay_out
 from zeroexp.cut.stage import Move
 from zeroexp.engines.build import options_of, stage_of
 from zeroexp.models.module import BuiltModel, build_model
-from zeroexp.plan.closed_forms import (
-    OptimizerForm,
-    PrecisionForm,
-    ScheduleForm,
-    ShardedForm,
-)
+from zeroexp.plan.closed_forms import OptimizerForm, PrecisionForm, ScheduleForm, ShardedForm
 from zeroexp.plan.torch_closed_forms import DdpForm, FsdpForm, ParameterShape
 from zeroexp.zero.grouping import group_parameters, specs_of, stage_for_world
 from zeroexp.zero.options import settle_options

@@ -19,15 +19,7 @@ from pathlib import Path
 
 import torch
 
-from zeroexp.config.gpus import (
-    GPUS,
-    LINK_SHARE,
-    NETWORKS,
-    USUAL_GPU,
-    USUAL_NETWORK,
-    Gpu,
-    Network,
-)
+from zeroexp.config.gpus import GPUS, LINK_SHARE, NETWORKS, USUAL_GPU, USUAL_NETWORK, Gpu, Network
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.machines import JobShape, Machines
 
@@ -192,9 +184,7 @@ def calibrated_speed(
 
 
 def prior_speed(
-    machines: Machines,
-    gpu: Gpu = GPUS[USUAL_GPU],
-    network: Network = NETWORKS[USUAL_NETWORK],
+    machines: Machines, gpu: Gpu = GPUS[USUAL_GPU], network: Network = NETWORKS[USUAL_NETWORK]
 ) -> Speed:
     """Return what a core for each rank would do, or a cluster of such GPUs by their data sheets."""
     if machines.device == "cpu":

@@ -189,10 +189,7 @@ def _spread(key: str) -> list[Column]:
 
     shown = {"by TCP": shares_memory, **dict.fromkeys(RARE, _any(fullest))}.get(name, bool)
     shows_mean = bool if name == "total" else lambda points: shown(points) and differs(points)
-    return [
-        replace(fullest, is_shown=shown),
-        replace(mean, is_mean=True, is_shown=shows_mean),
-    ]
+    return [replace(fullest, is_shown=shown), replace(mean, is_mean=True, is_shown=shows_mean)]
 
 
 def _any(column: Column) -> Callable[[Sequence[Point]], bool]:

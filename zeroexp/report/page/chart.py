@@ -40,7 +40,7 @@ DEFAULTS: dict[str, list[Trace]] = {
             },
             "hovertemplate": "%{x:,.1f}",
         }
-    ],
+    ]
 }
 
 

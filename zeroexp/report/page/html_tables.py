@@ -7,13 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.columns import (
-    POINT,
-    STATUS,
-    Column,
-    columns_of,
-    describe_peak_flops,
-)
+from zeroexp.report.columns import POINT, STATUS, Column, columns_of, describe_peak_flops
 from zeroexp.report.compare import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
