@@ -9,7 +9,13 @@ from zeroexp.plan.advise import BUDGET_SECONDS, Advice, advise
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import json_entry, states_at_peak
 from zeroexp.plan.search import Candidate
-from zeroexp.plan.text_table import GIB, MIB, Column, amount, lines_of, unit_of, wrapped
+from zeroexp.plan.text_table import GIB, MIB, Row, lines_of, unit_of, wrapped
+
+HEADS = {
+    **{"frontier": "", "strategy": "strategy", "implementation": "layout"},
+    **{"micro_batch_size": "micro", "recomputes": "recompute", "peak_bytes": "peak"},
+    **{"fits": "fits", "step_ms": "step ms", "sent_bytes": "sent"},
+}
 
 
 def advice_text(plans: Plans) -> str:
@@ -56,18 +62,22 @@ def _lines(advice: Advice) -> list[str]:
         "frontier: no other is as fast and holds less."
     )
     best_of = advice.frontier
-    columns: list[Column[Candidate]] = [
-        Column("", lambda each: "*" if each in best_of else "", left=True),
-        Column("strategy", lambda each: each.stage, left=True),
-        Column("layout", lambda each: each.planned.outcome.implementation, left=True),
-        Column("micro", lambda each: str(each.micro)),
-        Column("recompute", lambda each: _on(each.recomputes)),
-        Column("peak", lambda each: amount(each.peak_bytes, size)),
-        Column("fits", lambda each: each.planned.outcome.verdict or "-"),
-        Column("step ms", lambda each: f"{1e3 * each.seconds:,.1f}"),
-        Column("sent", lambda each: amount(each.planned.outcome.sent.fullest, size)),
-    ]
-    return [*lines, *wrapped(notes), "", *lines_of(columns, rows, 3)]
+    figures = [{"frontier": "*" if each in best_of else "", **_row(each)} for each in rows]
+    return [*lines, *wrapped(notes), "", *lines_of(HEADS, figures, size, 3)]
+
+
+def _row(each: Candidate) -> Row:
+    outcome = each.planned.outcome
+    return {
+        "strategy": each.stage,
+        "implementation": outcome.implementation,
+        "micro_batch_size": each.micro,
+        "recomputes": _on(each.recomputes),
+        "peak_bytes": each.peak_bytes,
+        "fits": outcome.verdict or "-",
+        "step_ms": f"{1e3 * each.seconds:,.1f}",
+        "sent_bytes": outcome.sent.fullest,
+    }
 
 
 def _first_line(advice: Advice) -> list[str]:

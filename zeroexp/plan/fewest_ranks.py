@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 from zeroexp.config.keys import Config, ConfigError
 from zeroexp.plan.changes import MICRO, SEQ_LEN, longest_sequence, with_settings
@@ -14,7 +13,7 @@ from zeroexp.plan.peak import rehearse_point
 from zeroexp.plan.plan_points import Plans
 from zeroexp.plan.plan_table import settings_of, skipped_sentences
 from zeroexp.plan.search import MOST_RANKS, first_that_fits, more_ranks
-from zeroexp.plan.text_table import GIB, Column, amount, lines_of, unit_of, wrapped
+from zeroexp.plan.text_table import GIB, Row, lines_of, unit_of, wrapped
 
 MOST_SAMPLES, TOKENS = 1 << 16, 64  # the largest micro-batch that is tried; the step of sequences
 MOST_TOKENS = 1 << 20  # of a model that names no longest sequence
@@ -25,16 +24,11 @@ HEAD = (
 )
 
 
-class Fit(NamedTuple):
-    """Fewest ranks and peaks of one point. Bytes are those of the fullest rank."""
-
-    point: PlannedPoint
-    limit: int
-    world_size: int | None = None  # the fewest ranks; None: it fits none that is tried
-    num_bytes: float = 0.0  # the rehearsed peak, or model states where there is no rehearsal
-    samples: int | None = None  # the largest micro-batch there, one in a step
-    seq_len: int | None = None  # the longest sequence there
-    not_rehearsed: str | None = None
+HEADS = {
+    **{"model": "model", "strategy": "strategy", "implementation": "layout", "world_size": "ranks"},
+    **{"peak_bytes": "peak", "left_bytes": "left", "samples": "batch", "seq_len": "seq_len"},
+    "settings": "settings",
+}
 
 
 def fit_lines(plans: Plans) -> str:
@@ -47,60 +41,47 @@ def fit_lines(plans: Plans) -> str:
             raise ConfigError(f"cluster.device_memory_gib=null: --fit needs a limit; {remedy}")
         names = (outcome.model, outcome.strategy, outcome.implementation)
         asked.setdefault((*names, settings_of(outcome)), each)
-    rows = [_fit(each) for each in asked.values()]
-    unit, size = unit_of([row.limit for row in rows])
-
-    def if_fits(row: Fit, num_bytes: float) -> str:
-        return amount(num_bytes, size) if row.world_size else "-"
-
-    columns: list[Column[Fit]] = [
-        Column("model", lambda row: row.point.outcome.model, left=True),
-        Column("strategy", lambda row: row.point.outcome.strategy, left=True),
-        Column("layout", lambda row: row.point.outcome.implementation, left=True),
-        Column("ranks", _ranks),
-        Column("peak", lambda row: if_fits(row, row.num_bytes)),
-        Column("left", lambda row: if_fits(row, row.limit - row.num_bytes)),
-        Column("batch", lambda row: str(row.samples or "-")),
-        Column("seq_len", lambda row: str(row.seq_len or "-")),
-        Column("settings", lambda row: settings_of(row.point.outcome), left=True),
-    ]
+    limits = [(each, each.outcome.memory_gib or 0.0) for each in asked.values()]
+    unit, size = unit_of([GIB * limit for _, limit in limits])
     heads = dict.fromkeys(
-        HEAD.format(device=row.point.device, limit=row.limit / GIB, unit=unit) for row in rows
+        HEAD.format(device=each.device, limit=limit, unit=unit) for each, limit in limits
     )
-    notes = [
-        *(f"Model states alone: {row.not_rehearsed}." for row in rows if row.not_rehearsed),
-        *skipped_sentences(plans.entries),
-    ]
-    lines = [*wrapped(*heads), "", *lines_of(columns, rows, 4), "", *wrapped(*notes)]
+    rows = [_fit(each, int(limit * GIB)) for each, limit in limits]
+    reasons = (row["not_rehearsed"] for row in rows if "not_rehearsed" in row)
+    notes = [*(f"Model states alone: {x}." for x in reasons), *skipped_sentences(plans.entries)]
+    lines = [*wrapped(*heads), "", *lines_of(HEADS, rows, size, 4), "", *wrapped(*notes)]
     return "\n".join(lines).rstrip()
 
 
-def _fit(point: PlannedPoint) -> Fit:
+def _fit(point: PlannedPoint, limit: int) -> Row:
     """Return the fewest ranks, among powers of two, at which the point fits its limit, and how much work fits there."""
-    print(
-        f"{point.outcome.strategy} {point.outcome.implementation}: rehearsing",
-        file=sys.stderr,
-        flush=True,
-    )
-    none = Fit(point, int((point.outcome.memory_gib or 0.0) * GIB))
+    outcome = point.outcome
+    told = f"{outcome.strategy} {outcome.implementation}: rehearsing"
+    print(told, file=sys.stderr, flush=True)
+    row: Row = {
+        **{"model": outcome.model, "strategy": outcome.strategy},
+        **{"implementation": outcome.implementation, "settings": settings_of(outcome)},
+        **{"world_size": f"not up to {MOST_RANKS[point.device]}", "samples": "-", "seq_len": "-"},
+        **{"peak_bytes": "-", "left_bytes": "-"},
+    }
     start = first_that_fits(more_ranks(point.config, point.device), point)
     if start is None:
-        return none
-    size = start.planned.config.world_size
+        return row
+    size, held = start.planned.config.world_size, start.planned.outcome.total.fullest
     try:
         for at in more_ranks(point.config, point.device, above=size // 2):
             peak = _peak(at.config, point)
-            if peak <= none.limit:
-                samples, tokens = _most_work(at.config, point, none.limit)
-                return Fit(point, none.limit, at.config.world_size, peak, samples, tokens)
+            if peak <= limit:
+                samples, tokens = _most_work(at.config, point, limit)
+                work = {"samples": samples or "-", "seq_len": tokens or "-"}
+                return row | work | _ranks(at.config.world_size, peak, limit)
     except ConfigError as refusal:
-        total = start.planned.outcome.total.fullest
-        return Fit(point, none.limit, size, total, not_rehearsed=str(refusal))
-    return none
+        return row | {"not_rehearsed": str(refusal)} | _ranks(size, held, limit)
+    return row
 
 
-def _ranks(row: Fit) -> str:
-    return str(row.world_size or f"not up to {MOST_RANKS[row.point.device]}")
+def _ranks(world_size: int, num_bytes: float, limit: int) -> Row:
+    return {"world_size": world_size, "peak_bytes": num_bytes, "left_bytes": limit - num_bytes}
 
 
 def _peak(config: Config, of: PlannedPoint) -> int:

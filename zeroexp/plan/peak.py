@@ -14,11 +14,11 @@ What rehearses is imported when the first point is rehearsed: fake tensors and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroexp.config.keys import ConfigError
+from zeroexp.plan.changes import with_settings
 from zeroexp.plan.closed_forms import ShardedForm
 from zeroexp.plan.form_of_config import ClosedForm
 from zeroexp.plan.outcome import PlannedPoint, RankPeak, RehearsedPeaks
@@ -52,18 +52,24 @@ def rehearse_point(
 
     ranks: others than these. speed: None: `speed_of` the point. Raises ConfigError for what can not be rehearsed.
     """
+    from zeroexp.plan.rehearse import rehearse
     from zeroexp.plan.timing import compute_seconds, step_seconds
 
     config, machines, form = planned.config, planned.machines, planned.form
-    speed = speed or speed_of(config, machines)
-    rehearsed = _rehearse(planned, ranks or _telling_ranks(planned), speed)
+    speed, most = speed or speed_of(config, machines), _most_microbatches(form)
+    on_host = machines.device == "cpu"
+    rehearsed = rehearse(
+        with_settings(config, {"cluster.device": "cpu"}) if on_host else config,
+        ranks=ranks or _telling_ranks(planned),
+        speed=speed,
+        ranks_per_host=machines.shape.ranks_per_node if on_host else None,
+        most_microbatches=most,
+    )
     untold = 0.0
     if isinstance(form, DdpForm):
         sent = sum(form.traffic(rehearsed[0].rank).bytes_by_kind.values())
         untold = sent / speed.link_bytes_per_second
-    data = config.data
-    num_microbatches = data.global_batch_size // (data.micro_batch_size * config.world_size)
-    microbatches = max(1.0, num_microbatches / _most_microbatches(form))  # for each rehearsed one
+    microbatches = max(1.0, form.accumulation / most)  # for each rehearsed one
     times = [step_seconds(r.seconds, microbatches, untold, speed.unsure) for r in rehearsed]
     slowest = max(range(len(times)), key=lambda index: times[index][1])
     return RehearsedPeaks(
@@ -85,23 +91,6 @@ def _telling_ranks(planned: PlannedPoint) -> list[int]:
     return sorted({planned.form.equivalence_key(rank): rank for rank in ranks}.values())
 
 
-def _rehearse(planned: PlannedPoint, ranks: Sequence[int], speed: Speed) -> list[RehearsedRank]:
-    from zeroexp.plan.rehearse import rehearse
-
-    config, machines = planned.config, planned.machines
-    on_host = machines.device == "cpu"
-    if on_host:
-        config = deepcopy(config)
-        config.cluster.device = "cpu"
-    return rehearse(
-        config,
-        ranks=ranks,
-        speed=speed,
-        ranks_per_host=machines.shape.ranks_per_node if on_host else None,
-        most_microbatches=_most_microbatches(planned.form),
-    )
-
-
 def _most_microbatches(form: ClosedForm) -> int:
     """Return after how many microbatches further ones hold no more."""
     if not isinstance(form, ShardedForm):
@@ -112,14 +101,13 @@ def _most_microbatches(form: ClosedForm) -> int:
 
 
 def _rank_peak(rehearsed: RehearsedRank) -> RankPeak:
-    peak = rehearsed.peaks[rehearsed.peak_phase]
+    phase, peaks = rehearsed.peak_phase, rehearsed.peaks
+    peak = peaks[phase]
     return RankPeak(
         rank=rehearsed.rank,
-        phase=rehearsed.peak_phase,
+        phase=phase,
         num_bytes=peak.num_bytes,
         by_kind=dict(sorted(peak.by_kind.items(), key=lambda term: -term[1])),
-        by_phase={
-            name: peak.num_bytes for name, peak in rehearsed.peaks.items() if name != "build"
-        },
+        by_phase={name: each.num_bytes for name, each in peaks.items() if name != "build"},
         largest=peak.largest,
     )

@@ -7,15 +7,12 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from zeroexp.check.sweep_points import Point
 from zeroexp.config.keys import Config
 from zeroexp.plan.outcome import Outcome, PlannedPoint
 from zeroexp.plan.plan_points import Plans
-from zeroexp.plan.text_table import Column, amount, lines_of, unit_of, wrapped
-
-Row = dict[str, Any]  # figures by their names in CSV
+from zeroexp.plan.text_table import Row, lines_of, unit_of, wrapped
 
 MEANINGS = (
     "total: the most held at one named moment; mean: over ranks. On top comes what exists for a moment (activations, "
@@ -186,20 +183,8 @@ def _for_readers(outcome: Outcome) -> Row:
 def _table(names: dict[str, str], rows: Sequence[Row], size: int) -> list[str]:
     """Return the lines of a table of those figures that some row has, beside what tells its point."""
 
-    def column(key: str, name: str) -> Column[Row]:
-        is_word = key in POINT and key != "world_size"
-        return Column(name, lambda row: _cell(key, row.get(key), size), left=is_word)
-
-    columns = [column(*each) for each in names.items() if any(each[0] in row for row in rows)]
-    return lines_of(columns, rows, num_fixed=sum(key in POINT for key in names))
-
-
-def _cell(key: str, value: Any, size: int) -> str:
-    if "_bytes" in key:
-        return amount(value or 0, size)
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return "" if value is None else str(value)
+    heads = {key: name for key, name in names.items() if any(key in row for row in rows)}
+    return lines_of(heads, rows, size, num_fixed=sum(key in POINT for key in names))
 
 
 def _rehearsed(plans: Plans, point: dict[str, str], rows: Sequence[Row]) -> list[str]:

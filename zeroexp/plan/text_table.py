@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
-from typing import Generic, TypeVar
+from typing import Any
 
 WIDTH = 80
 MIB, GIB = 2**20, 2**30
-Row = TypeVar("Row")
+WORDS = ("frontier", "model", "strategy", "implementation", "settings")  # are aligned left
+Row = dict[str, Any]  # figures by their names, as in CSV
 
 
-@dataclass(frozen=True)
-class Column(Generic[Row]):
-    """One column of a table whose rows are of any kind."""
+def lines_of(heads: Mapping[str, str], rows: Sequence[Row], size: int, num_fixed: int) -> list[str]:
+    """Return the lines of a table of these figures, bytes in units of `size`, under their heads.
 
-    name: str
-    value: Callable[[Row], str]
-    left: bool = False
-
-
-def lines_of(columns: Sequence[Column[Row]], rows: Sequence[Row], num_fixed: int) -> list[str]:
-    """Return the lines of a table; columns that do not fit follow in further ones, beside the first `num_fixed`."""
-    texts = [[column.name, *(column.value(row) for row in rows)] for column in columns]
+    Columns that do not fit follow in further tables, beside the first `num_fixed`.
+    """
+    texts = [
+        [head, *(_cell(key, row.get(key), size) for row in rows)] for key, head in heads.items()
+    ]
+    lefts = [key in WORDS for key in heads]
     widths = [max(map(len, cells)) for cells in texts]
     tables: list[list[int]] = [list(range(num_fixed))]
-    for index in range(num_fixed, len(columns)):
-        wide = sum(widths[i] + 1 + columns[i].left for i in [*tables[-1], index]) - 1
+    for index in range(num_fixed, len(heads)):
+        wide = sum(widths[i] + 1 + lefts[i] for i in [*tables[-1], index]) - 1
         if wide > WIDTH and len(tables[-1]) > num_fixed:
             tables.append(list(range(num_fixed)))
         tables[-1].append(index)
@@ -36,13 +33,21 @@ def lines_of(columns: Sequence[Column[Row]], rows: Sequence[Row], num_fixed: int
         lines += [""] if lines else []
         for row in range(len(rows) + 1):
             cells = (
-                texts[i][row].ljust(widths[i] + 1)
-                if columns[i].left
-                else texts[i][row].rjust(widths[i])
+                texts[i][row].ljust(widths[i] + 1) if lefts[i] else texts[i][row].rjust(widths[i])
                 for i in table
             )
             lines.append(" ".join(cells).rstrip())
     return lines
+
+
+def _cell(key: str, value: Any, size: int) -> str:
+    if isinstance(value, str):
+        return value
+    if "_bytes" in key:
+        return amount(value or 0, size)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "" if value is None else str(value)
 
 
 def wrapped(*sentences: str) -> list[str]:

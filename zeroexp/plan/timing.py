@@ -165,7 +165,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
         return NO_KERNEL, 0.0, 0.0
     num_bytes = sum(each.numel() * each.element_size() for each in tensors)
     flops = _flops(packet, args, kwargs, result)
-    kind = _kind(packet.__name__, num_bytes, flops)
+    kind = _operation_kind(packet.__name__, num_bytes, flops)
     by_bytes, dtype = num_bytes / speed.bytes_per_second, tensors[0].dtype
     if kind != PRODUCTS:
         return kind, by_bytes, flops / speed.product_rate(dtype)
@@ -174,7 +174,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, speed: Speed) -> tuple
     return kind, 0.0 if speed.products_read_memory else by_bytes, by_products
 
 
-def _kind(name: str, num_bytes: int, flops: float) -> str:
+def _operation_kind(name: str, num_bytes: int, flops: float) -> str:
     if flops:
         return "attention" if name.startswith(ATTENTION) else PRODUCTS
     if name.startswith("_fused_"):
