@@ -12,9 +12,8 @@ rehearsal has no memory that could be mapped:
 [Note: reducer] DistributedDataParallel's reducer is C++ and needs values, so its buckets are told again. They are as
 large as the trainable parameters. When a gradient is complete, the reducer copies it into its bucket and, with
 `gradient_as_bucket_view`, puts a view of the bucket in its place. How the copies travel is not rehearsed: the closed
-form in torch_closed_forms.py has the traffic. ZeroRedundancyOptimizer exchanges objects when it starts, so that its
-rule is told again too: each parameter, the largest first, goes to the rank that updates least so far. A test compares
-the peak with that of the real ones.
+form in torch_closed_forms.py has the traffic, and the rule of ZeroRedundancyOptimizer, which exchanges objects when it
+starts. A test compares the peak with that of the real ones.
 """
 
 # pyright: reportPrivateUsage=false
@@ -44,6 +43,7 @@ from zeroexp.data.synthetic import width_of
 from zeroexp.engines import torch_ddp
 from zeroexp.interface.strategy import OptimizerFactory
 from zeroexp.plan.storages import Storages
+from zeroexp.plan.torch_closed_forms import deal_out
 from zeroexp.process.watchdog.differs import Moves
 from zeroexp.process.world import World
 
@@ -154,16 +154,9 @@ def optimizer_of_own_parameters(
     groups: list[dict[str, Any]], factory: OptimizerFactory, shard: bool
 ) -> tuple[Optimizer, Optimizer]:
     """Return the optimizer of what this rank updates, twice, as `_make_optimizer` of TorchDDP does."""
-    rank, load = dist.get_rank(), [0] * dist.get_world_size()
-    own: list[dict[str, Any]] = []
-    for group in groups:
-        mine: list[Tensor] = []
-        for parameter in sorted(group["params"], key=lambda p: p.numel(), reverse=True):
-            least = load.index(min(load))
-            load[least] += parameter.numel()
-            if least == rank or not shard:
-                mine.append(parameter)
-        own.append({**group, "params": mine})
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shard else (0, 1)
+    mine = deal_out([group["params"] for group in groups], Tensor.numel, size)[rank]
+    own = [{**group, "params": each} for group, each in zip(groups, mine, strict=True)]
     optimizer = factory(own)
     return optimizer, optimizer
 

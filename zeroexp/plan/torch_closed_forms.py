@@ -11,16 +11,17 @@ more: its reduce-scatter is an all-reduce inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from zeroexp.measure.record import Traffic
 from zeroexp.plan.closed_forms import HeldElements, OptimizerForm, PrecisionForm, StatesForm
 
 FP32, ADAMW = PrecisionForm(), OptimizerForm()
+Dealt = TypeVar("Dealt")
 
 
 class ParameterShape(NamedTuple):
@@ -40,6 +41,23 @@ class ParameterShape(NamedTuple):
         """Return the real elements of `rank`; by torch.chunk's rule the last ranks may have fewer, or none."""
         shard = self.shard_numel(num_ranks)
         return max(0, min(self.numel, (rank + 1) * shard) - rank * shard)
+
+
+def deal_out(
+    groups: Sequence[Sequence[Dealt]], size: Callable[[Dealt], int], num_ranks: int
+) -> list[list[list[Dealt]]]:
+    """Return, by rank and group, the parameters that a rank updates, as ZeroRedundancyOptimizer deals them out.
+
+    Each parameter of a group, the largest first, goes to the rank that updates least so far.
+    """
+    load = [0] * num_ranks
+    dealt: list[list[list[Dealt]]] = [[[] for _ in groups] for _ in load]
+    for number, group in enumerate(groups):
+        for each in sorted(group, key=size, reverse=True):
+            rank = load.index(min(load))
+            dealt[rank][number].append(each)
+            load[rank] += size(each)
+    return dealt
 
 
 @dataclass(frozen=True)
@@ -80,16 +98,10 @@ class DdpForm(StatesForm):
 
     @cached_property
     def _owned(self) -> list[list[ParameterShape]]:
-        """The parameters that each rank updates, dealt out as ZeroRedundancyOptimizer does."""
+        """The parameters that each rank updates."""
         num_dealt = self.world_size if self.shards_optimizer else 1
-        owned: list[list[ParameterShape]] = [[] for _ in range(num_dealt)]
-        load = [0] * num_dealt
-        for group in self.groups:
-            for parameter in sorted(group, key=lambda p: p.numel, reverse=True):
-                rank = load.index(min(load))
-                owned[rank].append(parameter)
-                load[rank] += parameter.numel
-        return owned
+        dealt = deal_out(self.groups, lambda p: p.numel, num_dealt)
+        return [[p for group in groups for p in group] for groups in dealt]
 
     def _gradient_bytes(self, moment: str, rank: int) -> int:
         return self._whole_bytes

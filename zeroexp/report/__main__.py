@@ -22,11 +22,11 @@ from zeroexp.config.keys import ConfigError
 from zeroexp.process import safe_output
 from zeroexp.report import exports, markdown
 from zeroexp.report.columns import (
-    FOR_READERS,
     POINT,
     Column,
     all_columns,
     chosen_columns,
+    exported_columns,
     printed_columns,
 )
 from zeroexp.report.compare import Conclusions, conclude, describe_moved, points_that_moved
@@ -135,12 +135,10 @@ def _columns(
     chosen: str | None, points: Sequence[Point], conclusions: Conclusions
 ) -> tuple[Sequence[Column], Sequence[Column]]:
     """Return the columns of printed texts and those of CSV and JSON: the same where --columns names some."""
-    every = all_columns(points, conclusions)
     if chosen:
-        columns = chosen_columns(every, chosen.split(","))
+        columns = chosen_columns(all_columns(points, conclusions), chosen.split(","))
         return columns, columns
-    exported = [column for column in every if column.key not in FOR_READERS]
-    return printed_columns(points, conclusions), exported
+    return printed_columns(points, conclusions), exported_columns(points, conclusions)
 
 
 def _put(option: str, where: str, text: str) -> None:

@@ -63,13 +63,20 @@ def columns_of(points: Sequence[Point], conclusions: Conclusions | None = None) 
 
 def printed_columns(points: Sequence[Point], conclusions: Conclusions) -> list[Column]:
     """Return what a printed page has room for: bytes of the fullest rank, the median step, its verdict, losses."""
-    columns = columns_of(points, conclusions)
+    columns = [column for column in columns_of(points, conclusions) if not column.is_mean]
+    step, _, tokens, *_ = of_parts(columns, "times")
+    numbers = of_parts(columns, "memory", "traffic")
+    verdict, losses = of_parts(columns, "verdict"), of_parts(columns, "losses")
+    return [*numbers, step, *verdict, tokens, *losses]
 
-    def of(*parts: str) -> list[Column]:
-        return [column for column in columns if column.part in parts and not column.is_mean]
 
-    step, _, tokens, *_ = of("times")
-    return [*of("memory", "traffic"), step, *of("verdict"), tokens, *of("losses")]
+def exported_columns(points: Sequence[Point], conclusions: Conclusions) -> list[Column]:
+    """Return what programs read."""
+    return [c for c in all_columns(points, conclusions) if c.key not in FOR_READERS]
+
+
+def of_parts(columns: Sequence[Column], *parts: str) -> list[Column]:
+    return [column for column in columns if column.part in parts]
 
 
 def chosen_columns(columns: Sequence[Column], keys: Sequence[str]) -> list[Column]:

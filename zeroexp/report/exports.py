@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zeroexp.report.columns import FOR_READERS, Column, all_columns
+from zeroexp.report.columns import Column, exported_columns
 from zeroexp.report.compare import Conclusions, conclude, differences
 from zeroexp.report.measured_points import Point, points_of
 from zeroexp.tracking.json_files import dumps
@@ -47,8 +47,7 @@ def runs_as_json(runs: Sequence[Run]) -> str:
     """Return what `zeroexp report --json` says of these runs."""
     points = points_of(runs)
     conclusions = conclude(points)
-    columns = [c for c in all_columns(points, conclusions) if c.key not in FOR_READERS]
-    return as_json(points, columns, conclusions, problems=[])
+    return as_json(points, exported_columns(points, conclusions), conclusions, problems=[])
 
 
 def as_csv(points: Sequence[Point], columns: Sequence[Column]) -> str:

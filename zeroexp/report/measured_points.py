@@ -20,6 +20,9 @@ SEED = "train.seed"
 # Keys of the config that say why or where a point ran, or are its replicates, not what it was.
 OUTSIDE = ("study.", "tracking.", "outputs", "resume", "repeats", "checkpoint.", SEED)
 MOMENT = "after_backward"  # gradients are reduced and the optimizer has not run: stages differ most
+# Of a summary: what is pooled over seeds, and what over all runs of a point.
+MEANS = ("final_loss", "validation_loss", "validation_accuracy")
+MEDIANS = ("step_seconds_median", "step_seconds_p95", "tokens_per_second")
 UNCOUNTED = "by TCP"  # the kind of all bytes of an engine that does not count them by kind
 
 
@@ -121,12 +124,8 @@ class Point:
         seeds = list(self.by_seed.values())
         summary = replace(
             summaries[0],
-            final_loss=fmean(s.final_loss for s in seeds),
-            validation_loss=_mean([s.validation_loss for s in seeds]),
-            validation_accuracy=_mean([s.validation_accuracy for s in seeds]),
-            step_seconds_median=median(s.step_seconds_median for s in summaries),
-            step_seconds_p95=median(s.step_seconds_p95 for s in summaries),
-            tokens_per_second=median(s.tokens_per_second for s in summaries),
+            **{name: _mean([getattr(s, name) for s in seeds]) for name in MEANS},
+            **{name: median(getattr(s, name) for s in summaries) for name in MEDIANS},
             phase_seconds_median={
                 phase: median(s.phase_seconds_median.get(phase, 0.0) for s in summaries)
                 for phase in summaries[0].phase_seconds_median

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from shlex import quote
 
-from zeroexp.report.columns import POINT, STATUS, Column, columns_of, describe_peak_flops
+from zeroexp.report.columns import POINT, STATUS, Column, columns_of, describe_peak_flops, of_parts
 from zeroexp.report.compare import describe_values, differences
 from zeroexp.report.measured_points import Point
 from zeroexp.report.statistics import step_time_interval
@@ -30,8 +30,8 @@ FACTS = {
 def results_table(points: Sequence[Point]) -> str:
     """Return one row per point: the median of its repeats, the interval of its step time, bytes of the fullest rank."""
     columns = columns_of(points)
-    results = [column for column in columns if column.part in ("memory", "traffic")]
-    times, losses = ([c for c in columns if c.part == part] for part in ("times", "losses"))
+    times, losses = (of_parts(columns, part) for part in ("times", "losses"))
+    results = of_parts(columns, "memory", "traffic")
     status = [STATUS] if any(p.pooled.status != "done" or p.pooled.reason for p in points) else []
     table = Table.of(points, [POINT, INTERVAL, *times, *losses, *results, *status])
     meanings = {
